@@ -1,0 +1,45 @@
+# make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
+# make test     check and test everything
+#
+# The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
+#   PYTHON=python3.12        another interpreter
+#   PIP_ARGS="..."           for pip, such as --extra-index-url with PyTorch's index of CPU builds
+#   CONSTRAINTS=/dev/null    the newest torch, or one that is installed already (see SYSTEM_SITE)
+#   SYSTEM_SITE=1            use the packages that the interpreter has, its torch among them
+#   ARGS="..."               for pipeloom or pytest
+PYTHON      ?= python3
+VENV        ?= .venv
+CONSTRAINTS ?= constraints.txt
+PIP_ARGS    ?=
+SYSTEM_SITE ?=
+ARGS        ?=
+BIN         := $(VENV)/bin
+STAMP       := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+demo: $(STAMP)
+	$(BIN)/pipeloom train $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) outputs .ruff_cache .pytest_cache .hypothesis
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@echo "Setting up $(VENV) (once; about a minute) ..."
+	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar on -q $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@

@@ -1,0 +1,55 @@
+"""The command line: one function for each command, heavy imports inside."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pipeloom.errors import PipeloomError
+
+COMMANDS = {
+    "train": "train a language model with a pipeline of processes",
+    "verify": "prove that the pipeline computes the gradients of a single process",
+    "schedule": "print, draw or export a schedule with its bubble and its memory",
+}
+"""Commands with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
+
+_USAGE = (
+    "usage: pipeloom {"
+    + ",".join(COMMANDS)
+    + "} ...\n\n"
+    + "\n".join(f"  pipeloom {name:<10} {summary}" for name, summary in COMMANDS.items())
+    + "\n\n  pipeloom COMMAND --help   tells what a command takes\n  pipeloom --version"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if words else 2
+    if words[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"pipeloom {version('pipeloom')}")
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"pipeloom: there is no command '{words[0]}'\n\n{_USAGE}", file=sys.stderr)
+        return 2
+    return _run(words[0], words[1:])
+
+
+def _run(command: str, words: list[str]) -> int:
+    from pipeloom.errors import UserError
+
+    try:
+        return importlib.import_module(f"pipeloom.cli.{command}").run(words)
+    except PipeloomError as error:
+        print(f"pipeloom {command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print(f"pipeloom {command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,270 @@
+"""What a run is told: frozen dataclasses, the one truth. Files and flags only override them.
+
+Every field carries its documentation below it; ``None`` always has a stated meaning. ``problems`` judges the
+whole configuration and reports everything that is wrong with it.
+"""
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeloom.generate import request_problems
+from pipeloom.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The transformer."""
+
+    family: Literal["llama", "gpt2"] = "llama"
+    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
+    num_layers: int = 8
+    """Transformer layers."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    num_heads: int = 6
+    """Query heads; divides hidden_size."""
+    num_kv_heads: int | None = None
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
+    ffn_size: int | None = None
+    """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
+    multiple of 32."""
+    vocab_size: int | None = None
+    """Tokens that the model knows. None: as many as the tokenizer has."""
+    norm_eps: float = 1e-5
+    """Added to the variance in normalisation."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies; llama only."""
+
+    def resolve(self, vocab_size: int) -> "ModelConfig":
+        """The same model with every derived size filled in.
+
+        Args:
+            vocab_size: tokens of the tokenizer.
+        """
+        inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            ffn_size=self.ffn_size or inner,
+            vocab_size=self.vocab_size or vocab_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text."""
+
+    path: Path | None = None
+    """A text file, or a folder of them. None: the sources of the running Python's standard library."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """bytes: one token a byte. bpe: byte-pair encoding trained on the corpus (needs pipeloom[bpe])."""
+    bpe_vocab_size: int = 4096
+    """Tokens of the byte-pair encoding; used with tokenizer bpe only."""
+    seq_len: int = 128
+    """Tokens of a sequence."""
+    validation_fraction: float = 0.05
+    """Share of the text that is kept for validation."""
+    cache: Path | None = None
+    """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The order of work on each pipeline rank."""
+
+    family: str = "breadth-first"
+    """Family of schedules; `pipeloom schedule --help` lists them."""
+    group_size: int | None = None
+    """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
+    placement: str = "looped"
+    """Stage -> rank: looped, v or linear."""
+    receive_buffers: int = 2
+    """Receives posted ahead and not yet used, for each directed edge between two ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    lr_warmup_steps: int = 10
+    """Steps over which the learning rate rises from 0."""
+    lr_min_fraction: float = 0.1
+    """Share of lr that the cosine ends at."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip_grad_norm: float | None = 1.0
+    """Largest norm of the whole model's gradient. None: no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int = 150
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of the weights, the order of the data and the sample."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the stages live. cuda takes one device for each process."""
+    threads: int = 1
+    """CPU threads of each process."""
+    validation_batches: int = 8
+    """Batches of the validation loss at the end; 0 for none."""
+    sample_tokens: int = 160
+    """Tokens of the sample at the end; 0 for none."""
+    stall_timeout_s: float = 60.0
+    """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What the run leaves behind."""
+
+    folder: Path | None = None
+    """Run folder; made if it is not there. None: outputs/ and the time of the start."""
+    trace_step: int = 3
+    """Step whose trace and timeline picture are written, counted from 1; the last one if there are fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    layout: Layout = field(default_factory=Layout)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with the values, one sentence each; empty if nothing is."""
+        return [*_range_problems(self), *_model_problems(self), *_pipeline_problems(self), *_text_problems(self)]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass as nested dictionaries of TOML's types; fields that are ``None`` are left out."""
+    tree: dict[str, Any] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            tree[item.name] = to_dict(value)
+        elif value is not None:
+            tree[item.name] = str(value) if isinstance(value, Path) else value
+    return tree
+
+
+_AT_LEAST: dict[str, float] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.ffn_size": 1,
+    "model.vocab_size": 2,
+    "data.bpe_vocab_size": 257,
+    "data.seq_len": 1,
+    "layout.microbatch_size": 1,
+    "schedule.receive_buffers": 1,
+    "optimizer.lr": 0,
+    "optimizer.lr_warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "optimizer.clip_grad_norm": 0,
+    "training.steps": 1,
+    "training.threads": 1,
+    "training.validation_batches": 0,
+    "training.sample_tokens": 0,
+    "training.stall_timeout_s": 1,
+    "output.trace_step": 1,
+}
+_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _range_problems(config: RunConfig) -> list[str]:
+    found = [
+        f"{name} must be at least {least:g}, found {_value(config, name)}"
+        for name, least in _AT_LEAST.items()
+        if _value(config, name) is not None and not least <= _value(config, name) < math.inf
+    ]
+    return found + [
+        f"{name} must lie between 0 and 1, found {_value(config, name)}"
+        for name in _FRACTIONS
+        if not 0 <= _value(config, name) <= 1
+    ]
+
+
+def _model_problems(config: RunConfig) -> list[str]:
+    model = config.model
+    problems: list[str] = []
+    if model.num_heads > 0 and model.hidden_size % model.num_heads:
+        problems.append(
+            f"model.num_heads must divide model.hidden_size, found {model.num_heads} and {model.hidden_size}"
+        )
+    elif model.family == "llama" and model.num_heads > 0 and (model.hidden_size // model.num_heads) % 2:
+        problems.append(
+            "llama's rotary positions need an even model.hidden_size / model.num_heads, "
+            f"found {model.hidden_size} / {model.num_heads}"
+        )
+    if model.num_kv_heads is not None and model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
+        problems.append(
+            f"model.num_kv_heads must divide model.num_heads, found {model.num_kv_heads} and {model.num_heads}"
+        )
+    return problems
+
+
+def _pipeline_problems(config: RunConfig) -> list[str]:
+    layout, schedule = config.layout, config.schedule
+    problems = request_problems(
+        schedule.family,
+        pp=layout.pp,
+        num_microbatches=layout.num_microbatches,
+        loops=layout.loops,
+        group_size=schedule.group_size,
+        placement=schedule.placement,
+    )
+    if schedule.family == "forward-only":
+        problems.append("schedule.family forward-only trains nothing; use breadth-first")
+    pieces = config.model.num_layers + 2
+    if layout.num_stages > pieces:
+        problems.append(
+            f"{layout.pp} pipeline ranks x {layout.loops} loops need {layout.num_stages} stages, but "
+            f"{config.model.num_layers} layers with embedding and head make only {pieces} pieces; "
+            "use fewer layout.loops or more model.num_layers"
+        )
+    if layout.partition is not None:
+        problems += _partition_problems(layout, pieces)
+    return problems
+
+
+def _partition_problems(layout: Layout, pieces: int) -> list[str]:
+    partition = layout.partition or ()
+    problems: list[str] = []
+    if len(partition) != layout.num_stages:
+        problems.append(f"layout.partition must name {layout.num_stages} stages, found {len(partition)}")
+    if any(size < 1 for size in partition):
+        problems.append(f"layout.partition must give every stage at least one piece, found {partition}")
+    if sum(partition) != pieces:
+        problems.append(f"layout.partition must add up to {pieces} (embedding, layers, head), found {sum(partition)}")
+    return problems
+
+
+def _text_problems(config: RunConfig) -> list[str]:
+    path = config.data.path
+    if path is not None and not path.exists():
+        return [f"data.path must be a text file or a folder, found nothing at {path}"]
+    return []

@@ -1,0 +1,80 @@
+"""Run files: TOML in, TOML out. Everything wrong with a file is reported at once."""
+
+import difflib
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pipeloom.config import RunConfig, to_dict
+from pipeloom.errors import UserError
+
+
+def read_run_file(path: Path) -> tuple[RunConfig, list[str]]:
+    """Read a run file as far as it can be read.
+
+    Args:
+        path: a TOML file with the sections and keys of ``RunConfig``.
+
+    Returns:
+        The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
+
+    Raises:
+        UserError: there is no such file, or it is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration {path}: {error}") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+    return parse_run(tree)
+
+
+def parse_run(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
+    """Build a configuration from nested dictionaries, with every unknown key and wrong type named."""
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(RunConfig)
+    problems = _drop_unknown(tree, RunConfig, "")
+    try:
+        return adapter.validate_python(tree), problems
+    except ValidationError as error:
+        for item in error.errors():
+            names = [str(part) for part in item["loc"]]
+            problems.append(f"{'.'.join(names[:2])}: {item['msg'].lower()}, found {item['input']!r}")
+            _drop(tree, names)
+    return adapter.validate_python(tree), problems
+
+
+def format_run(config: RunConfig) -> str:
+    """The configuration as a run file that repeats it."""
+    import tomli_w
+
+    return tomli_w.dumps(to_dict(config))
+
+
+def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
+    """Remove keys that ``config_class`` does not have; a sentence for each, with a suggestion."""
+    hints = get_type_hints(config_class)
+    known = [item.name for item in fields(config_class)]
+    problems: list[str] = []
+    for key in list(tree):
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean '{prefix}{close[0]}'?" if close else f"known: {', '.join(known)}"
+            problems.append(f"there is no setting '{prefix}{key}'; {hint}")
+            del tree[key]
+        elif is_dataclass(hints[key]) and isinstance(tree[key], dict):
+            problems += _drop_unknown(tree[key], hints[key], f"{prefix}{key}.")
+    return problems
+
+
+def _drop(tree: dict[str, Any], names: list[str]) -> None:
+    """Remove the setting that ``names`` leads to, if it is still there."""
+    if len(names) > 1 and isinstance(tree.get(names[0]), dict):
+        tree[names[0]].pop(names[1], None)
+    else:
+        tree.pop(names[0], None)

@@ -1,0 +1,87 @@
+"""Every error that pipeloom raises on purpose.
+
+    PipeloomError
+    ├── UserError                the question is wrong: expected, found, what to change
+    │   ├── ConfigError          a configuration, with all of its problems at once
+    │   ├── ScheduleTextError    text that is no schedule
+    │   └── ScheduleError        a schedule that breaks a rule: which, where, and the rows around it
+    └── RunError                 the question was right, the run failed
+        ├── BoundaryError        a tensor between two stages has another shape than was agreed
+        ├── ActionError          an action raised; its text and the rows around it
+        ├── StallError           a rank waited too long; every rank's position
+        ├── PeerLostError        another rank went away
+        └── WorkerError          a worker process ended; its reason
+
+A bug is an ``AssertionError``: no caller is expected to catch it.
+"""
+
+from collections.abc import Sequence
+
+
+class PipeloomError(Exception):
+    """Root of the tree: one clear message, meant for a person."""
+
+
+class UserError(PipeloomError, ValueError):
+    """The input is wrong. The message says what was expected, what was found and what to change."""
+
+
+class ConfigError(UserError):
+    """A configuration is wrong.
+
+    Args:
+        problems: one sentence for each problem; all that could be found are reported together.
+        source: where the configuration came from, for the headline.
+    """
+
+    def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
+        self.problems = tuple(problems)
+        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
+        super().__init__("\n".join([f"{source} has {count}:", *(f"  - {p}" for p in problems)]))
+
+
+class ScheduleTextError(UserError):
+    """Text that cannot be read as a schedule."""
+
+
+class ScheduleError(UserError):
+    """A schedule breaks a rule.
+
+    Args:
+        rule: name of the broken rule, as listed in ``pipeloom.schedule.verify``.
+        message: what is wrong.
+        rank: pipeline rank of the offending row, if one row is to blame.
+        slot: position in that row, if one action is to blame.
+        window: the rows around the place, already formatted.
+    """
+
+    def __init__(self, rule: str, message: str, *, rank: int | None, slot: int | None, window: str) -> None:
+        self.rule = rule
+        self.rank = rank
+        self.slot = slot
+        place = "" if rank is None else f" at rank {rank}" + ("" if slot is None else f", slot {slot}")
+        super().__init__(f"schedule breaks rule '{rule}'{place}: {message}" + (f"\n{window}" if window else ""))
+
+
+class RunError(PipeloomError, RuntimeError):
+    """The run failed although the question was right."""
+
+
+class BoundaryError(RunError):
+    """A tensor that crosses a stage boundary is not what both sides agreed on."""
+
+
+class ActionError(RunError):
+    """An action failed; carries the action's text and the rows around it."""
+
+
+class StallError(RunError):
+    """A rank waited longer than allowed; says for what, and where every rank stands."""
+
+
+class PeerLostError(RunError):
+    """Another rank closed its connection. Its own error is the one to read."""
+
+
+class WorkerError(RunError):
+    """A worker process ended before the work was done."""

@@ -1,0 +1,11 @@
+"""How schedules are made: every module of this folder may register families; none knows another's rule."""
+
+import importlib
+import pkgutil
+
+from pipeloom.generate.family import FAMILIES, Family, Request, Rows, family, make_schedule, request_problems
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["FAMILIES", "Family", "Request", "Rows", "family", "make_schedule", "request_problems"]

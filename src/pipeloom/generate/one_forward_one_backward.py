@@ -1,0 +1,99 @@
+"""One forward, one backward in turn: 1F1B, depth-first (interleaved 1F1B) and the hybrid between the two ends."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pipeloom.errors import ScheduleError
+from pipeloom.generate.family import Request, Rows, backward, family, forward
+from pipeloom.schedule import Action, Schedule
+
+
+@family("1f1b", is_looped=False, instead="depth-first")
+def one_forward_one_backward(request: Request) -> Rows:
+    """Forward and backward in turn, one stage on each rank (arXiv 1806.03377; arXiv 2104.04473, section 2.2.1).
+
+    Rank ``r`` of ``P`` begins with ``min(P - r - 1, M)`` forwards.
+    """
+    return _alternate(request, hops_back=1)
+
+
+@family("depth-first", is_looped=True)
+def depth_first(request: Request) -> Rows:
+    """Groups of P micro-batches through all local stages (interleaved 1F1B, arXiv 2104.04473, section 2.2.2).
+
+    The hybrid with group size P. With one rank it is depth-first gradient accumulation. With one loop it is 1F1B
+    with twice the warm-up.
+    """
+    return _alternate(request, hops_back=2)
+
+
+@family("hybrid", is_looped=True, is_grouped=True)
+def hybrid(request: Request) -> Rows:
+    """Groups of N micro-batches through all local stages, P <= N <= M (arXiv 2407.21783, section 3.3.2).
+
+    N = P is depth-first. N = M has breadth-first's forward order, and its last local stage begins its backward early.
+    """
+    return _alternate(request, hops_back=2)
+
+
+def _alternate(request: Request, hops_back: int) -> Rows:
+    """Warm-up forwards, then forward and backward in turn, then the rest of the backwards.
+
+    A rank waits with its first backward until the gradient can have come back to it: it is ``hops_back``
+    times the number of ranks between its last stage and the model's end, after all but the last local
+    stage of the first group. On a looped placement that is exact. On another one, where a rank's stages
+    lie at unequal distances, it may deadlock: every rank then warms up for as many forwards more as are needed.
+    """
+    total = request.num_microbatches * request.loops
+    for extra in range(total + 1):
+        answer = _with_warmup(request, hops_back, extra)
+        if extra == total or request.is_looped or not _deadlocks(request, answer):
+            return answer
+    raise AssertionError("all forwards first cannot deadlock")
+
+
+def _deadlocks(request: Request, answer: Rows) -> bool:
+    try:
+        Schedule(tuple(map(tuple, answer.rows)), request.placement, request.num_microbatches)
+    except ScheduleError:
+        return True
+    return False
+
+
+def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
+    groups = _groups(request.num_microbatches, request.group_size)
+    rows: list[list[Action]] = []
+    most_inputs: list[int] = []
+    for rank in range(request.placement.num_ranks):
+        stages = request.local_stages(rank)
+        forwards = [forward(*place) for place in _grouped(stages, groups)]
+        backwards = [backward(*place) for place in _grouped(stages[::-1], groups)]
+        to_end = request.placement.num_stages - 1 - stages[-1]
+        num_warmup = min(hops_back * to_end + (request.loops - 1) * len(groups[0]) + extra, len(forwards))
+        rows.append(_in_turn(forwards, backwards, num_warmup))
+        most_inputs.append(min(num_warmup + 1, len(forwards)))
+    return Rows(rows, most_inputs)
+
+
+def _groups(num_microbatches: int, group_size: int) -> list[range]:
+    """Micro-batches in groups of at least ``group_size``, as even as possible, larger ones first.
+
+    A group below P would deadlock the alternation, so a remainder is spread over the groups. Fewer
+    micro-batches than ``group_size`` make one group.
+    """
+    num_groups = max(1, num_microbatches // group_size)
+    bounds = [-(-num_microbatches * i // num_groups) for i in range(num_groups + 1)]
+    return [range(first, last) for first, last in pairwise(bounds)]
+
+
+def _grouped(stages: Sequence[int], groups: Sequence[range]) -> list[tuple[int, int]]:
+    """(stage, micro-batch): group by group, in it stage by stage."""
+    return [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
+    row = forwards[:num_warmup]
+    rest = forwards[num_warmup:]
+    for next_forward, next_backward in zip(rest, backwards, strict=False):
+        row += [next_forward, next_backward]
+    return row + backwards[len(rest) :]

@@ -1,0 +1,112 @@
+"""Pictures of traces. Nothing is computed here but where the ink goes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeloom.errors import UserError
+from pipeloom.schedule.action import Action, Kind
+from pipeloom.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+_MOST_LABELS = 1200
+_ROW_HEIGHT = 0.86
+
+
+def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
+    """Draw a step the way the papers do: a row for each rank, color by stage, the micro-batch in each box.
+
+    Forwards are light, backwards dark. Only compute is drawn.
+
+    Args:
+        trace: what to draw.
+        files: where to; the endings name the formats, ``FORMATS``.
+        title: the headline.
+        unit: name of the time axis's unit.
+        scale: units for each second.
+
+    Raises:
+        UserError: an ending is not known, or a file cannot be written.
+    """
+    for file in files:
+        if file.suffix.lstrip(".") not in FORMATS:
+            known = ", ".join(f".{name}" for name in FORMATS)
+            raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 1.4 + 0.55 * trace.num_ranks), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_boxes(axes, trace, scale)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel(f"time ({unit})")
+    axes.set_yticks(range(trace.num_ranks), [f"rank {rank}" for rank in range(trace.num_ranks)])
+    axes.set_ylim(trace.num_ranks - 0.5, -0.5)
+    axes.set_xlim(0, max((trace.end_s - trace.start_s) * scale, 1e-12))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_facecolor("#f4f4f4")
+    _add_legend(axes, trace)
+    for file in files:
+        try:
+            figure.savefig(file, dpi=150)
+        except OSError as error:
+            raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
+
+
+def _draw_boxes(axes: "Axes", trace: Trace, scale: float) -> None:
+    spans = trace.compute()
+    num_stages = 1 + max((span.action.stage for span in spans), default=0)
+    with_labels = len(spans) <= _MOST_LABELS
+    shortest = (trace.end_s - trace.start_s) * scale / 170
+    for span in spans:
+        begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
+        color, ink = _colors(span.action, num_stages)
+        line = {"edgecolor": "white", "linewidth": 0.4 if with_labels else 0.0}
+        axes.barh(span.rank, width, left=begin, height=_ROW_HEIGHT, color=color, **line)
+        if with_labels and width >= shortest:
+            place = (begin + width / 2, span.rank)
+            axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=7, ha="center", va="center")
+
+
+def _colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
+    """Fill and ink of a box: the hue tells the stage, the shade the kind."""
+    import colorsys
+
+    hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
+    if action.kind is Kind.FORWARD:
+        return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
+    lightness = {Kind.BACKWARD: 0.42, Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34}[action.kind]
+    return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
+
+
+def _add_legend(axes: "Axes", trace: Trace) -> None:
+    from matplotlib.patches import Patch
+
+    stages = sorted({span.action.stage for span in trace.compute()})
+    shown = stages if len(stages) <= 16 else [stages[0], stages[len(stages) // 2], stages[-1]]
+    has_backward = any(span.action.kind is not Kind.FORWARD for span in trace.compute())
+    handles = []
+    for stage in shown:
+        kinds = (Kind.FORWARD, Kind.BACKWARD) if has_backward else (Kind.FORWARD,)
+        for kind in kinds:
+            color, _ = _colors(Action(kind, stage, 0), 1 + stages[-1])
+            handles.append(Patch(color=color, label=f"{stage}{kind.value}"))
+    columns = max(1, len(handles) // 2 if has_backward else len(handles))
+    ordered = handles[0::2] + handles[1::2] if has_backward else handles
+    rows = [handle for pair in zip(ordered[:columns], ordered[columns:], strict=False) for handle in pair] or ordered
+    axes.legend(
+        handles=rows,
+        ncols=columns,
+        fontsize=7,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        frameon=False,
+        handlelength=1,
+        handleheight=1,
+        columnspacing=0.8,
+    )

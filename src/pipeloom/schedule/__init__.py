@@ -1,0 +1,21 @@
+"""What a schedule is: the value, its text, its rules, its dependencies, its lowering. No third party."""
+
+from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.lower import lower
+from pipeloom.schedule.placement import PLACEMENTS, Placement
+from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
+
+__all__ = [
+    "PLACEMENTS",
+    "Action",
+    "Kind",
+    "Level",
+    "Placement",
+    "Schedule",
+    "format_schedule",
+    "format_torch_csv",
+    "lower",
+    "parse_schedule",
+    "parse_torch_csv",
+]

@@ -1,0 +1,94 @@
+"""The smallest noun: one thing that one rank does once in a step."""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from pipeloom.errors import ScheduleTextError
+
+
+class Kind(StrEnum):
+    """What an action does. The value is the letter in an action's text, as PyTorch writes it."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Full backward: gradient for the input and for the weights."""
+    BACKWARD_INPUT = "I"
+    """First half of a split backward: gradient for the input."""
+    BACKWARD_WEIGHT = "W"
+    """Second half of a split backward: gradient for the weights."""
+    SEND_F = "SEND_F"
+    """Send the stage's output to the next stage."""
+    RECV_F = "RECV_F"
+    """Receive the stage's input from the previous stage."""
+    SEND_B = "SEND_B"
+    """Send the gradient for the stage's input to the previous stage."""
+    RECV_B = "RECV_B"
+    """Receive the gradient for the stage's output from the next stage."""
+    UNSHARD = "UNSHARD"
+    """Gather the stage's full weights from the ranks that hold shards of them."""
+    RESHARD = "RESHARD"
+    """Drop the gathered weights again."""
+    REDUCE_GRAD = "REDUCE_GRAD"
+    """Reduce the stage's gradients over the data-parallel ranks."""
+
+
+COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
+STAGE_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""Kinds that concern a whole stage: their actions name no micro-batch."""
+
+_PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?")
+
+
+class Action(NamedTuple):
+    """One entry of a schedule's row: a kind of work, on a stage, for a micro-batch.
+
+    Identity has no time in it: two actions are equal if they are the same work.
+
+    Attributes:
+        kind: what is done.
+        stage: global stage index, 0 is the model's beginning. For a send it is the sender's stage, for
+            a receive the receiver's.
+        microbatch: micro-batch index, or ``None`` for the kinds in ``STAGE_KINDS``.
+        slice: index of the token slice, 0 where sequences are not sliced.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    slice: int = 0
+
+    def __str__(self) -> str:
+        """Text form: ``2F0``, ``2SEND_F0``, ``2UNSHARD``; ``2F0.1`` for token slice 1."""
+        microbatch = "" if self.microbatch is None else str(self.microbatch)
+        return f"{self.stage}{self.kind.value}{microbatch}" + (f".{self.slice}" if self.slice else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """Read the text form.
+
+        Raises:
+            ScheduleTextError: the text is not an action.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleTextError(_explain(text.strip()))
+        stage, kind, microbatch, part = match.groups()
+        action = cls(Kind(kind), int(stage), None if microbatch is None else int(microbatch), int(part or 0))
+        if (action.microbatch is None) != (action.kind in STAGE_KINDS):
+            wanted = "no micro-batch" if action.kind in STAGE_KINDS else "a micro-batch"
+            raise ScheduleTextError(f"'{text}' is no action: {action.kind} takes {wanted}, such as {_example(action)}")
+        return action
+
+
+def _example(action: Action) -> Action:
+    return action._replace(microbatch=None if action.kind in STAGE_KINDS else 0)
+
+
+def _explain(text: str) -> str:
+    if "OVERLAP" in text:
+        return f"'{text}' is an overlapped pair, which pipeloom does not read: write its parts one after the other"
+    letters = ", ".join(kind.value for kind in Kind)
+    return f"'{text}' is no action: expected stage, kind, micro-batch, such as 2F0; the kinds are {letters}"

@@ -1,0 +1,101 @@
+"""Schedules as text: one row a line, and PyTorch's schedule CSV.
+
+Both name every action as PyTorch does (``2F0``), so that files interchange. Placement, counts and level are
+read off the actions.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+
+from pipeloom.errors import ScheduleTextError
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.placement import Placement
+from pipeloom.schedule.schedule import Level, Row, Schedule
+
+
+def format_schedule(schedule: Schedule) -> str:
+    """One line for each pipeline rank, actions separated by spaces."""
+    return "".join(" ".join(map(str, row)) + "\n" for row in schedule.rows)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read what ``format_schedule`` writes. Lines that begin with ``#`` are comments.
+
+    Raises:
+        ScheduleTextError: a line has something that is no action, or the rows name no placement.
+        ScheduleError: the rows break a rule.
+    """
+    lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return _schedule_from_cells(lines)
+
+
+def format_torch_csv(schedule: Schedule) -> str:
+    """PyTorch's schedule CSV: one line for each rank, one cell for each action.
+
+    A compute-level schedule is what ``_load_csv(format="compute_only")`` reads, a schedule with
+    communication what ``format="compute_comms"`` reads (torch 2.13).
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.rows])
+    return text.getvalue()
+
+
+def parse_torch_csv(text: str) -> Schedule:
+    """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) are dropped.
+
+    Raises:
+        ScheduleTextError: a cell is no action, or the rows name no placement.
+        ScheduleError: the rows break a rule.
+    """
+    return _schedule_from_cells([[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))])
+
+
+def _schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:
+    problems: list[str] = []
+    rows: list[Row] = []
+    for rank, cells in enumerate(lines):
+        row: list[Action] = []
+        for slot, cell in enumerate(cells):
+            try:
+                row.append(Action.parse(cell))
+            except ScheduleTextError as error:
+                problems.append(f"row {rank}, cell {slot}: {error}")
+        rows.append(tuple(row))
+    if problems:
+        raise ScheduleTextError("\n".join(problems))
+    return schedule_from_rows(rows)
+
+
+def schedule_from_rows(rows: Sequence[Row]) -> Schedule:
+    """A schedule whose placement, counts and level are read off its rows.
+
+    Raises:
+        ScheduleTextError: no row runs a forward, or some stage has none.
+        ScheduleError: the rows break a rule.
+    """
+    actions = [action for row in rows for action in row]
+    if not any(action.kind is Kind.FORWARD for action in actions):
+        raise ScheduleTextError("expected rows of actions such as '0F0 0F1 0B0 0B1', found no forward at all")
+    placement = _placement(rows)
+    backward = {a.stage for a in actions if a.kind in COMPUTE_KINDS and a.kind is not Kind.FORWARD}
+    return Schedule(
+        rows=tuple(rows),
+        placement=placement,
+        num_microbatches=1 + max(action.microbatch or 0 for action in actions),
+        num_slices=1 + max(action.slice for action in actions),
+        level=Level.COMPUTE if all(a.kind in COMPUTE_KINDS for a in actions) else Level.COMMUNICATION,
+        first_backward_stage=min(backward, default=placement.num_stages),
+    )
+
+
+def _placement(rows: Sequence[Row]) -> Placement:
+    owner: dict[int, int] = {}
+    for rank, row in enumerate(rows):
+        for action in row:
+            if action.kind not in STAGE_KINDS:
+                owner.setdefault(action.stage, rank)
+    missing = [stage for stage in range(max(owner) + 1) if stage not in owner]
+    if missing:
+        raise ScheduleTextError(f"expected every stage 0..{max(owner)} in some row, found none for {missing}")
+    return Placement(tuple(owner[stage] for stage in range(len(owner))))

@@ -1,0 +1,298 @@
+"""What makes a schedule legal: a list of named rules for each level.
+
+Each rule yields its violations; the first rule that is broken is reported, since later rules assume the
+earlier ones. ``RULES`` is the specification: read it from top to bottom.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeloom.errors import ScheduleError
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.depend import consumer_of, data_dependencies, lane_of, matching_receive, matching_send
+from pipeloom.schedule.window import window
+
+if TYPE_CHECKING:
+    from pipeloom.schedule.schedule import Schedule
+
+
+class Violation(NamedTuple):
+    """What is wrong, and where: a rank and a slot of its row, if one place is to blame."""
+
+    message: str
+    rank: int | None = None
+    slot: int | None = None
+
+
+Violations = Iterator[Violation]
+
+
+def row_for_each_rank(schedule: "Schedule") -> Violations:
+    """There is one row for each pipeline rank, and at least one micro-batch."""
+    if len(schedule.rows) != schedule.num_ranks:
+        yield Violation(f"expected {schedule.num_ranks} rows, one for each pipeline rank, found {len(schedule.rows)}")
+    for name, count in (("micro-batch", schedule.num_microbatches), ("token slice", schedule.num_slices)):
+        if count < 1:
+            yield Violation(f"expected at least one {name}, found {count}")
+    if not 0 <= schedule.first_backward_stage <= schedule.num_stages:
+        yield Violation(f"first_backward_stage {schedule.first_backward_stage} is not in 0..{schedule.num_stages}")
+
+
+def kinds_of_level(schedule: "Schedule") -> Violations:
+    """A compute-level schedule has compute actions only."""
+    if schedule.level == "compute":
+        for rank, slot, action in schedule.actions():
+            if action.kind not in COMPUTE_KINDS:
+                yield Violation(f"{action} does not belong in a compute-only schedule", rank, slot)
+
+
+def in_range(schedule: "Schedule") -> Violations:
+    """Stages, micro-batches and slices exist."""
+    for rank, slot, action in schedule.actions():
+        if not 0 <= action.stage < schedule.num_stages:
+            yield Violation(
+                f"{action} names stage {action.stage}, but stages are 0..{schedule.num_stages - 1}", rank, slot
+            )
+        elif (action.microbatch is None) != (action.kind in STAGE_KINDS):
+            yield Violation(
+                f"{action} must {'not ' if action.kind in STAGE_KINDS else ''}name a micro-batch", rank, slot
+            )
+        elif action.microbatch is not None and not 0 <= action.microbatch < schedule.num_microbatches:
+            last = schedule.num_microbatches - 1
+            yield Violation(f"{action} names micro-batch {action.microbatch}, but they are 0..{last}", rank, slot)
+        elif not 0 <= action.slice < schedule.num_slices:
+            last = schedule.num_slices - 1
+            yield Violation(f"{action} names token slice {action.slice}, but they are 0..{last}", rank, slot)
+
+
+def on_its_rank(schedule: "Schedule") -> Violations:
+    """A rank acts on the stages that it holds."""
+    for rank, slot, action in schedule.actions():
+        owner = schedule.placement.rank_by_stage[action.stage]
+        if owner != rank:
+            yield Violation(f"{action} belongs to rank {owner}, which holds stage {action.stage}", rank, slot)
+
+
+def unique(schedule: "Schedule") -> Violations:
+    """Nothing is done twice. Unshard and reshard may repeat; a reduction may not."""
+    seen: set[Action] = set()
+    for rank, slot, action in schedule.actions():
+        if action in seen:
+            yield Violation(f"{action} appears a second time", rank, slot)
+        if action.kind not in (Kind.UNSHARD, Kind.RESHARD):
+            seen.add(action)
+
+
+def complete(schedule: "Schedule") -> Violations:
+    """Every micro-batch goes forward through every stage, and back through those that train."""
+    present = {action for _, _, action in schedule.actions()}
+    for stage in range(schedule.num_stages):
+        rank = schedule.placement.rank_by_stage[stage]
+        for microbatch in range(schedule.num_microbatches):
+            for part in range(schedule.num_slices):
+                for problem in _incomplete(stage, microbatch, part, present, stage >= schedule.first_backward_stage):
+                    yield Violation(problem, rank)
+
+
+def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], trains: bool) -> Iterator[str]:
+    forward, full, for_input, for_weight = (
+        Action(kind, stage, microbatch, part)
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    )
+    found = [action for action in (full, for_input, for_weight) if action in present]
+    if forward not in present:
+        yield f"{forward} is missing"
+    if not trains and found:
+        yield f"{found[0]} is superfluous: stage {stage} runs no backward"
+    if trains and found not in ([full], [for_input, for_weight]):
+        if not found:
+            yield f"{full} is missing"
+        elif full in found:
+            yield f"{full} and {found[1]} are both there: a backward is either whole or split"
+        else:
+            yield f"{for_weight if for_input in found else for_input} is missing"
+
+
+def forward_before_backward(schedule: "Schedule") -> Violations:
+    """On its rank, a micro-batch's forward stands before its backward, and I before W."""
+    order = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+    seen: set[Action] = set()
+    for rank, slot, action in schedule.actions():
+        first = action._replace(kind=order[action.kind]) if action.kind in order else None
+        if first is not None and first not in seen:
+            yield Violation(f"{action} stands before {first}", rank, slot)
+        seen.add(action)
+
+
+def messages_complete(schedule: "Schedule") -> Violations:
+    """Each tensor that changes rank has one send and one receive; no other tensor has any."""
+    expected: set[Action] = set()
+    for _, _, action in schedule.actions():
+        expected.update(messages_of(action, schedule))
+    for rank, slot, action in schedule.actions():
+        if action.kind in SEND_KINDS | RECEIVE_KINDS and action not in expected:
+            yield Violation(f"{action} moves a tensor that does not change rank", rank, slot)
+    present = {action for _, _, action in schedule.actions()}
+    for action in sorted(expected - present, key=str):
+        yield Violation(f"{action} is missing", schedule.placement.rank_by_stage[action.stage])
+
+
+def messages_of(action: Action, schedule: "Schedule") -> tuple[Action, ...]:
+    """The send and the receive of what a compute action makes for another rank; empty if there is none."""
+    placement, stage = schedule.placement, action.stage
+    if action.kind is Kind.FORWARD and placement.crosses(stage):
+        send = action._replace(kind=Kind.SEND_F)
+    elif (
+        action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        and stage > schedule.first_backward_stage
+        and placement.crosses(stage - 1)
+    ):
+        send = action._replace(kind=Kind.SEND_B)
+    else:
+        return ()
+    return send, matching_receive(send)
+
+
+def send_after_compute(schedule: "Schedule") -> Violations:
+    """A send stands after the compute action whose result it sends."""
+    slot_of = _slots(schedule)
+    for rank, slot, action in schedule.actions():
+        if action.kind in SEND_KINDS:
+            (made,) = data_dependencies(action, schedule)
+            if slot_of[made] > slot:
+                yield Violation(f"{action} stands before {made}, whose result it sends", rank, slot)
+
+
+def receive_before_compute(schedule: "Schedule") -> Violations:
+    """A receive stands before the compute action that uses it."""
+    slot_of = _slots(schedule)
+    for rank, slot, action in schedule.actions():
+        if action.kind in RECEIVE_KINDS:
+            user = consumer_of(action, schedule)
+            if slot_of[user] < slot:
+                yield Violation(f"{action} stands behind {user}, which uses it", rank, slot)
+
+
+def sends_match_receives(schedule: "Schedule") -> Violations:
+    """On each directed edge between two ranks, tensors are received in the order in which they are sent."""
+    sends: dict[tuple[int, int], list[Action]] = {}
+    for rank, _, action in schedule.actions():
+        if action.kind in SEND_KINDS:
+            peer = lane_of(action, schedule.placement).peer
+            assert peer is not None
+            sends.setdefault((rank, peer), []).append(action)
+    num_seen: Counter[tuple[int, int]] = Counter()
+    for rank, slot, action in schedule.actions():
+        if action.kind in RECEIVE_KINDS:
+            peer = lane_of(action, schedule.placement).peer
+            assert peer is not None
+            sent = sends[peer, rank][num_seen[peer, rank]]
+            num_seen[peer, rank] += 1
+            if sent != matching_send(action):
+                yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
+
+
+def unshard_before_compute(schedule: "Schedule") -> Violations:
+    """If a stage is ever gathered, it is gathered whenever it computes; it is gathered and dropped in turn."""
+    sharded_stages = {action.stage for _, _, action in schedule.actions() if action.kind is Kind.UNSHARD}
+    gathered: set[int] = set()
+    for rank, slot, action in schedule.actions():
+        is_gathered = action.stage in gathered
+        if action.kind is Kind.UNSHARD:
+            if is_gathered:
+                yield Violation(f"{action}: the stage is gathered already", rank, slot)
+            gathered.add(action.stage)
+        elif action.kind is Kind.RESHARD:
+            if not is_gathered:
+                yield Violation(f"{action}: the stage is not gathered", rank, slot)
+            gathered.discard(action.stage)
+        elif action.kind in COMPUTE_KINDS and action.stage in sharded_stages and not is_gathered:
+            yield Violation(f"{action} computes on stage {action.stage} while its weights are sharded", rank, slot)
+
+
+def reduce_after_last_backward(schedule: "Schedule") -> Violations:
+    """A stage's gradients are reduced after the last backward that adds to them."""
+    reduced: dict[int, tuple[int, Action]] = {}
+    for rank, slot, action in schedule.actions():
+        if action.kind is Kind.REDUCE_GRAD:
+            reduced[action.stage] = (slot, action)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.stage in reduced:
+            early_slot, reduction = reduced[action.stage]
+            yield Violation(f"{reduction} stands before {action}, which adds to the gradient", rank, early_slot)
+
+
+def acyclic(schedule: "Schedule") -> Violations:
+    """No actions wait for each other in a circle, over all ranks: the step cannot deadlock."""
+    graph = schedule.graph
+    for node, needed in graph.missing:
+        yield Violation(f"{graph.actions[node]} waits for {needed}, which no rank runs", *graph.place(node))
+    cycle = graph.cycle()
+    if cycle:
+        steps = " -> ".join(f"{graph.actions[node]} (rank {graph.ranks[node]})" for node in [*cycle, cycle[0]])
+        yield Violation(f"deadlock, each waits for the next: {steps}", *graph.place(cycle[0]))
+
+
+def in_flight_bound(schedule: "Schedule") -> Violations:
+    """No rank holds more stage inputs than the schedule promises."""
+    for rank, limit in enumerate(schedule.max_stage_inputs or ()):
+        peak = schedule.peak_stage_inputs[rank]
+        if peak > limit:
+            yield Violation(f"holds {peak} stage inputs at once, the limit is {limit}", rank)
+
+
+Rule = Callable[["Schedule"], Violations]
+
+COMPUTE_RULES: tuple[Rule, ...] = (
+    row_for_each_rank,
+    kinds_of_level,
+    in_range,
+    on_its_rank,
+    unique,
+    complete,
+    forward_before_backward,
+    acyclic,
+    in_flight_bound,
+)
+COMMUNICATION_RULES: tuple[Rule, ...] = (
+    row_for_each_rank,
+    in_range,
+    on_its_rank,
+    unique,
+    complete,
+    forward_before_backward,
+    messages_complete,
+    send_after_compute,
+    receive_before_compute,
+    sends_match_receives,
+    unshard_before_compute,
+    reduce_after_last_backward,
+    acyclic,
+    in_flight_bound,
+)
+RULES: dict[str, tuple[Rule, ...]] = {"compute": COMPUTE_RULES, "communication": COMMUNICATION_RULES}
+"""The rules of each level, in the order in which they are checked."""
+
+
+def rule_name(rule: Rule) -> str:
+    """The name by which a refusal calls a rule: ``sends-match-receives``."""
+    return rule.__name__.replace("_", "-")
+
+
+def verify(schedule: "Schedule") -> None:
+    """Check every rule of the schedule's level.
+
+    Raises:
+        ScheduleError: naming the first broken rule, the place, and how often the rule is broken.
+    """
+    for rule in RULES[schedule.level]:
+        violations = list(rule(schedule))
+        if violations:
+            message, rank, slot = violations[0]
+            more = f" (and {len(violations) - 1} more like it)" if len(violations) > 1 else ""
+            view = window(schedule.rows, rank, slot) if rank is not None else ""
+            raise ScheduleError(rule_name(rule), message + more, rank=rank, slot=slot, window=view)
+
+
+def _slots(schedule: "Schedule") -> dict[Action, int]:
+    return {action: slot for _, slot, action in schedule.actions()}

@@ -1,0 +1,125 @@
+"""The trace: who did which action on which lane, from when to when. From the simulator or from the machine."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pipeloom.schedule import Action
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS
+from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
+
+
+class Span(NamedTuple):
+    """One action as it happened.
+
+    Attributes:
+        action: what was done.
+        rank: the pipeline rank that did it.
+        lane: the lane that it kept busy.
+        start_s, end_s: seconds on a clock that all ranks of the trace share.
+    """
+
+    action: Action
+    rank: int
+    lane: Lane
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All spans of one step.
+
+    Attributes:
+        spans: in any order.
+        num_ranks: pipeline ranks, also those without a span.
+    """
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+
+    @property
+    def start_s(self) -> float:
+        """When the first action began."""
+        return min((span.start_s for span in self.spans), default=0.0)
+
+    @property
+    def end_s(self) -> float:
+        """When the last action ended."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    def compute(self, rank: int | None = None) -> list[Span]:
+        """Spans of compute actions, of one rank or of all."""
+        return [s for s in self.spans if s.action.kind in COMPUTE_KINDS and rank in (None, s.rank)]
+
+    def lanes(self, rank: int) -> list[Lane]:
+        """Lanes that a rank used, compute first."""
+        used = {span.lane for span in self.spans if span.rank == rank}
+        return sorted(used, key=lambda lane: (lane != COMPUTE_LANE, lane.name, lane.peer or 0))
+
+
+def merge(traces: Iterable[Trace]) -> Trace:
+    """One trace from those that several ranks recorded of the same step."""
+    parts = list(traces)
+    spans = sorted((span for part in parts for span in part.spans), key=lambda s: (s.rank, s.start_s, s.end_s))
+    return Trace(tuple(spans), max(part.num_ranks for part in parts))
+
+
+def to_chrome(trace: Trace, label: str) -> str:
+    """The trace as Chrome JSON, which ui.perfetto.dev opens.
+
+    One process for each rank, one thread for each lane, an arrow from each send to its receive. Times
+    are whole nanoseconds from the first action, written in microseconds, so that neighbouring slices never overlap.
+
+    Args:
+        trace: any trace.
+        label: goes into every process name, such as ``measured``.
+    """
+    tids = {(rank, lane): tid for rank in range(trace.num_ranks) for tid, lane in enumerate(trace.lanes(rank))}
+    events: list[dict[str, Any]] = []
+    for (rank, lane), tid in tids.items():
+        if tid == 0:
+            events.append(_meta("process_name", rank, tid, f"rank {rank} ({label})"))
+        events.append(_meta("thread_name", rank, tid, str(lane)))
+    events += [_slice(span, tids[span.rank, span.lane], trace.start_s) for span in trace.spans]
+    events += _arrows(trace, tids)
+    return json.dumps({"traceEvents": events})
+
+
+def _meta(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _ns(time_s: float, origin_s: float) -> int:
+    return round((time_s - origin_s) * 1e9)
+
+
+def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
+    begin, end = _ns(span.start_s, origin_s), _ns(span.end_s, origin_s)
+    action = span.action
+    return {
+        "ph": "X",
+        "name": str(action),
+        "cat": action.kind.value,
+        "pid": span.rank,
+        "tid": tid,
+        "ts": begin / 1000,
+        "dur": (end - begin) / 1000,
+        "args": {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice},
+    }
+
+
+def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, Any]]:
+    sends = {span.action: span for span in trace.spans}
+    events: list[dict[str, Any]] = []
+    receives = [span for span in trace.spans if span.action.kind in RECEIVE_KINDS]
+    for number, receive in enumerate(receives):
+        send = sends.get(matching_send(receive.action))
+        if send is None:
+            continue
+        for phase, span, time_s in (("s", send, send.start_s), ("f", receive, receive.end_s)):
+            ts = _ns(time_s, trace.start_s) / 1000
+            place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": ts, "bp": "e"}
+            events.append({"ph": phase, "name": "message", "cat": "message", "id": number, **place})
+    return events
