@@ -1,0 +1,35 @@
+"""``[CONFIG] [--section.field value ...]`` -> a configuration, with all of its problems at once."""
+
+from pathlib import Path
+
+import tyro
+
+from pipeloom.config import RunConfig
+from pipeloom.config_file import read_run_file
+from pipeloom.errors import ConfigError
+
+
+def parse_run_config(words: list[str], command: str, summary: str) -> RunConfig:
+    """Read the file, if the first word names one, then the flags over it.
+
+    Raises:
+        ConfigError: everything that is wrong, in the file and in the values.
+        UserError: the file cannot be read.
+        SystemExit: a flag is unknown or malformed (status 2, with a suggestion), or help was asked for.
+    """
+    default, source = RunConfig(), "the command line"
+    problems: list[str] = []
+    if words and not words[0].startswith("-"):
+        default, problems = read_run_file(Path(words[0]))
+        words, source = words[1:], words[0]
+    config = tyro.cli(
+        RunConfig,
+        args=words,
+        default=default,
+        prog=f"pipeloom {command} [CONFIG]",
+        description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
+    )
+    problems = [*problems, *config.problems()]
+    if problems:
+        raise ConfigError(problems, source)
+    return config

@@ -1,0 +1,1 @@
+"""Schedule + stages + batch -> trace: transports, stages and the interpreter. Needs torch."""

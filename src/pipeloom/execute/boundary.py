@@ -1,0 +1,77 @@
+"""What crosses a stage boundary: shapes agreed once, by running every stage on meta tensors."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from pipeloom.errors import BoundaryError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of a tensor that one stage hands to another."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """``float32[2, 128, 192]``."""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorSpec":
+        """The spec that a tensor fulfils."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """An uninitialized tensor of this spec."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def check(self, tensor: torch.Tensor, what: str) -> None:
+        """Refuse a tensor of another spec.
+
+        Raises:
+            BoundaryError: naming ``what``, the agreed spec and the one found.
+        """
+        if tuple(tensor.shape) != self.shape or tensor.dtype != self.dtype:
+            raise BoundaryError(f"{what} is {TensorSpec.of(tensor)}, but {self} was agreed on")
+
+
+def stage_outputs(
+    build_stage: Callable[[int], Callable[[torch.Tensor], torch.Tensor]], num_stages: int, first_input: TensorSpec
+) -> tuple[TensorSpec, ...]:
+    """The spec of every stage's output for one micro-batch.
+
+    Every rank can compute all of them, since a stage on the meta device costs nothing.
+
+    Args:
+        build_stage: makes a stage's module on the meta device.
+        num_stages: stages of the whole pipeline.
+        first_input: what stage 0 takes.
+    """
+    specs: list[TensorSpec] = []
+    tensor = first_input.empty("meta")
+    with torch.no_grad():
+        for stage in range(num_stages):
+            tensor = build_stage(stage)(tensor)
+            specs.append(TensorSpec.of(tensor))
+    return tuple(specs)
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+_MAX_DIMS = 6
+
+
+def encode(specs: Iterable[TensorSpec]) -> torch.Tensor:
+    """Specs as numbers, to be sent: a row of dtype, number of dims, dims for each, ``int64[n, 8]``."""
+    rows = [
+        [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape, *[0] * (_MAX_DIMS - len(spec.shape))]
+        for spec in specs
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def decode(numbers: torch.Tensor) -> list[TensorSpec]:
+    """The specs that ``encode`` wrote."""
+    return [TensorSpec(tuple(row[2 : 2 + row[1]]), _DTYPES[row[0]]) for row in numbers.tolist()]

@@ -1,0 +1,72 @@
+"""What spans are measured with: the host's clock, or events on a CUDA stream."""
+
+import time
+from typing import Any, Protocol
+
+Mark = Any
+"""A point in time that a clock can turn into seconds; its type is the clock's own."""
+
+
+class Clock(Protocol):
+    """Marks points in time and later tells their seconds."""
+
+    def mark(self) -> Mark:
+        """Now, in the order of the work."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all marks are in the past."""
+        ...
+
+    def seconds(self, mark: Mark) -> float:
+        """Seconds of a mark, on the clock that all processes of a host share; call ``settle`` first."""
+        ...
+
+
+class HostClock:
+    """The host's monotonic clock: right where work is done when the call returns."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
+    def seconds(self, mark: float) -> float:
+        """The mark itself."""
+        return mark
+
+
+class CudaClock:
+    """Events on the current CUDA stream: marks are taken when the device gets there, not when the host does.
+
+    Args:
+        device: index of the CUDA device.
+    """
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self._device = torch.device("cuda", device)
+        self._origin = self.mark()
+        torch.cuda.synchronize(self._device)
+        self._origin_s = time.perf_counter()
+
+    def mark(self) -> Mark:
+        """An event behind all work issued so far."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        torch.cuda.synchronize(self._device)
+
+    def seconds(self, mark: Mark) -> float:
+        """Host seconds, through the event that was taken when the clock was made."""
+        return self._origin_s + self._origin.elapsed_time(mark) / 1000

@@ -1,0 +1,85 @@
+"""Who resumes a rank that waits: its own process, or the one process that plays all ranks."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pipeloom.errors import StallError
+from pipeloom.execute.executor import Executor, StepResult, Steps
+from pipeloom.execute.stage import Objective
+from pipeloom.execute.transport import Transfer
+
+
+def run_rank(
+    executor: Executor, inputs: Sequence[Tensor], objective: Objective | None, timeout_s: float = 60.0
+) -> StepResult:
+    """Run one rank's row, waiting for the other ranks where it must.
+
+    Args:
+        executor: of this process's rank.
+        inputs: the first stage's input for each micro-batch.
+        objective: applied to the last stage's output.
+        timeout_s: longest wait for one tensor.
+
+    Raises:
+        StallError: a tensor did not come in time.
+        RunError: an action failed.
+    """
+    try:
+        return _wait_through(executor, executor.steps(inputs, objective), timeout_s)
+    except BaseException:
+        executor.forget()
+        raise
+
+
+def _wait_through(executor: Executor, steps: Steps, timeout_s: float) -> StepResult:
+    while True:
+        try:
+            transfer = next(steps)
+        except StopIteration as end:
+            return end.value
+        if not transfer.wait(timeout_s):
+            raise StallError(f"waited {timeout_s:g} s in vain: {executor.position()}")
+
+
+def run_in_process(
+    executors: Sequence[Executor], inputs: Sequence[Tensor], objective: Objective | None
+) -> list[StepResult]:
+    """Run all ranks of a pipeline in this process: each in turn, as far as it gets. Deterministic.
+
+    Args:
+        executors: one for each pipeline rank, in order, on transports of one ``Post``.
+        inputs: the first stage's input for each micro-batch.
+        objective: applied to the last stage's output.
+
+    Returns:
+        Each rank's result.
+
+    Raises:
+        StallError: no rank can go on, which a verified schedule excludes.
+        RunError: an action failed.
+    """
+    try:
+        return _play(executors, inputs, objective)
+    except BaseException:
+        for executor in executors:
+            executor.forget()
+        raise
+
+
+def _play(executors: Sequence[Executor], inputs: Sequence[Tensor], objective: Objective | None) -> list[StepResult]:
+    running = {rank: executor.steps(inputs, objective) for rank, executor in enumerate(executors)}
+    waiting: dict[int, Transfer] = {}
+    results: dict[int, StepResult] = {}
+    while running:
+        ready = [rank for rank in running if rank not in waiting or waiting[rank].is_done()]
+        if not ready:
+            positions = "\n".join(f"  {executors[rank].position()}" for rank in running)
+            raise StallError(f"no rank can go on:\n{positions}")
+        for rank in ready:
+            try:
+                waiting[rank] = next(running[rank])
+            except StopIteration as end:
+                results[rank] = end.value
+                del running[rank]
+    return [results[rank] for rank in range(len(executors))]

@@ -1,0 +1,234 @@
+"""The interpreter: one rank's row, action by action. It knows no schedule's name.
+
+It runs the same schedule value that the simulator runs, by the same dependency relation, and returns the
+same kind of trace.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
+from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.clock import Clock, Mark
+from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.schedule import Action, Kind, Level, Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
+from pipeloom.schedule.depend import COMPUTE_LANE, data_dependencies, lane_of
+from pipeloom.schedule.window import window
+from pipeloom.trace import Span, Trace
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one rank has from a step.
+
+    Attributes:
+        outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
+        trace: what this rank did and when.
+    """
+
+    outputs: dict[int, Tensor]
+    trace: Trace
+
+
+Steps = Generator[Transfer, None, StepResult]
+"""A rank under way: yields what it waits for, returns what came of it."""
+
+
+class Executor:
+    """Runs one rank's row of a schedule.
+
+    Args:
+        schedule: with communication.
+        rank: the pipeline rank.
+        stages: the rank's stages by global index.
+        outputs: the agreed spec of every stage's output, for all stages.
+        transport: to the other ranks.
+        clock: what spans are measured with.
+
+    Raises:
+        UserError: the schedule is compute-only, or has actions that nothing here can run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        *,
+        outputs: Sequence[TensorSpec],
+        transport: Transport,
+        clock: Clock,
+    ) -> None:
+        self.schedule = schedule
+        self.rank = rank
+        self._row = schedule.rows[rank]
+        self._stages = stages
+        self._outputs = outputs
+        self._transport = transport
+        self._clock = clock
+        self._handlers: dict[Kind, Callable[[Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+        }
+        self._check()
+        self._source = {action: self._source_of(action) for action in self._row}
+        self._peer = {action: lane_of(action, schedule.placement).peer for action in self._row}
+        self._begin([], None)
+
+    def steps(self, inputs: Sequence[Tensor], objective: Objective | None) -> Steps:
+        """Run the row once.
+
+        Args:
+            inputs: the first stage's input for each micro-batch; other ranks may pass nothing.
+            objective: applied to the last stage's output; other ranks may pass ``None``.
+
+        Yields:
+            Each transfer that the next action waits for and that is not done. Whoever drives the rank
+            resumes it when the transfer is done: it may wait, or run another rank meanwhile.
+
+        Returns:
+            Outputs and trace.
+
+        Raises:
+            RunError: an action failed; names it and shows the rows around it.
+        """
+        self._begin(inputs, objective)
+        for slot, action in enumerate(self._row):
+            self._slot = slot
+            source = self._source[action]
+            transfer = self._transfers.get(source) if source is not None else None
+            if transfer is not None and not transfer.is_done():
+                self._waits_for = source
+                yield transfer
+                self._waits_for = None
+            self._run(action)
+        self._slot = len(self._row)
+        for action, transfer in self._transfers.items():
+            if not transfer.is_done():
+                self._waits_for = action
+                yield transfer
+                self._waits_for = None
+            transfer.take()
+        return StepResult(self._results_of_objective, self._trace())
+
+    def position(self) -> str:
+        """Where the rank stands, for people: slot, action, and what it waits for."""
+        if self._slot >= len(self._row):
+            place = f"at the end of its {len(self._row)} actions"
+        else:
+            place = f"at slot {self._slot} of {len(self._row)}, {self._row[self._slot]}"
+        if self._waits_for is None:
+            return f"rank {self.rank} is {place}"
+        return f"rank {self.rank} is {place}, waiting for {self._waits_for} with rank {self._peer[self._waits_for]}"
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        for stage in self._stages.values():
+            stage.forget()
+        self._begin([], None)
+
+    def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
+        self._inputs = inputs
+        self._objective = objective
+        self._slot = 0
+        self._waits_for: Action | None = None
+        self._results: dict[Action, Tensor] = {}
+        self._results_of_objective: dict[int, Tensor] = {}
+        self._transfers: dict[Action, Transfer] = {}
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._done_transfers: list[tuple[Action, Transfer]] = []
+
+    def _check(self) -> None:
+        if self.schedule.level is Level.COMPUTE:
+            raise UserError("the executor runs schedules with communication; call pipeloom.schedule.lower first")
+        if self.schedule.num_slices > 1:
+            raise UserError("the executor runs whole micro-batches, found a schedule of token slices")
+        unknown = sorted(
+            {action.kind.value for _, _, action in self.schedule.actions()} - {kind.value for kind in self._handlers}
+        )
+        if unknown:
+            raise UserError(f"the executor has nothing to run {', '.join(unknown)} with")
+
+    def _source_of(self, action: Action) -> Action | None:
+        """The action whose result is this action's input, if it is not the batch or the loss."""
+        own_forward = action._replace(kind=Kind.FORWARD)
+        for needed in data_dependencies(action, self.schedule):
+            if action.kind in SEND_KINDS or needed != own_forward:
+                return None if action.kind in RECEIVE_KINDS else needed
+        return None
+
+    def _run(self, action: Action) -> None:
+        begin = self._clock.mark()
+        try:
+            self._handlers[action.kind](action)
+        except Exception as error:
+            raise self._explained(action, error) from error
+        if action.kind in COMPUTE_KINDS:
+            self._marks.append((action, begin, self._clock.mark()))
+
+    def _explained(self, action: Action, error: Exception) -> RunError:
+        """The error with the action's text and the rows around it."""
+        place = f"rank {self.rank}, slot {self._slot}, action {action}"
+        rows = window(self.schedule.rows, self.rank, self._slot)
+        if isinstance(error, (PeerLostError, BoundaryError)):
+            return type(error)(f"{place}: {error}\n{rows}")
+        return ActionError(f"{place} failed: {type(error).__name__}: {error}\n{rows}")
+
+    def _input(self, action: Action) -> Tensor | None:
+        source = self._source[action]
+        if source is None:
+            return None
+        if source.kind in RECEIVE_KINDS:
+            transfer = self._transfers.pop(source)
+            self._done_transfers.append((source, transfer))
+            return transfer.take()
+        return self._results.pop(source)
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None
+        tensor = self._input(action)
+        if tensor is None:
+            tensor = self._inputs[microbatch]
+        is_last = stage == self.schedule.num_stages - 1
+        trains = stage >= self.schedule.first_backward_stage
+        objective = self._objective if is_last else None
+        output = self._stages[stage].forward(microbatch, tensor, objective, trains=trains)
+        if is_last:
+            self._results_of_objective[microbatch] = output
+        else:
+            self._results[action] = output
+
+    def _backward(self, action: Action) -> None:
+        assert action.microbatch is not None
+        gradient = self._stages[action.stage].backward(action.microbatch, self._input(action))
+        if gradient is not None:
+            self._results[action] = gradient
+
+    def _send(self, action: Action) -> None:
+        tensor, peer = self._input(action), self._peer[action]
+        assert tensor is not None
+        assert peer is not None
+        self._transfers[action] = self._transport.send(tensor, peer)
+
+    def _receive(self, action: Action) -> None:
+        peer = self._peer[action]
+        assert peer is not None
+        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
+        self._transfers[action] = self._transport.receive(spec, peer)
+
+    def _trace(self) -> Trace:
+        self._clock.settle()
+        seconds, placement = self._clock.seconds, self.schedule.placement
+        spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in self._marks]
+        for action, transfer in [*self._done_transfers, *self._transfers.items()]:
+            spans.append(Span(action, self.rank, lane_of(action, placement), transfer.start_s, transfer.end_s))
+        return Trace(tuple(spans), self.schedule.num_ranks)

@@ -1,0 +1,81 @@
+"""One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.execute.boundary import TensorSpec
+
+Objective = Callable[[Tensor, int], Tensor]
+"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
+
+
+class Stage:
+    """A slice of the model that runs micro-batches.
+
+    Args:
+        module: takes the stage's input, returns its output.
+        index: global stage index.
+        output: the spec that the output must fulfil.
+        needs_input_gradient: whether an earlier stage waits for the gradient of the input.
+    """
+
+    def __init__(self, module: nn.Module, index: int, output: TensorSpec, *, needs_input_gradient: bool) -> None:
+        self.module = module
+        self.index = index
+        self._output = output
+        self._needs_input_gradient = needs_input_gradient
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def num_held(self) -> int:
+        """Micro-batches that went forward and not yet back."""
+        return len(self._kept)
+
+    def forward(self, microbatch: int, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
+        """Run a micro-batch forward.
+
+        Args:
+            microbatch: index under which ``backward`` finds what is kept.
+            tensor: the stage's input.
+            objective: applied to the output; on the last stage only.
+            trains: keep what the backward needs; otherwise nothing is kept.
+
+        Returns:
+            The output, detached: for the next stage, or the objective's result.
+
+        Raises:
+            BoundaryError: the output is not what was agreed on.
+        """
+        with torch.set_grad_enabled(trains):
+            if trains and self._needs_input_gradient:
+                tensor = tensor.detach().requires_grad_()
+            output = self.module(tensor)
+            self._output.check(output, f"the output of stage {self.index} for micro-batch {microbatch}")
+            if objective is not None:
+                output = objective(output, microbatch)
+        if trains:
+            self._kept[microbatch] = (tensor, output)
+        return output.detach()
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Run a micro-batch backward; gradients add to the parameters' ``grad``.
+
+        Args:
+            microbatch: one that went forward.
+            gradient: of the output; ``None`` on the last stage, whose output is a scalar loss.
+
+        Returns:
+            The gradient of the input, if an earlier stage waits for it.
+        """
+        tensor, output = self._kept.pop(microbatch)
+        torch.autograd.backward(output, gradient)
+        if not self._needs_input_gradient:
+            return None
+        assert tensor.grad is not None, f"stage {self.index} does not use its input"
+        return tensor.grad
+
+    def forget(self) -> None:
+        """Drop everything that is kept, after a step that failed."""
+        self._kept.clear()

@@ -1,0 +1,57 @@
+"""Where every rank stands, for the moment when one of them waits too long."""
+
+import threading
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class Watch:
+    """Publishes this rank's position when it has not moved for a while, so that others can read it.
+
+    A healthy run publishes nothing: the store is written once for each standstill.
+
+    Args:
+        store: shared by all ranks.
+        rank, size: this process and how many there are.
+        position: tells where this rank stands; called from a thread.
+        quiet_s: standstill after which the position is published.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, position: Callable[[], str], *, quiet_s: float = 2.0
+    ) -> None:
+        self._store = dist.PrefixStore("pipeloom/position", store)
+        self._rank = rank
+        self._size = size
+        self._position = position
+        self._quiet_s = quiet_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
+
+    def positions(self) -> str:
+        """Every rank's last published position and this rank's own, one line each."""
+        lines = []
+        for rank in range(self._size):
+            if rank == self._rank:
+                lines.append(self._position())
+            elif self._store.check([str(rank)]):
+                lines.append(self._store.get(str(rank)).decode())
+            else:
+                lines.append(f"rank {rank} has not stood still so far")
+        return "\n".join(f"  {line}" for line in lines)
+
+    def end(self) -> None:
+        """Stop watching."""
+        self._ended.set()
+        self._thread.join(timeout=1)
+
+    def _watch(self) -> None:
+        last, published = self._position(), None
+        while not self._ended.wait(self._quiet_s):
+            now = self._position()
+            if now == last and now != published:
+                self._store.set(str(self._rank), now)
+                published = now
+            last = now

@@ -1,0 +1,107 @@
+"""The processes of a run: who this one is, and how it reaches the others."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeloom.errors import PeerLostError, UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among those of a run.
+
+    Attributes:
+        rank: global rank.
+        size: number of processes.
+        device: where this process computes.
+        store: key-value store that all processes share.
+        control: gloo group of all processes, for numbers and objects.
+        timeout: of communication.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    store: dist.Store
+    control: dist.ProcessGroup
+    timeout: timedelta
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers, each added up over all processes.
+
+        Raises:
+            PeerLostError: another process went away, or did not come in time.
+        """
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        try:
+            dist.all_reduce(tensor, group=self.control)
+        except RuntimeError as error:
+            raise PeerLostError(f"a process went away while numbers were added up: {error}") from error
+        return tensor.tolist()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every process's value by rank, on rank 0; ``None`` elsewhere."""
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.control)
+        return values
+
+    def broadcast(self, value: int, source: int) -> int:
+        """A whole number of one process, on every process."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.broadcast(tensor, source, group=self.control)
+        return int(tensor.item())
+
+    def leave(self) -> None:
+        """Close all groups; every process calls it."""
+        dist.barrier(group=self.control)
+        dist.destroy_process_group()
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun started this process as one of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched_size() -> int:
+    """Number of processes that the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def join_launched(device_type: str, timeout_s: float) -> World:
+    """Join the processes that a launcher started, through the environment it set (``env://``)."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return _join(store, rank, size, device_type, local_rank=local_rank, timeout_s=timeout_s)
+
+
+def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeout_s: float) -> World:
+    """Join processes of one host that share a file; no port is needed."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(str(store_file), size)
+    return _join(store, rank, size, device_type, local_rank=rank, timeout_s=timeout_s)
+
+
+def _join(store: dist.Store, rank: int, size: int, device_type: str, *, local_rank: int, timeout_s: float) -> World:
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"training.device cuda takes one device for each process of a host; process {local_rank} has none, "
+                f"{torch.cuda.device_count()} found. Use fewer ranks, or training.device cpu"
+            )
+        torch.cuda.set_device(local_rank)
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)
+    return World(rank, size, device, store, control, timeout)

@@ -1,0 +1,83 @@
+"""Stages of a model: which pieces they hold, and their weights at the start.
+
+A weight's first value depends on the seed and on its global name only. Any partition of a model, on any number of
+ranks, therefore starts from bit-identical weights.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from pipeloom.config import ModelConfig
+from pipeloom.model.transformer import Transformer
+
+_INIT_STD = 0.02
+"""Standard deviation of matrices and embeddings, as GPT-2 and llama models use it."""
+_RESIDUAL_OUTPUTS = ("attention.output.weight", "feed_forward.down.weight")
+"""Projections that add to the residual stream; two in each layer."""
+
+
+def stage_pieces(partition: Sequence[int]) -> list[range]:
+    """The pieces of each stage.
+
+    Args:
+        partition: number of pieces of each stage, all at least 1.
+
+    Returns:
+        One range of pieces for each stage; together they cover ``range(sum(partition))`` in order.
+    """
+    assert all(size >= 1 for size in partition), f"a stage without pieces: {partition}"
+    return [range(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
+
+
+def build_stage(
+    config: ModelConfig,
+    pieces: range,
+    *,
+    max_positions: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Transformer:
+    """Build and initialize one stage.
+
+    Matrices and embeddings are normal(0, 0.02), projections into the residual stream smaller by ``sqrt(2 L)``; norms
+    are 1 and biases 0.
+
+    Args:
+        config: resolved model.
+        pieces: the pieces that the stage holds.
+        max_positions: longest sequence that the model takes.
+        seed: chooses the weights; the same on all ranks.
+        dtype: type of the weights. Values are drawn in float32 whatever it is.
+        device: where the weights live; on "meta" they have shapes but no values.
+    """
+    with torch.device("meta"):
+        stage = Transformer(config, max_positions, pieces).to(dtype)
+    if torch.device(device).type == "meta":
+        return stage
+    stage.to_empty(device=device)
+    with torch.no_grad():
+        for name, weight in stage.named_parameters():
+            weight.copy_(_first_value(name, weight.shape, seed, config.num_layers))
+    return stage
+
+
+def _first_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:
+    """What a parameter holds before the first step; float32, on the CPU."""
+    if name.endswith(".bias"):
+        return torch.zeros(shape, dtype=torch.float32)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=torch.float32)
+    scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+    generator = torch.Generator().manual_seed(_stable_hash(f"{seed}/{name}"))
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
+
+
+def _stable_hash(text: str) -> int:
+    """63 bits that are the same in every process and on every machine."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,1 @@
+"""Decisions: which layers go into which stage."""

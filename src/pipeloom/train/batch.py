@@ -1,0 +1,56 @@
+"""A step's tokens, cut into micro-batches."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -100
+"""A target that does not count."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of one step.
+
+    Attributes:
+        inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``.
+        targets: the same shape, one token ahead.
+        num_valid: targets that count, over the whole step.
+    """
+
+    inputs: list[Tensor]
+    targets: list[Tensor]
+    num_valid: int
+
+    @classmethod
+    def of(cls, windows: npt.NDArray[np.int64], num_microbatches: int, device: torch.device) -> "Batch":
+        """Cut windows of ``seq_len + 1`` tokens into equal micro-batches.
+
+        Args:
+            windows: ``[num_microbatches * microbatch_size, seq_len + 1]``.
+            num_microbatches: how many.
+            device: where the tokens go.
+        """
+        parts = torch.from_numpy(windows).to(device).chunk(num_microbatches)
+        targets = [part[:, 1:].contiguous() for part in parts]
+        num_valid = sum(int((target != IGNORED).sum()) for target in targets)
+        return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
+
+    def loss(self, logits: Tensor, microbatch: int) -> Tensor:
+        """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.
+
+        The sum over the micro-batches is the mean over all valid tokens, whatever their number in each, so
+        gradients need no scaling afterwards.
+
+        Args:
+            logits: ``[microbatch_size, seq_len, vocab_size]``.
+            microbatch: which one.
+        """
+        targets = self.targets[microbatch].flatten()
+        return functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum") / (
+            self.num_valid
+        )

@@ -1,0 +1,54 @@
+"""AdamW over this rank's parameters, its learning rate, and clipping over the whole model."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from pipeloom.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Linear warm-up to the peak, then a cosine down to ``lr_min_fraction`` of it.
+
+    Args:
+        config: peak, warm-up and end.
+        step: counted from 0.
+        num_steps: steps of the run.
+    """
+    if step < config.lr_warmup_steps:
+        return config.lr * (step + 1) / config.lr_warmup_steps
+    done = (step - config.lr_warmup_steps) / max(1, num_steps - 1 - config.lr_warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
+    return config.lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
+
+
+def make_adamw(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only: norms and biases have none."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def squared_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+    """Sum of the squares of this rank's gradients; add up over the ranks for the whole model's."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float | None) -> None:
+    """Scale this rank's gradients as the whole model's gradient norm demands.
+
+    Args:
+        parameters: this rank's.
+        norm: of the whole model's gradient.
+        limit: largest norm; ``None`` changes nothing.
+    """
+    if limit is None or norm <= limit:
+        return
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    torch._foreach_mul_(gradients, limit / norm)

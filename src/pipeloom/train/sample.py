@@ -1,0 +1,40 @@
+"""Text from the model, through the pipeline."""
+
+import torch
+
+from pipeloom.execute.world import World
+from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.tokenizer import Tokenizer
+
+_TEMPERATURE = 0.8
+
+
+def sample_text(
+    pipeline: Pipeline, world: World, tokenizer: Tokenizer, *, prompt: str, num_tokens: int, seq_len: int, seed: int
+) -> str:
+    """Continue a prompt, one token at a time.
+
+    Each token is one forward-only step of a single micro-batch; the rank with the last stage draws the
+    token and tells the others. Every rank calls this and returns the same text.
+
+    Args:
+        pipeline: trained or not.
+        world: this process among the others.
+        tokenizer: of the model.
+        prompt: text to continue.
+        num_tokens: how many tokens to add.
+        seq_len: tokens that the model sees at once; older ones are forgotten.
+        seed: of the draws.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tokenizer.encode(prompt.encode()).tolist()
+    for _ in range(num_tokens):
+        seen = tokens[-seq_len:]
+        padded = torch.tensor([seen + [0] * (seq_len - len(seen))], device=world.device)
+        logits = pipeline.next_logits(padded, len(seen) - 1)
+        drawn = 0
+        if logits is not None:
+            chances = torch.softmax(logits.double().cpu() / _TEMPERATURE, dim=-1)
+            drawn = int(torch.multinomial(chances, 1, generator=generator))
+        tokens.append(world.broadcast(drawn, pipeline.last_rank))
+    return tokenizer.decode(tokens)

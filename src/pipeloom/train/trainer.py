@@ -1,0 +1,209 @@
+"""The loop of a run, as every rank goes through it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from pipeloom.config import RunConfig
+from pipeloom.execute.executor import StepResult
+from pipeloom.execute.world import World
+from pipeloom.plot import plot_timeline
+from pipeloom.report import summarize
+from pipeloom.schedule import format_schedule
+from pipeloom.trace import Trace, merge, to_chrome
+from pipeloom.train import run_folder
+from pipeloom.train.batch import Batch
+from pipeloom.train.data import Data
+from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
+from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.progress import StepProgress
+from pipeloom.train.run_folder import MetricsFile
+from pipeloom.train.sample import sample_text
+
+_PROMPT = "def "
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to.
+
+    Attributes:
+        num_parameters: of the whole model.
+        steps: optimizer steps done.
+        train_loss: of the last step, in nats for each token.
+        validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
+        unigram_loss: of a model that knows only how frequent each token is, on the validation text.
+        step_time_s: median over the steps.
+        tokens_per_s: at the median step time.
+        bubble_fraction: idle share of the ranks in the traced step, measured.
+        corpus_sha256: of the text.
+    """
+
+    num_parameters: int
+    steps: int
+    train_loss: float
+    validation_loss: float | None
+    unigram_loss: float
+    step_time_s: float
+    tokens_per_s: float
+    bubble_fraction: float
+    corpus_sha256: str
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        config: with the model resolved.
+        world: this process among the others.
+        data: the text.
+        folder: the run folder; written by rank 0 only.
+    """
+
+    def __init__(self, config: RunConfig, world: World, data: Data, folder: Path) -> None:
+        self._config = config
+        self._world = world
+        self._data = data
+        self._folder = folder
+        self._pipeline = Pipeline(config, world)
+        self._parameters: list[nn.Parameter] = [p for _, p in self._pipeline.named_parameters()]
+        self._optimizer = make_adamw(config.optimizer, self._parameters)
+
+    def run(self) -> RunSummary:
+        """Train, validate, sample, and write everything down. Every rank returns the same summary."""
+        config, is_writer = self._config, self._world.rank == 0
+        if is_writer:
+            text = format_schedule(self._pipeline.schedule)
+            (self._folder / run_folder.SCHEDULE).write_text(text, encoding="utf-8")
+        metrics = MetricsFile(self._folder) if is_writer else None
+        traced = min(config.output.trace_step, config.training.steps)
+        times: list[float] = []
+        loss = bubble = 0.0
+        with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
+            for step in range(1, config.training.steps + 1):
+                begin = time.perf_counter()
+                loss, grad_norm, result = self._step(step)
+                times.append(time.perf_counter() - begin)
+                speed = config.layout.batch_size * config.data.seq_len / times[-1]
+                if metrics is not None:
+                    lr = learning_rate(config.optimizer, step - 1, config.training.steps)
+                    line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+                    metrics.write({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
+                progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
+                if step == traced:
+                    bubble = self._write_trace(result, step)
+        if metrics is not None:
+            metrics.close()
+        return self._finish(times, loss, bubble)
+
+    def _step(self, step: int) -> tuple[float, float, StepResult]:
+        """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
+        config = self._config
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
+        self._optimizer.zero_grad(set_to_none=True)
+        windows = self._data.train.batch(step - 1, config.layout.batch_size)
+        result = self._pipeline.train_step(Batch.of(windows, config.layout.num_microbatches, self._world.device))
+        loss, squares = self._world.sum([_total(result), squared_gradient_norm(self._parameters)])
+        grad_norm = squares**0.5
+        clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
+        self._optimizer.step()
+        return loss, grad_norm, result
+
+    def _write_trace(self, result: StepResult, step: int) -> float:
+        """Gather the step's trace on rank 0, write and draw it; its bubble fraction (0 on other ranks)."""
+        traces: list[Trace] | None = self._world.gather(result.trace)
+        if traces is None:
+            return 0.0
+        trace = merge(traces)
+        (self._folder / run_folder.TRACE).write_text(to_chrome(trace, "measured"), encoding="utf-8")
+        layout, family = self._config.layout, self._config.schedule.family
+        title = (
+            f"{family}, measured in step {step}: {layout.pp} ranks x {layout.loops} loops, "
+            f"{layout.num_microbatches} micro-batches"
+        )
+        files = [self._folder / f"{run_folder.TIMELINE}.{ending}" for ending in ("png", "svg")]
+        plot_timeline(trace, files, title=title, unit="ms", scale=1e3)
+        return summarize(trace).bubble_fraction
+
+    def _finish(self, times: list[float], loss: float, bubble: float) -> RunSummary:
+        config = self._config
+        median = sorted(times)[len(times) // 2]
+        sizes = sum(p.numel() for p in self._parameters)
+        num_parameters, bubble = self._world.sum([sizes, bubble])
+        summary = RunSummary(
+            num_parameters=round(num_parameters),
+            steps=len(times),
+            train_loss=loss,
+            validation_loss=self._validate(),
+            unigram_loss=self._data.unigram_loss,
+            step_time_s=median,
+            tokens_per_s=config.layout.batch_size * config.data.seq_len / median,
+            bubble_fraction=bubble,
+            corpus_sha256=self._data.corpus_sha256,
+        )
+        self._write_sample()
+        if self._world.rank == 0:
+            text = json.dumps(asdict(summary), indent=2) + "\n"
+            (self._folder / run_folder.SUMMARY).write_text(text, encoding="utf-8")
+        self._pipeline.close()
+        return summary
+
+    def _validate(self) -> float | None:
+        num_batches = self._config.training.validation_batches
+        if num_batches == 0:
+            return None
+        total = 0.0
+        layout = self._config.layout
+        for index in range(num_batches):
+            windows = self._data.validation.batch(index, layout.batch_size)
+            total += _total(self._pipeline.evaluate(Batch.of(windows, layout.num_microbatches, self._world.device)))
+        return self._world.sum([total / num_batches])[0]
+
+    def _write_sample(self) -> None:
+        config = self._config
+        if config.training.sample_tokens == 0:
+            return
+        text = sample_text(
+            self._pipeline,
+            self._world,
+            self._data.tokenizer,
+            prompt=_PROMPT,
+            num_tokens=config.training.sample_tokens,
+            seq_len=config.data.seq_len,
+            seed=config.training.seed,
+        )
+        if self._world.rank == 0:
+            (self._folder / run_folder.SAMPLE).write_text(text, encoding="utf-8")
+
+
+class _Silent:
+    """Progress on ranks that show none."""
+
+    def __enter__(self) -> "_Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
+        pass
+
+
+def _total(result: StepResult) -> float:
+    """Sum of this rank's shares of the loss; 0 on ranks without the last stage."""
+    return float(torch.stack(list(result.outputs.values())).sum()) if result.outputs else 0.0
+
+
+def resolved(config: RunConfig, data: Data) -> RunConfig:
+    """The configuration with every derived size of the model filled in.
+
+    Args:
+        config: as it was asked for.
+        data: tells the tokenizer's size.
+    """
+    return replace(config, model=config.model.resolve(data.tokenizer.vocab_size))

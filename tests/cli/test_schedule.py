@@ -1,0 +1,215 @@
+"""``pipeloom schedule``: the worked example of the paper's figure, the formats, the refusals."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import main
+
+# 16 layers over 4 ranks, 8 micro-batches; a layer's forward is 1 unit, its backward 2. Without loops a stage has
+# four layers, with 4 loops it has one.
+WITHOUT_LOOPS = "--pp 4 --microbatches 8 --forward 4 --backward 8".split()
+WITH_LOOPS = "--pp 4 --microbatches 8 --loops 4 --forward 1 --backward 2".split()
+EXAMPLE = {
+    "gpipe": (WITHOUT_LOOPS, 132, 0.375, [8, 8, 8, 8]),
+    "1f1b": (WITHOUT_LOOPS, 132, 0.375, [4, 3, 2, 1]),
+    "depth-first": (WITH_LOOPS, 105, 0.09375, [19, 17, 15, 13]),
+    "breadth-first": (WITH_LOOPS, 105, 0.09375, [32, 32, 32, 32]),
+}
+FINAL = {
+    "gpipe": [132, 124, 116, 108],
+    "1f1b": [132, 124, 116, 108],
+    "depth-first": [105 - 2 * layer for layer in range(16)],
+    "breadth-first": [105 - 2 * (layer % 4) - 16 * (layer // 4) for layer in range(16)],
+}
+
+
+def schedule(capsys, *words):
+    assert main(["schedule", *words]) == 0
+    return capsys.readouterr().out
+
+
+def schedule_json(capsys, *words):
+    return json.loads(schedule(capsys, *words, "--json"))
+
+
+def refusal(capsys, *words):
+    assert main(["schedule", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("pipeloom schedule: ")
+    return captured.err
+
+
+@pytest.mark.parametrize("family", EXAMPLE)
+def test_the_worked_example_comes_out_exactly(capsys, family):
+    words, makespan, bubble, peaks = EXAMPLE[family]
+    answer = schedule_json(capsys, family, *words)
+    assert answer["makespan"] == makespan
+    assert answer["bubble_overhead"] == bubble
+    assert answer["bubble_fraction"] == pytest.approx(1 - 96 / makespan)
+    assert answer["peak_stage_inputs"] == peaks
+    assert answer["gradients_final_at"] == FINAL[family]
+    assert answer["num_microbatches"] == 8
+    assert answer["level"] == "compute"
+
+
+def test_breadth_first_gradients_become_final_every_sixteen_units_on_a_rank(capsys):
+    final = schedule_json(capsys, "breadth-first", *WITH_LOOPS)["gradients_final_at"]
+    assert [final[stage] for stage in (12, 8, 4, 0)] == [57, 73, 89, 105]
+    assert [final[stage] for stage in (15, 11, 7, 3)] == [51, 67, 83, 99]
+
+
+ROWS = {
+    ("gpipe", 0): "0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 0B0 0B1 0B2 0B3 0B4 0B5 0B6 0B7",
+    ("1f1b", 0): "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7",
+    ("1f1b", 3): "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7",
+    ("breadth-first", 0): (
+        "0F0 0F1 0F2 0F3 0F4 0F5 0F6 0F7 4F0 4F1 4F2 4F3 4F4 4F5 4F6 4F7 "
+        "8F0 8F1 8F2 8F3 8F4 8F5 8F6 8F7 12F0 12F1 12F2 12F3 12F4 12F5 12F6 12F7 "
+        "12B0 12B1 12B2 12B3 12B4 12B5 12B6 12B7 8B0 8B1 8B2 8B3 8B4 8B5 8B6 8B7 "
+        "4B0 4B1 4B2 4B3 4B4 4B5 4B6 4B7 0B0 0B1 0B2 0B3 0B4 0B5 0B6 0B7"
+    ),
+    ("depth-first", 0): (
+        "0F0 0F1 0F2 0F3 4F0 4F1 4F2 4F3 8F0 8F1 8F2 8F3 12F0 12F1 12F2 12F3 0F4 0F5 "
+        "0F6 12B0 0F7 12B1 4F4 12B2 4F5 12B3 4F6 8B0 4F7 8B1 8F4 8B2 8F5 8B3 8F6 4B0 8F7 4B1 12F4 4B2 12F5 4B3 "
+        "12F6 0B0 12F7 0B1 0B2 0B3 12B4 12B5 12B6 12B7 8B4 8B5 8B6 8B7 4B4 4B5 4B6 4B7 0B4 0B5 0B6 0B7"
+    ),
+    ("depth-first", 3): (
+        "3F0 3F1 3F2 3F3 7F0 7F1 7F2 7F3 11F0 11F1 11F2 11F3 15F0 15B0 15F1 15B1 15F2 15B2 15F3 15B3 "
+        "3F4 11B0 3F5 11B1 3F6 11B2 3F7 11B3 7F4 7B0 7F5 7B1 7F6 7B2 7F7 7B3 "
+        "11F4 3B0 11F5 3B1 11F6 3B2 11F7 3B3 15F4 15B4 15F5 15B5 15F6 15B6 15F7 15B7 "
+        "11B4 11B5 11B6 11B7 7B4 7B5 7B6 7B7 3B4 3B5 3B6 3B7"
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "rank"), ROWS)
+def test_the_rows_of_the_worked_example_are_those_of_the_papers(capsys, family, rank):
+    answer = schedule_json(capsys, family, *EXAMPLE[family][0])
+    assert answer["rows"][rank] == ROWS[family, rank].split()
+
+
+def test_the_installed_command_prints_the_worked_example():
+    installed = Path(sys.executable).with_name("pipeloom")
+    command = [installed, "schedule", "gpipe", *WITHOUT_LOOPS, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    answer = json.loads(done.stdout)
+    assert (answer["makespan"], answer["bubble_overhead"]) == (132, 0.375)
+    assert done.stderr == ""
+
+
+def test_text_for_people_names_the_bubble_and_is_a_schedule_file(capsys, tmp_path):
+    text = schedule(capsys, "1f1b", *WITHOUT_LOOPS)
+    assert ROWS["1f1b", 0] in text.splitlines()
+    assert "# makespan           132" in text
+    assert "0.375 (idle / ideal)" in text
+    assert "# peak stage inputs  4 3 2 1" in text
+    assert "# gradients final at 132 124 116 108" in text
+    file = tmp_path / "saved.txt"
+    file.write_text(text, encoding="utf-8")
+    again = schedule_json(capsys, str(file), "--forward", "4", "--backward", "8")
+    assert again == schedule_json(capsys, "1f1b", *WITHOUT_LOOPS)
+
+
+def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_path):
+    words = ["breadth-first", "--pp", "3", "--loops", "2", "--microbatches", "4", "--communication"]
+    file = tmp_path / "saved.csv"
+    file.write_text(schedule(capsys, *words, "--format", "torch-csv"), encoding="utf-8")
+    again = schedule_json(capsys, str(file))
+    assert again == schedule_json(capsys, *words)
+    assert again["level"] == "communication"
+
+
+def test_transfers_cost_breadth_first_two_hops_for_each_boundary_between_ranks(capsys):
+    words = ["breadth-first", "--pp", "4", "--loops", "4", "--microbatches", "8"]
+    assert schedule_json(capsys, *words, "--transfer", "0.5")["makespan"] == 105 + 2 * 3 * 0.5
+
+
+def test_forward_only_has_no_final_gradients(capsys):
+    words = ["forward-only", "--pp", "2", "--loops", "2", "--microbatches", "2"]
+    answer = schedule_json(capsys, *words)
+    assert answer["gradients_final_at"] == [None] * 4
+    assert answer["peak_stage_inputs"] == [1, 1]
+    assert "# gradients final at - (by stage)" in schedule(capsys, *words)
+
+
+def test_the_group_size_and_the_placement_reach_the_schedule(capsys):
+    hybrid = schedule_json(capsys, "hybrid", "--pp", "2", "--loops", "2", "--group-size", "4")
+    assert hybrid["rows"][1][:8] == "1F0 1F1 1F2 1F3 3F0 3B0 3F1 3B1".split()
+    v = schedule_json(capsys, "breadth-first", "--pp", "2", "--loops", "2", "--placement", "v")
+    assert v["rank_by_stage"] == [0, 1, 1, 0]
+
+
+def test_a_picture_is_drawn_beside_the_text(capsys, tmp_path):
+    file = tmp_path / "schedule.png"
+    schedule(capsys, "1f1b", "--pp", "2", "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+REFUSALS = {
+    "an unknown family is refused with a suggestion": (["breadth-frist"], "did you mean 'breadth-first'?"),
+    "an unknown placement is refused": (["gpipe", "--placement", "ring"], "there is no placement 'ring'"),
+    "loops without a looped family are refused": (["1f1b", "--loops", "2"], "use depth-first or loops 1"),
+    "a cost of zero is refused": (["gpipe", "--forward", "0"], "--forward must be above 0, found 0"),
+    "a cost that is no number is refused": (["gpipe", "--backward", "nan"], "--backward must be above 0, found nan"),
+    "a negative transfer is refused": (["gpipe", "--transfer", "-1"], "--transfer must be at least 0, found -1"),
+    "no receive buffer is refused": (
+        ["gpipe", "--communication", "--receive-buffers", "0"],
+        "receive_buffers must be at least 1, found 0",
+    ),
+    "an unknown picture format is refused": (["gpipe", "--plot", "a.bmp"], "expected a file ending in one of .png"),
+}
+
+
+@pytest.mark.parametrize("title", REFUSALS)
+def test_wrong_input_ends_with_status_two_and_a_reason(capsys, title):
+    words, reason = REFUSALS[title]
+    assert reason in refusal(capsys, *words)
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys):
+    message = refusal(capsys, "gpipe", "--pp", "0", "--microbatches", "0", "--placement", "ring")
+    assert "3 problems" in message
+    message = refusal(capsys, "gpipe", "--forward", "0", "--backward", "-2")
+    assert "2 problems" in message
+
+
+def test_a_file_with_a_broken_schedule_is_refused_with_the_rule_and_the_place(capsys, tmp_path):
+    file = tmp_path / "broken.txt"
+    file.write_text("0F0 0B0\n1B0 1F0\n", encoding="utf-8")
+    message = refusal(capsys, str(file))
+    assert "rule 'forward-before-backward' at rank 1, slot 0" in message
+    assert "> rank 1: >1B0< 1F0" in message
+
+
+def test_a_file_that_is_not_text_is_refused(capsys, tmp_path):
+    file = tmp_path / "binary.txt"
+    file.write_bytes(b"\xff\xfe\xfa")
+    assert "cannot read the schedule" in refusal(capsys, str(file))
+
+
+def test_an_overlong_name_is_refused_like_any_unknown_family(capsys):
+    assert "there is no schedule" in refusal(capsys, "x" * 300)
+
+
+def test_help_lists_every_family(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["schedule", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for family in ("gpipe", "1f1b", "depth-first", "breadth-first", "hybrid", "forward-only"):
+        assert f"{family} " in text
+
+
+def test_an_unknown_command_ends_with_status_two(capsys):
+    assert main(["scheduel"]) == 2
+    assert "there is no command 'scheduel'" in capsys.readouterr().err
+
+
+def test_no_command_shows_the_usage_and_ends_with_status_two(capsys):
+    assert main([]) == 2
+    assert "usage: pipeloom" in capsys.readouterr().out

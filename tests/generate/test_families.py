@@ -1,0 +1,90 @@
+"""Every family on every placement, what a request may ask, and the registry."""
+
+import pytest
+
+from pipeloom.errors import ConfigError
+from pipeloom.generate import FAMILIES, family, make_schedule, request_problems
+from pipeloom.schedule import PLACEMENTS, Kind, Level
+
+PLAIN = {"pp": 4, "num_microbatches": 8, "loops": 1, "group_size": None, "placement": None}
+
+
+def requests():
+    for name, chosen in FAMILIES.items():
+        for pp in (1, 2, 3, 4):
+            for loops in (1, 2, 3) if chosen.is_looped else (1,):
+                for count in (1, 2, 4, 5, 7):
+                    sizes = [None, *range(pp, count + 1)] if chosen.is_grouped else [None]
+                    yield from ((name, pp, loops, count, size) for size in sizes)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_request_that_is_no_problem_makes_a_schedule(placement):
+    number = 0
+    for name, pp, loops, count, size in requests():
+        schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, group_size=size, placement=placement)
+        kinds = {action.kind for _, _, action in schedule.actions()}
+        assert schedule.placement == PLACEMENTS[placement](pp, loops)
+        assert schedule.num_microbatches == count
+        assert schedule.level is Level.COMPUTE
+        assert kinds == ({Kind.FORWARD, Kind.BACKWARD} if FAMILIES[name].has_backward else {Kind.FORWARD})
+        assert sum(map(len, schedule.rows)) == len(kinds) * pp * loops * count
+        number += 1
+    assert number > 250
+
+
+def test_the_six_families_of_the_command_line_are_registered():
+    assert {"gpipe", "1f1b", "depth-first", "breadth-first", "hybrid", "forward-only"} <= set(FAMILIES)
+
+
+def test_every_family_has_a_summary_and_a_way_out_if_it_takes_no_loops():
+    for chosen in FAMILIES.values():
+        assert chosen.summary.endswith((".", ")"))
+        assert chosen.is_looped or FAMILIES[chosen.instead].is_looped
+
+
+def test_two_families_may_not_share_a_name():
+    with pytest.raises(AssertionError, match="two families are called gpipe"):
+        family("gpipe", is_looped=True)(lambda request: None)
+
+
+def test_groups_that_do_not_divide_the_microbatches_spread_the_remainder():
+    schedule = make_schedule("depth-first", pp=2, loops=2, num_microbatches=5)
+    forwards = [str(action) for action in schedule.rows[1] if action.kind is Kind.FORWARD]
+    assert forwards == "1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4".split()
+
+
+PROBLEMS = {
+    "pp must be at least 1, found 0": ("gpipe", {"pp": 0}),
+    "loops must be at least 1, found -1": ("breadth-first", {"loops": -1}),
+    "the number of micro-batches must be at least 1, found 0": ("gpipe", {"num_microbatches": 0}),
+    "there is no placement 'loped'; did you mean 'looped'?": ("gpipe", {"placement": "loped"}),
+    "there is no schedule 'zzz'; known: ": ("zzz", {}),
+    "gpipe runs one stage on each rank, found loops 2; use breadth-first": ("gpipe", {"loops": 2}),
+    "1f1b runs one stage on each rank, found loops 3; use depth-first": ("1f1b", {"loops": 3}),
+    "breadth-first takes no group size, found 4; use hybrid": ("breadth-first", {"group_size": 4}),
+    "lie between pp 4 and the number of micro-batches 8, found 3": ("hybrid", {"group_size": 3}),
+    "lie between pp 4 and the number of micro-batches 8, found 9": ("hybrid", {"group_size": 9}),
+    "lie between pp 4 and the number of micro-batches 8, found 0": ("hybrid", {"group_size": 0}),
+}
+
+
+@pytest.mark.parametrize("sentence", PROBLEMS)
+def test_a_request_is_told_what_is_wrong(sentence):
+    name, change = PROBLEMS[sentence]
+    assert request_problems(name, **PLAIN) == [] or name == "zzz"
+    (problem,) = request_problems(name, **(PLAIN | change))
+    assert sentence in problem
+    with pytest.raises(ConfigError) as refused:
+        make_schedule(name, **(PLAIN | change))
+    assert refused.value.problems == (problem,)
+
+
+def test_a_request_is_told_everything_at_once():
+    problems = request_problems("1f1b", pp=0, num_microbatches=0, loops=2, group_size=3, placement="ring")
+    assert len(problems) == 5
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_ends_of_the_group_sizes_are_allowed(size):
+    assert request_problems("hybrid", **(PLAIN | {"group_size": size})) == []

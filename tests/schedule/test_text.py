@@ -1,0 +1,123 @@
+"""Schedules as text."""
+
+import pytest
+
+from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.schedule import (
+    PLACEMENTS,
+    Level,
+    format_schedule,
+    format_torch_csv,
+    lower,
+    parse_schedule,
+    parse_torch_csv,
+)
+
+SLICED = """\
+0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1
+1F0 1F0.1 1B0.1 1B0 1F1 1F1.1 1I1.1 1I1 1W1 1W1.1
+"""
+
+
+def what_text_carries(schedule):
+    return (
+        schedule.rows,
+        schedule.placement,
+        schedule.num_microbatches,
+        schedule.num_slices,
+        schedule.level,
+        schedule.first_backward_stage,
+    )
+
+
+def schedules():
+    for name, family in FAMILIES.items():
+        for placement in PLACEMENTS:
+            for pp, loops, count in [(1, 1, 1), (2, 2, 3), (3, 1, 4), (3, 3, 3)]:
+                if loops == 1 or family.is_looped:
+                    schedule = make_schedule(
+                        name, pp=pp, loops=loops, num_microbatches=count, placement=placement
+                    )
+                    yield schedule
+                    if pp > 1:
+                        yield lower(schedule)
+
+
+def test_every_schedule_reads_back_from_its_text_and_its_csv():
+    number = 0
+    for schedule in schedules():
+        assert what_text_carries(parse_schedule(format_schedule(schedule))) == what_text_carries(schedule)
+        assert what_text_carries(parse_torch_csv(format_torch_csv(schedule))) == what_text_carries(schedule)
+        number += 1
+    assert number > 100
+
+
+def test_text_is_one_line_for_each_rank():
+    assert format_schedule(make_schedule("gpipe", pp=2, num_microbatches=2)) == "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
+
+
+def test_csv_is_one_cell_for_each_action():
+    assert format_torch_csv(make_schedule("gpipe", pp=2, num_microbatches=1)) == "0F0,0B0\n1F0,1B0\n"
+
+
+def test_token_slices_and_split_backwards_are_read_and_written():
+    schedule = parse_schedule(SLICED)
+    assert (schedule.num_slices, schedule.num_microbatches) == (2, 2)
+    assert format_schedule(schedule) == SLICED
+    lowered = lower(schedule)
+    assert lowered.level is Level.COMMUNICATION
+    assert what_text_carries(parse_schedule(format_schedule(lowered))) == what_text_carries(lowered)
+
+
+def test_frozen_stages_are_read_off_the_missing_backwards():
+    assert parse_schedule("0F0 0F1\n1F0 1B0 1F1 1B1").first_backward_stage == 1
+    assert parse_schedule("0F0\n1F0").first_backward_stage == 2
+
+
+def test_comments_and_empty_lines_are_skipped():
+    plain = parse_schedule("0F0 0B0\n1F0 1B0")
+    assert parse_schedule("# a title\n\n0F0   0B0\n   # between\n1F0 1B0\n\n# the end") == plain
+
+
+def test_empty_cells_of_a_csv_are_idle_slots():
+    assert parse_torch_csv("0F0,,,0B0\n,1F0, ,1B0\n") == parse_torch_csv("0F0,0B0\n1F0,1B0\n")
+    assert parse_torch_csv("0F0,0B0\r\n1F0,1B0\r\n").num_stages == 2
+
+
+def test_empty_lines_at_the_end_of_a_csv_are_no_ranks():
+    assert parse_torch_csv("0F0,0B0\n1F0,1B0\n\n") == parse_torch_csv("0F0,0B0\n1F0,1B0\n")
+
+
+def test_every_cell_that_is_no_action_is_reported_at_once():
+    with pytest.raises(ScheduleTextError) as refused:
+        parse_schedule("0F0 zero 0B0 0X1\n# comment\n1F0 1B 1B0")
+    lines = str(refused.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["row 0, cell 1", "row 0, cell 3", "row 1, cell 1"]
+    assert ["zero" in lines[0], "0X1" in lines[1], "1B" in lines[2]] == [True] * 3
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "0B0 0B1", "0UNSHARD"])
+def test_text_without_any_forward_is_refused(text):
+    with pytest.raises(ScheduleTextError, match="found no forward at all"):
+        parse_schedule(text)
+
+
+def test_a_stage_that_no_row_runs_is_refused():
+    with pytest.raises(ScheduleTextError, match=r"every stage 0\.\.3 in some row, found none for \[1, 2\]"):
+        parse_schedule("0F0 0B0\n3F0 3B0")
+
+
+def test_a_row_whose_stages_all_lie_elsewhere_is_refused():
+    with pytest.raises(UserError, match="every pipeline rank"):
+        parse_schedule("0F0 0B0\n0F1 0B1\n1F0 1B0 1F1 1B1")
+
+
+def test_rows_that_break_a_rule_are_refused_by_the_rule():
+    with pytest.raises(ScheduleError, match="rule 'complete' at rank 1"):
+        parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0")
+
+
+def test_an_overlapped_cell_is_refused_with_a_clear_message():
+    with pytest.raises(ScheduleTextError, match="row 1, cell 1: .*overlapped pair, which pipeloom does not read"):
+        parse_torch_csv("0F0,0B0\n1F0,(1F1;2B0)OVERLAP_F_B,1B0\n")
