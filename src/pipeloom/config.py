@@ -108,11 +108,11 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
-    steps: int = 150
+    steps: int = 200
     """Optimizer steps."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    dtype: Literal["float32", "float64"] = "float32"
     """Type of weights and activations."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages live. cuda takes one device for each process."""
@@ -132,7 +132,7 @@ class OutputConfig:
 
     folder: Path | None = None
     """Run folder; made if it is not there. None: outputs/ and the time of the start."""
-    trace_step: int = 3
+    trace_step: int = 10
     """Step whose trace and timeline picture are written, counted from 1; the last one if there are fewer."""
 
 

@@ -10,11 +10,12 @@ from pipeloom.config import RunConfig, to_dict
 from pipeloom.errors import UserError
 
 
-def read_run_file(path: Path) -> tuple[RunConfig, list[str]]:
+def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
     """Read a run file as far as it can be read.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
+        default: where the file says nothing.
 
     Returns:
         The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
@@ -30,15 +31,18 @@ def read_run_file(path: Path) -> tuple[RunConfig, list[str]]:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not TOML: {error}") from error
-    return parse_run(tree)
+    return parse_run(tree, default)
 
 
-def parse_run(tree: dict[str, Any]) -> tuple[RunConfig, list[str]]:
+def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
     """Build a configuration from nested dictionaries, with every unknown key and wrong type named."""
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(RunConfig)
     problems = _drop_unknown(tree, RunConfig, "")
+    for section, values in to_dict(default or RunConfig()).items():
+        if isinstance(tree.setdefault(section, {}), dict):
+            tree[section] = {**values, **tree[section]}
     try:
         return adapter.validate_python(tree), problems
     except ValidationError as error:

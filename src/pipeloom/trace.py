@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeloom.schedule import Action
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
 
 
@@ -60,9 +60,19 @@ class Trace:
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """One trace from those that several ranks recorded of the same step."""
+    """One trace from those that several ranks recorded of the same step.
+
+    A rank sees a receive begin when it is posted; only together do the ranks know that nothing moved before
+    the other side sent. So a receive begins no earlier than its send.
+    """
     parts = list(traces)
-    spans = sorted((span for part in parts for span in part.spans), key=lambda s: (s.rank, s.start_s, s.end_s))
+    spans = [span for part in parts for span in part.spans]
+    sent_s = {span.action: span.start_s for span in spans if span.action.kind in SEND_KINDS}
+    for number, span in enumerate(spans):
+        if span.action.kind in RECEIVE_KINDS:
+            start_s = max(span.start_s, sent_s.get(matching_send(span.action), span.start_s))
+            spans[number] = span._replace(start_s=min(start_s, span.end_s))
+    spans.sort(key=lambda span: (span.rank, span.start_s, span.end_s))
     return Trace(tuple(spans), max(part.num_ranks for part in parts))
 
 
@@ -118,8 +128,9 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
         send = sends.get(matching_send(receive.action))
         if send is None:
             continue
-        for phase, span, time_s in (("s", send, send.start_s), ("f", receive, receive.end_s)):
-            ts = _ns(time_s, trace.start_s) / 1000
-            place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": ts, "bp": "e"}
+        begin, end = _ns(receive.start_s, trace.start_s), _ns(receive.end_s, trace.start_s)
+        inside = max(begin, end - 1)  # the arrow binds to the slice that encloses its point
+        for phase, span, time_ns in (("s", send, _ns(send.start_s, trace.start_s)), ("f", receive, inside)):
+            place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": time_ns / 1000, "bp": "e"}
             events.append({"ph": phase, "name": "message", "cat": "message", "id": number, **place})
     return events

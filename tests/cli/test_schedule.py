@@ -11,8 +11,8 @@ from pipeloom.cli import main
 
 # 16 layers over 4 ranks, 8 micro-batches; a layer's forward is 1 unit, its backward 2. Without loops a stage has
 # four layers, with 4 loops it has one.
-WITHOUT_LOOPS = "--pp 4 --microbatches 8 --forward 4 --backward 8".split()
-WITH_LOOPS = "--pp 4 --microbatches 8 --loops 4 --forward 1 --backward 2".split()
+WITHOUT_LOOPS = ["--pp", "4", "--microbatches", "8", "--forward", "4", "--backward", "8"]
+WITH_LOOPS = ["--pp", "4", "--microbatches", "8", "--loops", "4", "--forward", "1", "--backward", "2"]
 EXAMPLE = {
     "gpipe": (WITHOUT_LOOPS, 132, 0.375, [8, 8, 8, 8]),
     "1f1b": (WITHOUT_LOOPS, 132, 0.375, [4, 3, 2, 1]),
@@ -139,7 +139,7 @@ def test_forward_only_has_no_final_gradients(capsys):
 
 def test_the_group_size_and_the_placement_reach_the_schedule(capsys):
     hybrid = schedule_json(capsys, "hybrid", "--pp", "2", "--loops", "2", "--group-size", "4")
-    assert hybrid["rows"][1][:8] == "1F0 1F1 1F2 1F3 3F0 3B0 3F1 3B1".split()
+    assert hybrid["rows"][1][:8] == ["1F0", "1F1", "1F2", "1F3", "3F0", "3B0", "3F1", "3B1"]
     v = schedule_json(capsys, "breadth-first", "--pp", "2", "--loops", "2", "--placement", "v")
     assert v["rank_by_stage"] == [0, 1, 1, 0]
 

@@ -51,7 +51,7 @@ def test_two_families_may_not_share_a_name():
 def test_groups_that_do_not_divide_the_microbatches_spread_the_remainder():
     schedule = make_schedule("depth-first", pp=2, loops=2, num_microbatches=5)
     forwards = [str(action) for action in schedule.rows[1] if action.kind is Kind.FORWARD]
-    assert forwards == "1F0 1F1 1F2 3F0 3F1 3F2 1F3 1F4 3F3 3F4".split()
+    assert forwards == ["1F0", "1F1", "1F2", "3F0", "3F1", "3F2", "1F3", "1F4", "3F3", "3F4"]
 
 
 PROBLEMS = {

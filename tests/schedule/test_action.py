@@ -12,7 +12,7 @@ stage_kinds = [Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD]
 counts = st.integers(0, 10**6)
 actions = st.one_of(
     st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in stage_kinds]), counts, counts, counts),
-    st.builds(Action, st.sampled_from(stage_kinds), counts),
+    st.builds(Action, st.sampled_from(stage_kinds), counts, st.none(), st.just(0)),
 )
 
 

@@ -36,9 +36,7 @@ def schedules():
         for placement in PLACEMENTS:
             for pp, loops, count in [(1, 1, 1), (2, 2, 3), (3, 1, 4), (3, 3, 3)]:
                 if loops == 1 or family.is_looped:
-                    schedule = make_schedule(
-                        name, pp=pp, loops=loops, num_microbatches=count, placement=placement
-                    )
+                    schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
                     yield schedule
                     if pp > 1:
                         yield lower(schedule)

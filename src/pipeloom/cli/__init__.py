@@ -45,7 +45,7 @@ def _run(command: str, words: list[str]) -> int:
     try:
         return importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
-        print(f"pipeloom {command}: {error}", file=sys.stderr)
+        print("\n".join([f"pipeloom {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print(f"pipeloom {command}: interrupted", file=sys.stderr)

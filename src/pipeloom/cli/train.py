@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
-from pipeloom.errors import UserError
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
+    from pipeloom.train.data import Data
     from pipeloom.train.trainer import RunSummary
 
 _SUMMARY = "Train a language model with a pipeline of processes."
@@ -18,86 +18,34 @@ _SUMMARY = "Train a language model with a pipeline of processes."
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_run_config(words, "train", _SUMMARY)
-    from pipeloom.execute.world import is_launched
-
-    if is_launched():
-        return _run_launched(config)
-    return _run_here(config)
-
-
-def _run_here(config: RunConfig) -> int:
-    from pipeloom.execute.launch import run_workers
+    from pipeloom.execute.world import is_first
     from pipeloom.train.data import load_data
+    from pipeloom.train.progress import restore_terminal
     from pipeloom.train.run_folder import make_run_folder
+    from pipeloom.train.session import resolve, run_on_all_ranks
 
+    if not is_first():
+        run_on_all_ranks(config, partial(_train, Path()))
+        return 0
     _announce(config)
     data = load_data(config.data, config.training.seed)
-    print(f"text       {data.description}")
-    from pipeloom.train.trainer import resolved
-
-    config = resolved(config, data)
-    folder = make_run_folder(config)
-    print(f"run        {folder}\n", flush=True)
-    _preload()
+    folder = make_run_folder(resolve(config, data))
+    print(f"text       {data.description}\nrun        {folder}\n", flush=True)
     try:
-        summaries = run_workers(partial(_work, config, folder), config.layout.num_ranks, config.training.threads)
+        summary = run_on_all_ranks(config, partial(_train, folder))
     except BaseException:
+        restore_terminal()
         print(f"\nThe run ended early. What it wrote until then is in {folder}.", flush=True)
         raise
-    _print_end(summaries[0], folder)
+    _print_end(summary, folder)
     return 0
 
 
-def _run_launched(config: RunConfig) -> int:
-    """Run as one of the processes that a launcher started."""
-    import torch
-
-    from pipeloom.execute.world import join_launched, launched_size
-    from pipeloom.train.run_folder import make_run_folder
-
-    if launched_size() != config.layout.num_ranks:
-        raise UserError(
-            f"layout.pp {config.layout.pp} needs {config.layout.num_ranks} processes, the launcher started "
-            f"{launched_size()}; change --layout.pp or the number of processes"
-        )
-    torch.set_num_threads(config.training.threads)
-    world = join_launched(config.training.device, config.training.stall_timeout_s + 30)
-    from pipeloom.train.data import load_data
-    from pipeloom.train.trainer import Trainer, resolved
-
-    data = load_data(config.data, config.training.seed)
-    config = resolved(config, data)
-    folder = Path()
-    if world.rank == 0:
-        _announce(config)
-        folder = make_run_folder(config)
-        print(f"text       {data.description}\nrun        {folder}\n", flush=True)
-    summary = Trainer(config, world, data, folder).run()
-    if world.rank == 0:
-        _print_end(summary, folder)
-    world.leave()
-    return 0
-
-
-def _work(config: RunConfig, folder: Path, rendezvous: Path, rank: int, num_ranks: int) -> "RunSummary":
-    """What each of the own processes does."""
-    from pipeloom.execute.world import join_forked
-    from pipeloom.train.data import load_data
+def _train(folder: Path, config: RunConfig, world: "World", data: "Data") -> "RunSummary":
+    """What each rank does."""
     from pipeloom.train.trainer import Trainer
 
-    timeout_s = config.training.stall_timeout_s + 30
-    world: World = join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s)
-    data = load_data(config.data, config.training.seed)
-    summary = Trainer(config, world, data, folder).run()
-    world.leave()
-    return summary
-
-
-def _preload() -> None:
-    """Import what every worker needs before they are forked: once instead of once for each."""
-    import torch._dynamo  # noqa: F401  optimizers import it on first use
-
-    import pipeloom.train.trainer  # noqa: F401
+    return Trainer(config, world, data, folder).run()
 
 
 def _announce(config: RunConfig) -> None:

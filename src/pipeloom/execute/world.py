@@ -69,6 +69,11 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this is rank 0, or the process that will start the ranks."""
+    return int(os.environ.get("RANK", "0")) == 0 or not is_launched()
+
+
 def launched_size() -> int:
     """Number of processes that the launcher started."""
     return int(os.environ["WORLD_SIZE"])

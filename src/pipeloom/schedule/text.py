@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.lower import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.schedule import Level, Row, Schedule
 
@@ -34,8 +35,11 @@ def format_torch_csv(schedule: Schedule) -> str:
     """PyTorch's schedule CSV: one line for each rank, one cell for each action.
 
     A compute-level schedule is what ``_load_csv(format="compute_only")`` reads, a schedule with
-    communication what ``format="compute_comms"`` reads (torch 2.13).
+    communication what ``format="compute_comms"`` reads (torch 2.13). The latter gets its ``REDUCE_GRAD``
+    actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
     """
+    if schedule.level is Level.COMMUNICATION:
+        schedule = add_reduce_grad(schedule)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.rows])
     return text.getvalue()

@@ -9,6 +9,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 _LINES_WITHOUT_TERMINAL = 15
 
 
+def restore_terminal() -> None:
+    """Show the cursor again, which a bar hides, after its process was stopped."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")
+
+
 class StepProgress:
     """Progress over optimizer steps.
 

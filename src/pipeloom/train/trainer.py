@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -197,13 +197,3 @@ class _Silent:
 def _total(result: StepResult) -> float:
     """Sum of this rank's shares of the loss; 0 on ranks without the last stage."""
     return float(torch.stack(list(result.outputs.values())).sum()) if result.outputs else 0.0
-
-
-def resolved(config: RunConfig, data: Data) -> RunConfig:
-    """The configuration with every derived size of the model filled in.
-
-    Args:
-        config: as it was asked for.
-        data: tells the tokenizer's size.
-    """
-    return replace(config, model=config.model.resolve(data.tokenizer.vocab_size))

@@ -1,0 +1,64 @@
+"""``pipeloom verify``: the pipeline's gradients beside those of a single process."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pipeloom.cli.run_config import parse_run_config
+from pipeloom.config import RunConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from pipeloom.execute.world import World
+    from pipeloom.train.data import Data
+
+_SUMMARY = (
+    "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
+    "parameter. In float64 unless told otherwise, where rounding leaves no excuse."
+)
+_NUM_BATCHES = 2
+
+
+def run(words: list[str]) -> int:
+    """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
+    default = RunConfig(training=TrainingConfig(dtype="float64"))
+    config = parse_run_config(words, "verify", _SUMMARY, default)
+    from pipeloom.execute.world import is_first
+    from pipeloom.train.data import load_data
+    from pipeloom.train.session import run_on_all_ranks
+
+    if is_first():
+        layout, schedule = config.layout, config.schedule
+        print(
+            f"{schedule.family} ({schedule.placement}) over {layout.pp} processes x {layout.loops} stages, "
+            f"{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
+            flush=True,
+        )
+        load_data(config.data, config.training.seed)
+    differences = run_on_all_ranks(config, partial(_compare, _NUM_BATCHES))
+    return 0 if differences is None else _report(differences, config.training.dtype)
+
+
+def _compare(num_batches: int, config: RunConfig, world: "World", data: "Data") -> dict[str, float] | None:
+    """What each rank does."""
+    from pipeloom.train.equivalence import compare_with_reference
+
+    return compare_with_reference(config, world, data, num_batches)
+
+
+def _report(differences: dict[str, float], dtype: str) -> int:
+    from pipeloom.train.equivalence import TOLERANCES
+
+    tolerance = TOLERANCES[dtype]
+    width = max(map(len, differences))
+    print(f"\n{'worst relative difference':<{width}}")
+    for name, difference in differences.items():
+        print(f"{name:<{width}}  {difference:.1e}{'' if difference <= tolerance else '  DIFFERS'}")
+    worst = max(differences, key=lambda name: differences[name])
+    num_wrong = sum(not difference <= tolerance for difference in differences.values())
+    if num_wrong:
+        print(f"\nDIFFERENT: {num_wrong} of {len(differences)} differ by more than {tolerance:g}; worst: {worst}")
+        return 1
+    print(
+        f"\nEQUAL: loss, gradient norm and {len(differences) - 2} gradients agree within {tolerance:g}; "
+        f"worst: {worst}, {differences[worst]:.1e}"
+    )
+    return 0

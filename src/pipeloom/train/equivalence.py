@@ -1,0 +1,129 @@
+"""The proof that it is the same training: a pipeline's loss and gradients beside those of a single process."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.config import RunConfig
+from pipeloom.execute.world import World
+from pipeloom.model import build_stage
+from pipeloom.train.batch import Batch
+from pipeloom.train.data import Data
+from pipeloom.train.pipeline import Pipeline
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
+"""Largest relative difference that rounding explains, by type."""
+_SCALE_FLOOR = 1e-3
+"""Gradients are compared relative to their own size, but to no less than this share of the model's largest one:
+some are zero but for rounding, such as that of a bias on attention keys."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What one step computed.
+
+    Attributes:
+        loss: nats for each token.
+        by_name: each parameter's gradient, by its name in the whole model.
+    """
+
+    loss: float
+    by_name: dict[str, Tensor]
+
+    @property
+    def norm(self) -> float:
+        """Norm of the whole model's gradient."""
+        return float(torch.stack([gradient.double().norm() for gradient in self.by_name.values()]).norm())
+
+
+def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
+    """Loss and gradients by plain forward and backward of the whole model, without schedule or executor.
+
+    Args:
+        config: with the model resolved.
+        batch: on the device to compute on.
+    """
+    model = build_stage(
+        config.model,
+        range(config.model.num_layers + 2),
+        max_positions=config.data.seq_len,
+        seed=config.training.seed,
+        dtype=getattr(torch, config.training.dtype),
+        device=batch.inputs[0].device,
+    )
+    total = 0.0
+    for microbatch, tokens in enumerate(batch.inputs):
+        loss = batch.loss(model(tokens), microbatch)
+        loss.backward()
+        total += loss.item()
+    return Gradients(total, _cpu_gradients(model.named_parameters()))
+
+
+def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
+    """Relative differences of the loss, the gradient norm, and each parameter's gradient by name.
+
+    A gradient's difference is the largest one of its elements, by the largest element of the expected
+    gradient. A parameter that only one side has differs infinitely.
+    """
+    differences = {
+        "loss": abs(found.loss - expected.loss) / abs(expected.loss),
+        "gradient norm": abs(found.norm - expected.norm) / expected.norm,
+    }
+    sizes = {name: float(gradient.abs().max()) for name, gradient in expected.by_name.items()}
+    floor = _SCALE_FLOOR * max(sizes.values())
+    for name in sorted({*found.by_name, *expected.by_name}, key=_natural):
+        if name in found.by_name and name in expected.by_name:
+            difference = float((found.by_name[name] - expected.by_name[name]).abs().max())
+            differences[name] = difference / max(sizes[name], floor)
+        else:
+            differences[name] = float("inf")
+    return differences
+
+
+def compare_with_reference(config: RunConfig, world: World, data: Data, num_batches: int) -> dict[str, float] | None:
+    """Run the pipeline and the reference on the same batches; the worst difference of each over the batches.
+
+    Args:
+        config: with the model resolved.
+        world: this process among the others; all of them call this.
+        data: the text.
+        num_batches: how many training batches.
+
+    Returns:
+        Differences by name on rank 0, ``None`` elsewhere.
+    """
+    pipeline = Pipeline(config, world)
+    worst: dict[str, float] = {}
+    for index in range(num_batches):
+        windows = data.train.batch(index, config.layout.batch_size)
+        batch = Batch.of(windows, config.layout.num_microbatches, world.device)
+        parts = world.gather(_step(pipeline, batch))
+        if parts is not None:
+            differences = compare(_joined(parts), reference_gradients(config, batch))
+            worst = {name: max(value, worst.get(name, 0.0)) for name, value in differences.items()}
+    pipeline.close()
+    return worst if world.rank == 0 else None
+
+
+def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
+    for _, parameter in pipeline.named_parameters():
+        parameter.grad = None
+    result = pipeline.train_step(batch)
+    loss = sum(float(share) for share in result.outputs.values())
+    return Gradients(loss, _cpu_gradients(pipeline.named_parameters()))
+
+
+def _joined(parts: Sequence[Gradients]) -> Gradients:
+    by_name: Mapping[str, Tensor] = {name: g for part in parts for name, g in part.by_name.items()}
+    return Gradients(sum(part.loss for part in parts), dict(by_name))
+
+
+def _cpu_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {name: p.grad.cpu() for name, p in parameters if p.grad is not None}
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts ``layers.10`` behind ``layers.9``."""
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]

@@ -1,0 +1,204 @@
+"""``pipeloom train`` as a person runs it: in a process of its own, with workers of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from small_run import write_text
+
+MODEL = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2"]
+LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
+
+
+def arguments(folder, *more):
+    data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder / "cache"), "--data.seq-len", "8"]
+    output = ["--output.folder", str(folder / "run"), "--output.trace-step", "2"]
+    steps = ["--training.steps", "3", "--training.validation-batches", "1", "--training.sample-tokens", "5"]
+    return ["train", *MODEL, *LAYOUT, *data, *output, *steps, *more]
+
+
+def pipeloom(words, **options):
+    command = [sys.executable, "-m", "pipeloom", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configuration(tmp_path):
+    first = pipeloom(arguments(tmp_path))
+    assert first.returncode == 0, first.stderr
+    run = tmp_path / "run"
+    expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt", "trace.json"}
+    assert {file.name for file in run.iterdir()} == expected | {"timeline.png", "timeline.svg"}
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+    assert "validation loss" in first.stdout
+    assert "unigram loss" in first.stdout
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3
+    assert 0 < summary["bubble_fraction"] < 1
+    config = tomllib.loads((run / "config.toml").read_text())
+    assert config["model"]["vocab_size"] == 257
+    assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+    again = pipeloom(["train", str(run / "config.toml"), "--output.folder", str(tmp_path / "again")])
+    assert again.returncode == 0, again.stderr
+    repeated = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["loss"], line["grad_norm"]) for line in repeated] == [
+        (line["loss"], line["grad_norm"]) for line in metrics(tmp_path)
+    ]
+
+
+def test_the_trace_has_a_track_for_each_lane_and_an_arrow_for_each_message(tmp_path):
+    assert pipeloom(arguments(tmp_path)).returncode == 0
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert (0, "compute") in names
+    assert (0, "send to 1") in names
+    assert (1, "recv from 0") in names
+    num_messages = 2 * 4 * 3  # forward and backward, 4 micro-batches, 3 boundaries between ranks
+    assert len({e["id"] for e in events if e["ph"] == "s"}) == num_messages
+    assert sum(e["ph"] == "f" for e in events) == num_messages
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == 2 * 4 * 4 + 2 * num_messages
+
+
+def test_the_layout_does_not_change_the_training(tmp_path):
+    losses = []
+    for number, layout in enumerate((["--layout.pp", "1", "--layout.loops", "1"], ["--schedule.placement", "v"], [])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = pipeloom(arguments(folder, "--training.dtype", "float64", *layout))
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in metrics(folder)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_torchrun_runs_the_same(tmp_path):
+    own = pipeloom(arguments(tmp_path, "--training.dtype", "float64"))
+    assert own.returncode == 0, own.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
+    command = [sys.executable, *launcher, *arguments(other, "--training.dtype", "float64")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in metrics(other)] == [line["loss"] for line in metrics(tmp_path)]
+
+
+def test_a_launcher_with_another_number_of_processes_is_refused(tmp_path):
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = pipeloom(arguments(tmp_path), env=environment)
+    assert done.returncode == 2
+    assert "needs 2 processes, the launcher started 3" in done.stderr
+
+
+def test_five_mistakes_are_reported_at_once(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[model]\nhiden_size = 64\nnum_heads = 'six'\n[layout]\npp = 0\n"
+        "[schedule]\nfamily = 'bredth-first'\n[training]\nsteps = -5\n"
+    )
+    done = pipeloom(["train", str(file)])
+    assert done.returncode == 2
+    assert "has 5 problems" in done.stderr
+    for words in (
+        "did you mean 'model.hidden_size'?",
+        "model.num_heads: input should be a valid integer",
+        "pp must be at least 1, found 0",
+        "did you mean 'breadth-first'?",
+        "training.steps must be at least 1, found -5",
+    ):
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_flag_that_does_not_exist_gets_a_suggestion():
+    done = pipeloom(["train", "--layout.loop", "2"])
+    assert done.returncode == 2
+    assert "--layout.loops" in done.stderr + done.stdout
+
+
+def test_an_unwritable_run_folder_is_one_clear_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = pipeloom([*arguments(tmp_path), "--output.folder", str(tmp_path / "file" / "run")])
+    assert done.returncode == 2
+    assert "cannot write the run folder" in done.stderr
+    assert "choose another --output.folder" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("mine")
+    done = pipeloom(arguments(tmp_path))
+    assert done.returncode == 2
+    assert "holds a run already" in done.stderr
+    assert (tmp_path / "run" / "config.toml").read_text() == "mine"
+
+
+def children_of(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def start_long_run(folder):
+    """A run that would take minutes, once it has done a few steps; its process and its workers."""
+    words = arguments(folder, "--training.steps", "100000")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipeloom", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    return process, children_of(process.pid)
+
+
+def is_alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("how", ["killed worker", "interrupt", "killed parent"])
+def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path, how):
+    process, workers = start_long_run(tmp_path)
+    assert len(workers) == 2
+    begin = time.monotonic()
+    if how == "killed worker":
+        os.kill(workers[1], signal.SIGKILL)
+    elif how == "interrupt":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.kill()
+    output, errors = process.communicate(timeout=30)
+    while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
+        time.sleep(0.05)
+    assert time.monotonic() < begin + 15
+    assert not any(map(is_alive, workers))
+    if how == "killed worker":
+        assert process.returncode == 1
+        assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
+    if how == "interrupt":
+        assert process.returncode == 130
+        assert "interrupted" in errors
+    assert "Traceback" not in errors
+    if how != "killed parent":
+        assert "What it wrote until then is in" in output
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, len(metrics(tmp_path)) + 1))
+    assert (tmp_path / "run" / "config.toml").exists()

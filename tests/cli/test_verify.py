@@ -1,0 +1,59 @@
+"""``pipeloom verify`` says yes where the gradients are equal, and no where they are not."""
+
+import pytest
+from small_run import write_text
+
+from pipeloom.cli import main
+from pipeloom.execute.stage import Stage
+
+
+def arguments(folder, *more):
+    sizes = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
+    data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder / "cache")]
+    return ["verify", *sizes, *data, "--layout.pp", "2", "--layout.num-microbatches", "4", *more]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_equal_gradients_are_reported_by_name(tmp_path, capsys, dtype):
+    assert main(arguments(tmp_path, "--training.dtype", dtype)) == 0
+    printed = capsys.readouterr().out
+    assert "EQUAL: loss, gradient norm and" in printed
+    for name in ("loss", "gradient norm", "embedding.tokens.weight", "layers.3.feed_forward.down.weight"):
+        assert f"\n{name} " in printed
+
+
+def test_float64_is_the_default(tmp_path, capsys):
+    assert main(arguments(tmp_path)) == 0
+    assert "float64" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_is_found_and_named(tmp_path, capsys, monkeypatch):
+    """Workers are forked, so they run with the sabotaged stage."""
+    honest = Stage.backward
+
+    def forgetful(self, microbatch, gradient):
+        if self.index == 2 and microbatch == 3:
+            gradient = gradient * 1.001
+        return honest(self, microbatch, gradient)
+
+    monkeypatch.setattr(Stage, "backward", forgetful)
+    assert main(arguments(tmp_path)) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERENT" in printed
+    wrong = [line.split()[0] for line in printed.splitlines() if line.endswith("DIFFERS")]
+    assert "layers.0.attention.query.weight" in wrong  # an earlier stage, which got the wrong gradient
+    assert "head.output.weight" not in wrong  # a later stage, which did not
+    assert "loss" not in wrong
+
+
+def test_a_lost_microbatch_is_found(tmp_path, monkeypatch):
+    honest = Stage.backward
+
+    def lossy(self, microbatch, gradient):
+        for parameter in self.module.parameters():
+            if microbatch == 3:
+                parameter.grad = None  # the last micro-batch's gradient instead of the sum
+        return honest(self, microbatch, gradient)
+
+    monkeypatch.setattr(Stage, "backward", lossy)
+    assert main(arguments(tmp_path)) == 1

@@ -1,0 +1,15 @@
+"""What every test gets."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests start their own processes, whatever started pytest."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)

@@ -1,0 +1,30 @@
+"""The closed forms equal what the model's matrix products really are."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipeloom.config import ModelConfig
+from pipeloom.cost.flops import piece_forward_flops
+from pipeloom.model import build_stage
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_flops_of_each_piece_equal_the_counted_ones(family, num_kv_heads):
+    model = ModelConfig(family=family, num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=num_kv_heads).resolve(50)
+    seq_len, batch = 16, 3
+    expected = piece_forward_flops(model, seq_len)
+    tensor = torch.randint(0, 50, (batch, seq_len))
+    for piece, flops in enumerate(expected):
+        options = {"max_positions": seq_len, "seed": 0, "dtype": torch.float32, "device": "cpu"}
+        stage = build_stage(model, range(piece, piece + 1), **options)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            tensor = stage(tensor)
+        # the counter sees the matrix products of the projections; where it counts attention, it counts the full
+        # score matrix, of which a causal model needs half
+        counted = counter.get_flop_counts().get("Global", {})
+        attention = sum(n for name, n in counted.items() if "attention" in str(name))
+        causal = 2 * seq_len * 32 if 0 < piece < 3 else 0
+        products = counter.get_total_flops() - attention
+        assert products / (batch * seq_len) == flops - causal

@@ -1,0 +1,123 @@
+"""Every family, placement and model type computes the gradients of a single process, all ranks in one process."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_run import small_run
+from toy import Toy, make_executor, objective, reference, worst_difference
+
+from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.drive import run_in_process
+from pipeloom.execute.transport import Post
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.layout import Layout
+from pipeloom.model import build_stage
+from pipeloom.schedule import lower
+from pipeloom.train.batch import Batch
+from pipeloom.train.data import load_data
+from pipeloom.train.equivalence import Gradients, compare, reference_gradients
+from pipeloom.train.pipeline import model_pieces, training_schedule
+
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+LOOPED = [name for name in TRAINING if FAMILIES[name].is_looped]
+
+
+SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
+CASES = [(f, *size) for f in TRAINING for size in SIZES if size[1] == 1 or f in LOOPED]
+
+
+@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
+@pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
+def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
+    toy = Toy(pp * loops, num_microbatches)
+    schedule = lower(
+        make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=placement),
+        receive_buffers=1,
+    )
+    modules, post = toy.modules(), Post()
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(pp)]
+    results = run_in_process(executors, toy.inputs(), objective)
+    expected = toy.modules()
+    loss = reference(expected, toy.inputs(), objective)
+    found = sum(float(value) for result in results for value in result.outputs.values())
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert worst_difference(modules, expected) < 1e-12
+
+
+def _transformer_differences(tmp_path, model, layout, schedule_config):
+    config = small_run(tmp_path, model=model, layout=layout, schedule=schedule_config)
+    data = load_data(config.data, 0)
+    config = replace(config, model=config.model.resolve(data.tokenizer.vocab_size))
+    batch = Batch.of(data.train.batch(0, layout.batch_size), layout.num_microbatches, torch.device("cpu"))
+    schedule, pieces = training_schedule(config), model_pieces(config)
+
+    def build(stage, device):
+        sizes = {"max_positions": config.data.seq_len, "seed": 0, "dtype": torch.float64}
+        return build_stage(config.model, pieces[stage], device=device, **sizes)
+
+    tokens = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64)
+    outputs = stage_outputs(lambda stage: build(stage, "meta"), schedule.num_stages, tokens)
+    modules, post = [build(stage, "cpu") for stage in range(schedule.num_stages)], Post()
+    executors = [make_executor(schedule, r, modules, outputs, post.transport(r)) for r in range(schedule.num_ranks)]
+    results = run_in_process(executors, batch.inputs, batch.loss)
+    loss = sum(float(value) for result in results for value in result.outputs.values())
+    found = Gradients(loss, {name: p.grad for module in modules for name, p in module.named_parameters()})
+    return compare(found, reference_gradients(config, batch))
+
+
+@pytest.mark.parametrize("partition", [None, "uneven"])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
+@pytest.mark.parametrize("family", TRAINING)
+def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):
+    loops = 2 if family in LOOPED else 1
+    sizes = {4: (1, 3, 1, 3), 2: (2, 6)}[2 * loops]
+    layout = Layout(
+        pp=2, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes if partition == "uneven" else None
+    )
+    shape = ModelConfig(family=model, num_layers=6, hidden_size=16, num_heads=4, num_kv_heads=2)
+    differences = _transformer_differences(tmp_path, shape, layout, ScheduleConfig(family=family, placement=placement))
+    assert len(differences) > 40
+    assert max(differences.values()) < 1e-9
+
+
+def test_a_frozen_beginning_runs_no_backward_and_the_rest_is_right():
+    toy, frozen = Toy(4, 3), 2
+    full = make_schedule("breadth-first", pp=2, loops=2, num_microbatches=3)
+    rows = [[a for a in row if a.kind == "F" or a.stage >= frozen] for row in full.rows]
+    schedule = lower(replace(full, rows=tuple(map(tuple, rows)), first_backward_stage=frozen))
+    modules, post = toy.modules(), Post()
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
+    run_in_process(executors, toy.inputs(), objective)
+    expected = toy.modules()
+    reference(expected, toy.inputs(), objective)
+    assert worst_difference(modules[frozen:], expected[frozen:]) < 1e-12
+    assert all(p.grad is None for module in modules[:frozen] for p in module.parameters())
+
+
+def test_forward_only_keeps_nothing_and_needs_no_gradient():
+    toy = Toy(4, 3)
+    schedule = lower(make_schedule("forward-only", pp=2, loops=2, num_microbatches=3))
+    modules, post = toy.modules(), Post()
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
+    results = run_in_process(executors, toy.inputs(), lambda output, _: output)
+    for microbatch, tensor in enumerate(toy.inputs()):
+        for module in modules:
+            tensor = module(tensor)
+        torch.testing.assert_close(results[1].outputs[microbatch], tensor.detach(), rtol=0, atol=0)
+
+
+def test_two_runs_in_process_give_the_same_trace_order():
+    toy = Toy(4, 4)
+    schedule = lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4))
+
+    def order():
+        modules, post = toy.modules(), Post()
+        executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
+        results = run_in_process(executors, toy.inputs(), objective)
+        spans = [s for result in results for s in result.trace.compute()]
+        return [(s.rank, s.action) for s in sorted(spans, key=lambda s: s.start_s)]
+
+    assert order() == order()

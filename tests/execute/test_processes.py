@@ -1,0 +1,194 @@
+"""The pipeline over real processes: gradients, and what happens when a process fails."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from small_run import small_run
+from torch import nn
+from toy import Toy, make_executor, objective, reference, worst_difference
+
+from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.errors import UserError, WorkerError
+from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.drive import run_rank
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.world import join_forked
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.layout import Layout
+from pipeloom.schedule import lower
+from pipeloom.train.data import load_data
+from pipeloom.train.equivalence import compare_with_reference
+from pipeloom.train.session import resolve
+
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+
+
+def _all_differences(configs, rendezvous, rank, size):
+    """Compare every configuration with the reference, one after the other, in the same processes."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    worst = []
+    for config in configs:
+        data = load_data(config.data, 0)
+        found = compare_with_reference(resolve(config, data), world, data, num_batches=1)
+        worst.append(None if found is None else max(found.values()))
+    world.leave()
+    return worst
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
+    configs = []
+    for family in TRAINING:
+        loops = 2 if FAMILIES[family].is_looped else 1
+        for placement in ("looped", "v", "linear"):
+            for model in ("llama", "gpt2"):
+                stages = pp * loops
+                sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None
+                configs.append(
+                    small_run(
+                        tmp_path,
+                        model=ModelConfig(family=model, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2),
+                        layout=Layout(pp=pp, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes),
+                        schedule=ScheduleConfig(family=family, placement=placement, receive_buffers=1 + len(model) % 2),
+                    )
+                )
+    load_data(configs[0].data, 0)
+    worst = run_workers(partial(_all_differences, configs), pp)[0]
+    assert len(worst) == len(configs)
+    assert max(worst) < 1e-9
+
+
+class Faulty(nn.Module):
+    """A stage that misbehaves on its third micro-batch."""
+
+    def __init__(self, module, fault):
+        super().__init__()
+        self.module, self.fault, self.calls = module, fault, 0
+
+    def forward(self, tensor):
+        self.calls += 1
+        output = self.module(tensor)
+        return self.fault(output) if self.calls == 3 else output
+
+
+def raise_error(output):
+    raise ZeroDivisionError("no luck today")
+
+
+def wrong_shape(output):
+    return output[:, :4]
+
+
+def die(output):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fall_asleep(output):
+    time.sleep(30)
+    return output
+
+
+def _step(fault, timeout_s, rendezvous, rank, size):
+    """One toy step; stage 1 has a fault."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    toy = Toy(4, 4)
+    modules, outputs = toy.modules(), toy.outputs()
+    if fault is not None:
+        modules[1] = Faulty(modules[1], fault)
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4))
+    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    executor = make_executor(schedule, rank, modules, outputs, transport)
+    run_rank(executor, toy.inputs(), objective, timeout_s)
+    expected = toy.modules()
+    reference(expected, toy.inputs(), objective)
+    mine = schedule.placement.stages_of(rank)
+    transport.close()
+    world.leave()
+    return worst_difference([modules[s] for s in mine], [expected[s] for s in mine])
+
+
+def test_a_step_without_a_fault_is_right():
+    assert max(run_workers(partial(_step, None, 20), 2)) < 1e-12
+
+
+def _failure(fault, timeout_s=20.0):
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        run_workers(partial(_step, fault, timeout_s), 2)
+    assert time.monotonic() - begin < timeout_s + 10
+    return caught.value
+
+
+def test_a_killed_worker_is_named_and_ends_the_run():
+    assert str(_failure(die)) == "rank 1 was killed by signal 9 (SIGKILL)"
+
+
+def test_a_failed_action_is_shown_with_its_rows_and_its_traceback():
+    error = _failure(raise_error)
+    assert "action 1F2 failed: ZeroDivisionError: no luck today" in str(error)
+    assert ">1F2<" in str(error)
+    assert "> rank 1:" in str(error)
+    assert any("raise_error" in note for note in error.__notes__)
+
+
+def test_a_wrong_shape_is_one_clear_message():
+    error = _failure(wrong_shape)
+    assert "the output of stage 1 for micro-batch 2 is float64[3, 4], but float64[3, 6] was agreed on" in str(error)
+    assert ">1F2<" in str(error)
+    assert "Traceback" not in "".join(getattr(error, "__notes__", []))
+
+
+def test_a_rank_that_waits_too_long_says_for_what():
+    error = _failure(fall_asleep, timeout_s=2.0)
+    assert "waited 2 s in vain: rank 0 is at slot" in str(error)
+    assert "waiting for 2RECV_F2 with rank 1" in str(error)
+
+
+def _two_opinions(rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 20)
+    spec = TensorSpec((2, 8 + rank), torch.float32)
+    ProcessGroupTransport(rank, {(0, 1): [spec]}, world.device, timedelta(seconds=20))
+
+
+def test_ranks_that_disagree_on_a_shape_say_so_before_the_first_step():
+    with pytest.raises(WorkerError, match=r"rank 0 sends float32\[2, 8\], but rank 1 expects float32\[2, 9\]"):
+        run_workers(_two_opinions, 2)
+
+
+def _user_mistake(rendezvous, rank, size):
+    raise UserError("the text is too short")
+
+
+def test_a_users_mistake_in_a_worker_stays_a_users_mistake():
+    with pytest.raises(UserError, match="the text is too short"):
+        run_workers(_user_mistake, 2)
+
+
+def _exit(rendezvous, rank, size):
+    os._exit(3)
+
+
+def test_a_worker_that_ends_without_a_word_is_reported():
+    with pytest.raises(WorkerError, match="rank 0 ended with status 3"):
+        run_workers(_exit, 1)
+
+
+def _pid(rendezvous, rank, size):
+    if rank == 0:
+        return os.getpid()
+    time.sleep(60)
+    return None
+
+
+def test_results_come_back_by_rank():
+    assert run_workers(_rank, 3) == [0, 10, 20]
+
+
+def _rank(rendezvous, rank, size):
+    return 10 * rank

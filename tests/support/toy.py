@@ -1,0 +1,86 @@
+"""Small pipelines for tests: stages, schedules and a reference that shares nothing with the executor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.executor import Executor
+from pipeloom.execute.stage import Stage
+from pipeloom.execute.transport import Transport
+from pipeloom.schedule import Schedule
+
+WIDTH = 6
+ROWS = 3
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Inputs and modules of a pipeline of small linear stages in float64."""
+
+    num_stages: int
+    num_microbatches: int
+
+    def modules(self, device: str = "cpu") -> list[nn.Module]:
+        """Every stage, the same weights at every call."""
+        modules = []
+        for stage in range(self.num_stages):
+            torch.manual_seed(stage)
+            modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double().to(device))
+        return modules
+
+    def inputs(self) -> list[Tensor]:
+        """One tensor for each micro-batch."""
+        torch.manual_seed(1000)
+        return [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(self.num_microbatches)]
+
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The agreed specs."""
+        modules = self.modules("meta")
+        return stage_outputs(lambda stage: modules[stage], self.num_stages, TensorSpec((ROWS, WIDTH), torch.float64))
+
+
+def objective(output: Tensor, microbatch: int) -> Tensor:
+    """A loss that tells micro-batches apart."""
+    return (output * output).sum() / (microbatch + 1)
+
+
+def reference(modules: Sequence[nn.Module], inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> float:
+    """Plain forward and backward, micro-batch by micro-batch; gradients add up in the modules."""
+    total = 0.0
+    for microbatch, tensor in enumerate(inputs):
+        for module in modules:
+            tensor = module(tensor)
+        value = loss(tensor, microbatch)
+        value.backward()
+        total += value.item()
+    return total
+
+
+def make_executor(
+    schedule: Schedule,
+    rank: int,
+    modules: Sequence[nn.Module],
+    outputs: Sequence[TensorSpec],
+    transport: Transport,
+) -> Executor:
+    """One rank's executor over its own of all the modules."""
+    stages = {
+        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+        for index in schedule.placement.stages_of(rank)
+    }
+    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock())
+
+
+def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:
+    """Largest relative difference of any parameter's gradient."""
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        for p, q in zip(one.parameters(), other.parameters(), strict=True):
+            assert p.grad is not None
+            assert q.grad is not None
+            worst = max(worst, float((p.grad - q.grad).abs().max() / q.grad.abs().max()))
+    return worst

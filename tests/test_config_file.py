@@ -1,0 +1,142 @@
+"""Run files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from pipeloom.config import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from pipeloom.config_file import format_run, parse_run, read_run_file
+from pipeloom.errors import UserError
+from pipeloom.layout import Layout
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+paths = st.none() | st.sampled_from([Path("a.txt"), Path("/tmp/with space"), Path('quo"te\\back')])
+whole = st.integers(-(2**40), 2**40)
+runs = st.builds(
+    RunConfig,
+    model=st.builds(ModelConfig, norm_eps=finite, rope_theta=finite, num_layers=whole),
+    data=st.builds(DataConfig, path=paths, cache=paths, validation_fraction=finite),
+    layout=st.builds(Layout, partition=st.none() | st.lists(whole, max_size=4).map(tuple)),
+    schedule=st.builds(ScheduleConfig, family=st.text(st.characters(codec="utf-8"))),
+    optimizer=st.builds(
+        OptimizerConfig,
+        lr=finite,
+        betas=st.tuples(finite, finite),
+        lr_min_fraction=finite,
+        eps=finite,
+        weight_decay=finite,
+        clip_grad_norm=finite,
+    ),
+    training=st.builds(TrainingConfig, stall_timeout_s=finite),
+    output=st.builds(OutputConfig, folder=paths),
+)
+
+
+def read(tmp_path, text):
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return read_run_file(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs)
+def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
+    folder = tmp_path_factory.getbasetemp()
+    assert read(folder, format_run(config)) == (config, [])
+
+
+def test_a_run_file_repeats_a_run_without_clipping(tmp_path):
+    config = replace(RunConfig(), optimizer=replace(RunConfig().optimizer, clip_grad_norm=None))
+    assert read(tmp_path, format_run(config)) == (config, [])
+
+
+def test_an_empty_file_is_the_default_run(tmp_path):
+    assert read(tmp_path, "") == (RunConfig(), [])
+
+
+def test_values_of_a_file_override_the_defaults(tmp_path):
+    config, problems = read(
+        tmp_path,
+        'model.family = "gpt2"\n[layout]\npp = 2\npartition = [5, 5]\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n'
+        '[data]\npath = "corpus"\n',
+    )
+    assert problems == []
+    assert config.model.family == "gpt2"
+    assert (config.layout.pp, config.layout.loops, config.layout.partition) == (2, RunConfig().layout.loops, (5, 5))
+    assert (config.optimizer.lr, config.optimizer.betas) == (1.0, (0.8, 0.9))
+    assert config.data.path == Path("corpus")
+
+
+def test_five_mistakes_are_five_sentences_and_the_rest_of_the_file_counts(tmp_path):
+    config, problems = read(
+        tmp_path,
+        """
+        modle.num_layers = 4
+        [layout]
+        pp = "four"
+        loop = 3
+        num_microbatches = 12
+        [optimizer]
+        betas = [0.9]
+        [training]
+        dtype = "float8"
+        """,
+    )
+    assert len(problems) == 5
+    sentences = "\n".join(sorted(problems))
+    assert "there is no setting 'modle'; did you mean 'model'?" in sentences
+    assert "there is no setting 'layout.loop'; did you mean 'layout.loops'?" in sentences
+    assert "layout.pp: input should be a valid integer" in sentences
+    assert "found 'four'" in sentences
+    assert "optimizer.betas: " in sentences
+    assert "training.dtype: input should be 'float32'" in sentences
+    assert "found 'float8'" in sentences
+    assert config == replace(RunConfig(), layout=replace(RunConfig().layout, num_microbatches=12))
+
+
+def test_an_unknown_key_that_is_like_no_other_lists_what_there_is():
+    _, problems = parse_run({"output": {"zzzzzz": 1}})
+    assert problems == ["there is no setting 'output.zzzzzz'; known: folder, trace_step"]
+
+
+@pytest.mark.parametrize("value", [3, "text", [1, 2]])
+def test_a_section_that_is_no_table_is_named(value):
+    config, problems = parse_run({"model": value, "layout": {"pp": 3}})
+    (problem,) = problems
+    assert problem.startswith("model: ")
+    assert config.model == RunConfig().model
+    assert config.layout.pp == 3
+
+
+def test_two_wrong_items_of_one_value_do_not_hide_other_mistakes():
+    config, problems = parse_run({"layout": {"partition": ["a", "b"], "pp": None}})
+    assert {problem.split(":")[0] for problem in problems} == {"layout.partition", "layout.pp"}
+    assert config == RunConfig()
+
+
+def test_a_file_that_is_not_there_is_the_users_error(tmp_path):
+    with pytest.raises(UserError, match="cannot read the configuration .*missing.toml"):
+        read_run_file(tmp_path / "missing.toml")
+
+
+def test_a_file_that_is_not_toml_is_refused_with_the_line(tmp_path):
+    with pytest.raises(UserError, match="is not TOML: .*line 2"):
+        read(tmp_path, "[model]\nnum_layers = \n")
+
+
+def test_a_file_that_is_not_text_is_the_users_error(tmp_path):
+    file = tmp_path / "binary.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot read the configuration"):
+        read_run_file(file)

@@ -1,0 +1,67 @@
+"""Pictures."""
+
+import pytest
+
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.errors import UserError
+from pipeloom.generate import make_schedule
+from pipeloom.plot import plot_timeline
+from pipeloom.schedule import lower, parse_schedule
+from pipeloom.simulate import simulate
+from pipeloom.trace import Trace
+
+BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+def example(num_microbatches=2):
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=num_microbatches))
+    return simulate(schedule, UniformCosts(1, 2, 0.5))
+
+
+def boxes(trace, tmp_path):
+    file = tmp_path / "count.svg"
+    plot_timeline(trace, [file], title="count")
+    return file.read_text(encoding="utf-8").count('<g id="patch_')
+
+
+def test_all_formats_are_written_in_one_go(tmp_path):
+    files = [tmp_path / f"picture.{ending}" for ending in BEGINNINGS]
+    plot_timeline(example(), files, title="a title", unit="ms", scale=1e3)
+    for file in files:
+        content = file.read_bytes()
+        assert content.startswith(BEGINNINGS[file.suffix[1:]])
+        assert len(content) > 5000
+    svg = files[1].read_text(encoding="utf-8")
+    assert all(f"<!-- {text} -->" in svg for text in ("a title", "rank 0", "rank 1", "time (ms)", "0F", "3B"))
+
+
+def test_every_compute_action_has_a_box_and_nothing_else_has(tmp_path):
+    few, more = example(2), example(3)
+    assert len(more.compute()) - len(few.compute()) == 8
+    assert boxes(more, tmp_path) - boxes(few, tmp_path) == 8
+
+
+@pytest.mark.parametrize("name", ["a.bmp", "a", "a.jpg", "png"])
+def test_an_unknown_ending_is_refused_before_anything_is_drawn(tmp_path, name):
+    good = tmp_path / "good.png"
+    with pytest.raises(UserError, match=r"expected a file ending in one of \.png, \.svg, \.pdf") as refused:
+        plot_timeline(example(), [good, tmp_path / name], title="")
+    assert str(tmp_path / name) in str(refused.value)
+    assert not good.exists()
+
+
+def test_a_folder_that_is_not_there_is_the_users_error(tmp_path):
+    with pytest.raises(UserError, match="cannot write the picture .*missing"):
+        plot_timeline(example(), [tmp_path / "missing" / "a.png"], title="")
+
+
+def test_a_trace_without_compute_can_be_drawn(tmp_path):
+    file = tmp_path / "empty.png"
+    plot_timeline(Trace((), 2), [file], title="nothing")
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_split_backwards_and_forward_only_steps_can_be_drawn(tmp_path):
+    split = simulate(parse_schedule("0F0 0I0 0W0\n1F0 1I0 1W0"), UniformCosts(1, 2))
+    forwards = simulate(parse_schedule("0F0\n1F0"), UniformCosts(1, 2))
+    assert boxes(split, tmp_path) - boxes(forwards, tmp_path) == 4 + 2  # and two backwards more in the legend

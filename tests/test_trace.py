@@ -1,0 +1,155 @@
+"""Traces and their Chrome JSON."""
+
+import itertools
+import json
+from collections import defaultdict
+
+import pytest
+
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.generate import make_schedule
+from pipeloom.schedule import Action, lower
+from pipeloom.schedule.depend import COMPUTE_LANE, Lane
+from pipeloom.simulate import simulate
+from pipeloom.trace import Span, Trace, merge, to_chrome
+
+COSTS = [UniformCosts(1, 2, 0.5), UniformCosts(1, 2), UniformCosts(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]
+
+
+def example(costs=COSTS[0], shift=0.0):
+    schedule = lower(make_schedule("breadth-first", pp=3, loops=2, num_microbatches=4))
+    spans = simulate(schedule, costs).spans
+    return Trace(tuple(s._replace(start_s=s.start_s + shift, end_s=s.end_s + shift) for s in spans), 3)
+
+
+def events(trace, phase):
+    return [event for event in json.loads(to_chrome(trace, "test"))["traceEvents"] if event["ph"] == phase]
+
+
+def nanoseconds(microseconds):
+    whole = round(microseconds * 1000)
+    assert microseconds == whole / 1000
+    return whole
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("shift", [0.0, 1234.5678901])
+def test_slices_of_one_track_never_overlap(costs, shift):
+    trace = example(costs, shift)
+    tracks = defaultdict(list)
+    for event in events(trace, "X"):
+        begin = nanoseconds(event["ts"])
+        tracks[event["pid"], event["tid"]].append((begin, begin + nanoseconds(event["dur"])))
+    assert sum(map(len, tracks.values())) == len(trace.spans)
+    for slices in tracks.values():
+        slices.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(slices))
+    assert min(begin for slices in tracks.values() for begin, _ in slices) == 0
+
+
+def test_a_slice_says_what_was_done_where_and_when():
+    span = Span(Action.parse("2B1.3"), 1, COMPUTE_LANE, 10.5, 12.25)
+    first = Span(Action.parse("0F0"), 0, COMPUTE_LANE, 10.0, 10.5)
+    slices = events(Trace((first, span), 2), "X")
+    assert slices[1] == {
+        "ph": "X",
+        "name": "2B1.3",
+        "cat": "B",
+        "pid": 1,
+        "tid": 0,
+        "ts": 500_000.0,
+        "dur": 1_750_000.0,
+        "args": {"stage": 2, "microbatch": 1, "slice": 3},
+    }
+
+
+def test_ranks_and_lanes_have_names_compute_first():
+    named = defaultdict(dict)
+    for event in events(example(), "M"):
+        named[event["name"]][event["pid"], event["tid"]] = event["args"]["name"]
+    assert named["process_name"] == {(rank, 0): f"rank {rank} (test)" for rank in range(3)}
+    assert [named["thread_name"][1, tid] for tid in range(5)] == [
+        "compute",
+        "recv from 0",
+        "recv from 2",
+        "send to 0",
+        "send to 2",
+    ]
+
+
+def test_every_message_has_one_arrow_from_its_send_to_its_receive():
+    trace = example()
+    slices = {event["name"]: event for event in events(trace, "X")}
+    starts = {event["id"]: event for event in events(trace, "s")}
+    ends = {event["id"]: event for event in events(trace, "f")}
+    receives = [name for name in slices if "RECV" in name]
+    assert len(receives) == 2 * 4 * 5  # outputs and gradients of 4 micro-batches over 5 boundaries
+    assert len(events(trace, "s")) == len(events(trace, "f")) == len(starts) == len(ends) == len(receives)
+    assert starts.keys() == ends.keys()
+    joined = set()
+    for number, start in starts.items():
+        assert ends[number]["ts"] >= start["ts"]
+        assert (start["name"], start["cat"]) == (ends[number]["name"], ends[number]["cat"])
+        taken = {name for name, event in slices.items() if on(ends[number], event)}
+        possible = {receive_of(name) for name, event in slices.items() if "SEND" in name and on(start, event)} & taken
+        assert possible
+        joined |= possible
+    assert joined == set(receives)
+
+
+def receive_of(send):
+    stage, _, rest = send.partition("SEND_")
+    return f"{int(stage) + (1 if rest[0] == 'F' else -1)}RECV_{rest}"
+
+
+def on(arrow, event):
+    same_track = (arrow["pid"], arrow["tid"]) == (event["pid"], event["tid"])
+    return same_track and event["ts"] <= arrow["ts"] <= event["ts"] + event["dur"]
+
+
+def test_a_receive_without_its_send_has_no_arrow():
+    receive = Span(Action.parse("1RECV_F0"), 1, Lane("recv", 0), 0, 1)
+    trace = Trace((receive,), 2)
+    assert events(trace, "s") == events(trace, "f") == []
+    assert len(events(trace, "X")) == 1
+
+
+def test_lanes_are_listed_compute_first_then_by_name_and_peer():
+    lanes = [Lane("send", 2), Lane("recv", 3), Lane("send", 1), COMPUTE_LANE, Lane("data-parallel")]
+    trace = Trace(tuple(Span(Action.parse("0F0"), 0, lane, 0, 1) for lane in lanes), 2)
+    assert [str(lane) for lane in trace.lanes(0)] == [
+        "compute",
+        "data-parallel",
+        "recv from 3",
+        "send to 1",
+        "send to 2",
+    ]
+    assert trace.lanes(1) == []
+
+
+def test_compute_spans_are_told_from_messages():
+    trace = example()
+    assert {span.action.kind.value for span in trace.compute()} == {"F", "B"}
+    assert sum(len(trace.compute(rank)) for rank in range(3)) == len(trace.compute()) == 6 * 4 * 2
+    assert {span.rank for span in trace.compute(2)} == {2}
+
+
+def test_a_trace_begins_with_its_first_span_and_ends_with_its_last():
+    trace = example(shift=100.0)
+    assert trace.start_s == 100.0
+    assert trace.end_s == 100.0 + example().end_s
+    assert (Trace((), 1).start_s, Trace((), 1).end_s) == (0.0, 0.0)
+
+
+def test_parts_of_several_ranks_merge_into_the_whole():
+    whole = example()
+    parts = [Trace(tuple(s for s in whole.spans if s.rank == rank), rank + 1) for rank in (2, 0, 1)]
+    merged = merge(parts)
+    assert set(merged.spans) == set(whole.spans)
+    assert len(merged.spans) == len(whole.spans)
+    assert merged.num_ranks == 3
+    assert [(s.rank, s.start_s) for s in merged.spans] == sorted((s.rank, s.start_s) for s in merged.spans)
+
+
+def test_an_empty_trace_is_valid_json():
+    assert json.loads(to_chrome(Trace((), 2), "test")) == {"traceEvents": []}

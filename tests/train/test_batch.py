@@ -1,0 +1,25 @@
+"""A step's loss is the mean over all valid tokens, however they are spread over micro-batches."""
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from pipeloom.train.batch import IGNORED, Batch
+
+
+def test_inputs_and_targets_are_one_token_apart():
+    windows = np.arange(4 * 6).reshape(4, 6)
+    batch = Batch.of(windows, 2, torch.device("cpu"))
+    assert [tuple(part.shape) for part in batch.inputs] == [(2, 5), (2, 5)]
+    assert torch.equal(batch.inputs[1] + 1, batch.targets[1])
+    assert batch.num_valid == 20
+
+
+def test_micro_batches_with_unequal_numbers_of_valid_tokens_are_weighed_by_token():
+    torch.manual_seed(0)
+    targets = [torch.tensor([[1, 2, IGNORED]]), torch.tensor([[0, IGNORED, IGNORED]])]
+    batch = Batch([torch.zeros(1, 3, dtype=torch.int64)] * 2, targets, num_valid=3)
+    logits = [torch.randn(1, 3, 4), torch.randn(1, 3, 4)]
+    total = sum(batch.loss(part, number) for number, part in enumerate(logits))
+    expected = functional.cross_entropy(torch.cat(logits).flatten(0, 1), torch.cat(targets).flatten())
+    torch.testing.assert_close(total, expected)

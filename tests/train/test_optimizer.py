@@ -1,0 +1,56 @@
+"""Learning rate, weight decay and clipping."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.config import OptimizerConfig
+from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
+    config = OptimizerConfig(lr=2.0, lr_warmup_steps=4, lr_min_fraction=0.1)
+    rates = [learning_rate(config, step, 20) for step in range(20)]
+    assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert rates[4] == pytest.approx(2.0)
+    assert rates[-1] == pytest.approx(0.2)
+    assert all(before >= after for before, after in itertools.pairwise(rates))
+
+
+def test_a_run_shorter_than_its_warm_up_only_warms_up():
+    config = OptimizerConfig(lr=1.0, lr_warmup_steps=10)
+    assert [learning_rate(config, step, 3) for step in range(3)] == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_only_matrices_decay():
+    optimizer = make_adamw(OptimizerConfig(weight_decay=0.3), list(nn.Linear(3, 2).parameters()))
+    decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {2: 0.3, 1: 0.0}
+
+
+def test_clipping_over_parts_equals_clipping_the_whole():
+    torch.manual_seed(0)
+    parts = [[nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(4))], [nn.Parameter(torch.zeros(5))]]
+    for part in parts:
+        for parameter in part:
+            parameter.grad = torch.randn_like(parameter)
+    whole = [nn.Parameter(p.detach().clone()) for part in parts for p in part]
+    for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
+        copy.grad = original.grad.clone()
+    norm = sum(squared_gradient_norm(part) for part in parts) ** 0.5
+    for part in parts:
+        clip_gradients(part, norm, 0.5)
+    expected = torch.nn.utils.clip_grad_norm_(whole, 0.5)
+    assert norm == pytest.approx(float(expected), rel=1e-6)
+    for copy, original in zip(whole, [p for part in parts for p in part], strict=True):
+        torch.testing.assert_close(copy.grad, original.grad)
+
+
+@pytest.mark.parametrize("limit", [None, 100.0])
+def test_small_gradients_and_no_limit_change_nothing(limit):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    clip_gradients([parameter], 5.0, limit)
+    assert parameter.grad.tolist() == [3.0, 4.0]
