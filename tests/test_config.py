@@ -152,7 +152,7 @@ MODEL = {
         {"schedule__family": "forward-only"},
         "schedule.family forward-only trains nothing; use breadth-first",
     ),
-    "an unknown schedule": ({"schedule__family": "hybird"}, "did you mean 'hybrid'?"),
+    "an unknown schedule": ({"schedule__family": "hybrd"}, "did you mean 'hybrid'?"),
     "an unknown placement": ({"schedule__placement": "u"}, "there is no placement 'u'"),
     "no rank": ({"layout__pp": 0}, "pp must be at least 1, found 0"),
     "no loop": ({"layout__loops": 0}, "loops must be at least 1, found 0"),

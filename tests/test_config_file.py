@@ -21,7 +21,7 @@ from pipeloom.errors import UserError
 from pipeloom.layout import Layout
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
-paths = st.none() | st.sampled_from([Path("a.txt"), Path("/tmp/with space"), Path('quo"te\\back')])
+paths = st.none() | st.sampled_from([Path("a.txt"), Path("/tmp/with space"), Path('double"quote\\back')])
 whole = st.integers(-(2**40), 2**40)
 runs = st.builds(
     RunConfig,
@@ -82,7 +82,7 @@ def test_five_mistakes_are_five_sentences_and_the_rest_of_the_file_counts(tmp_pa
     config, problems = read(
         tmp_path,
         """
-        modle.num_layers = 4
+        modl.num_layers = 4
         [layout]
         pp = "four"
         loop = 3
@@ -95,7 +95,7 @@ def test_five_mistakes_are_five_sentences_and_the_rest_of_the_file_counts(tmp_pa
     )
     assert len(problems) == 5
     sentences = "\n".join(sorted(problems))
-    assert "there is no setting 'modle'; did you mean 'model'?" in sentences
+    assert "there is no setting 'modl'; did you mean 'model'?" in sentences
     assert "there is no setting 'layout.loop'; did you mean 'layout.loops'?" in sentences
     assert "layout.pp: input should be a valid integer" in sentences
     assert "found 'four'" in sentences

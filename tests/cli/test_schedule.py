@@ -119,8 +119,10 @@ def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_pa
     words = ["breadth-first", "--pp", "3", "--loops", "2", "--microbatches", "4", "--communication"]
     file = tmp_path / "saved.csv"
     file.write_text(schedule(capsys, *words, "--format", "torch-csv"), encoding="utf-8")
-    again = schedule_json(capsys, str(file))
-    assert again == schedule_json(capsys, *words)
+    again, direct = schedule_json(capsys, str(file)), schedule_json(capsys, *words)
+    for row in again["rows"]:
+        row[:] = [action for action in row if "REDUCE_GRAD" not in action]  # what PyTorch's format adds
+    assert again == direct
     assert again["level"] == "communication"
 
 
