@@ -41,5 +41,5 @@ clean:
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@echo "Setting up $(VENV) (once; about a minute) ..."
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar on -q $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@

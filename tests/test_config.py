@@ -97,10 +97,13 @@ TOO_SMALL = {
     "data__seq_len": 0,
     "layout__microbatch_size": 0,
     "schedule__receive_buffers": 0,
-    "optimizer__lr": -1e-9,
+    "optimizer__lr": 0.0,
+    "optimizer__eps": 0.0,
+    "model__norm_eps": 0.0,
+    "model__rope_theta": -0.0,
     "optimizer__lr_warmup_steps": -1,
     "optimizer__weight_decay": -0.1,
-    "optimizer__clip_grad_norm": -1.0,
+    "optimizer__clip_grad_norm": 0.0,
     "training__steps": 0,
     "training__threads": 0,
     "training__validation_batches": -1,
@@ -109,6 +112,12 @@ TOO_SMALL = {
     "output__trace_step": 0,
     "data__validation_fraction": -0.1,
     "optimizer__lr_min_fraction": -0.1,
+}
+SMALLEST = {
+    "training__stall_timeout_s": 1.0,
+    "optimizer__weight_decay": 0.0,
+    "data__validation_fraction": 0.0,
+    "optimizer__lr_min_fraction": 0.0,
 }
 TOO_LARGE = {
     "data__validation_fraction": 1.1,
@@ -128,9 +137,8 @@ def test_a_value_out_of_range_is_named_with_what_was_found(name, value):
 
 @pytest.mark.parametrize("name", TOO_SMALL)
 def test_the_smallest_allowed_value_is_allowed(name):
-    least = {"training__stall_timeout_s": 1.0, "optimizer__lr": 0.0}.get(name)
-    if least is None:
-        least = 0 if "fraction" in name or "decay" in name or "clip" in name else TOO_SMALL[name] + 1
+    whole = isinstance(TOO_SMALL[name], int)
+    least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
     mine = [p for p in changed(**{name: least}).problems() if p.startswith(name.replace("__", "."))]
     assert mine in ([], ["model.num_heads must divide model.hidden_size, found 6 and 1"])
 

@@ -57,12 +57,19 @@ def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
 
 
 def test_a_run_file_repeats_a_run_without_clipping(tmp_path):
-    config = replace(RunConfig(), optimizer=replace(RunConfig().optimizer, clip_grad_norm=None))
+    config = replace(RunConfig(), optimizer=replace(RunConfig().optimizer, clip_grad_norm=float("inf")))
     assert read(tmp_path, format_run(config)) == (config, [])
 
 
 def test_an_empty_file_is_the_default_run(tmp_path):
     assert read(tmp_path, "") == (RunConfig(), [])
+
+
+def test_a_file_overrides_the_default_that_it_is_given(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("layout.loops = 3\n", encoding="utf-8")
+    default = replace(RunConfig(), layout=Layout(pp=2, loops=4), output=OutputConfig(folder=Path("there")))
+    assert read_run_file(file, default) == (replace(default, layout=Layout(pp=2, loops=3)), [])
 
 
 def test_values_of_a_file_override_the_defaults(tmp_path):

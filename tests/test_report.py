@@ -39,6 +39,11 @@ def test_the_sums_of_a_trace_made_by_hand():
     assert summary.gradients_final_s == {0: 8, 1: 7}
 
 
+def test_the_order_of_the_spans_does_not_matter():
+    trace = simulate(lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4)), UniformCosts(1, 2, 0.5))
+    assert summarize(Trace(trace.spans[::-1], 2)) == summarize(trace)
+
+
 def test_a_rank_without_work_counts_as_idle():
     summary = summarize(Trace((span("0F0", 0, 0.0, 1.0),), 2))
     assert summary.busy_s == (1, 0)

@@ -5,6 +5,7 @@ whole configuration and reports everything that is wrong with it.
 """
 
 import math
+import sys
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -100,8 +101,8 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay, on matrices only."""
-    clip_grad_norm: float | None = 1.0
-    """Largest norm of the whole model's gradient. None: no clipping."""
+    clip_grad_norm: float = 1.0
+    """Largest norm of the whole model's gradient; inf clips nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +177,8 @@ _AT_LEAST: dict[str, float] = {
     "data.seq_len": 1,
     "layout.microbatch_size": 1,
     "schedule.receive_buffers": 1,
-    "optimizer.lr": 0,
     "optimizer.lr_warmup_steps": 0,
     "optimizer.weight_decay": 0,
-    "optimizer.clip_grad_norm": 0,
     "training.steps": 1,
     "training.threads": 1,
     "training.validation_batches": 0,
@@ -187,6 +186,7 @@ _AT_LEAST: dict[str, float] = {
     "training.stall_timeout_s": 1,
     "output.trace_step": 1,
 }
+_ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "optimizer.lr", "optimizer.eps", "optimizer.clip_grad_norm")
 _FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
 
 
@@ -199,13 +199,26 @@ def _range_problems(config: RunConfig) -> list[str]:
     found = [
         f"{name} must be at least {least:g}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
-        if _value(config, name) is not None and not least <= _value(config, name) < math.inf
+        if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
     ]
-    return found + [
+    found += [
+        f"{name} must be above 0, found {_value(config, name)}"
+        for name in _ABOVE_ZERO
+        if not 0 < _value(config, name) <= _most(name)
+    ]
+    found += [
         f"{name} must lie between 0 and 1, found {_value(config, name)}"
         for name in _FRACTIONS
         if not 0 <= _value(config, name) <= 1
     ]
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
+    return found
+
+
+def _most(name: str) -> float:
+    """The largest value of a setting: every one is finite, but for a limit that may be switched off."""
+    return math.inf if name == "optimizer.clip_grad_norm" else sys.float_info.max
 
 
 def _model_problems(config: RunConfig) -> list[str]:
@@ -265,6 +278,8 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
 
 def _text_problems(config: RunConfig) -> list[str]:
     path = config.data.path
-    if path is not None and not path.exists():
-        return [f"data.path must be a text file or a folder, found nothing at {path}"]
-    return []
+    try:
+        is_missing = path is not None and not path.exists()
+    except OSError:  # such as a name that is too long
+        is_missing = True
+    return [f"data.path must be a text file or a folder, found nothing at {path}"] if is_missing else []

@@ -1,5 +1,6 @@
 """Run files: TOML in, TOML out. Everything wrong with a file is reported at once."""
 
+import copy
 import difflib
 import tomllib
 from dataclasses import fields, is_dataclass
@@ -39,18 +40,24 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(RunConfig)
+    tree = copy.deepcopy(tree)
     problems = _drop_unknown(tree, RunConfig, "")
-    for section, values in to_dict(default or RunConfig()).items():
-        if isinstance(tree.setdefault(section, {}), dict):
-            tree[section] = {**values, **tree[section]}
     try:
-        return adapter.validate_python(tree), problems
+        return adapter.validate_python(_over(default, tree)), problems
     except ValidationError as error:
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
             problems.append(f"{'.'.join(names[:2])}: {item['msg'].lower()}, found {item['input']!r}")
             _drop(tree, names)
-    return adapter.validate_python(tree), problems
+    return adapter.validate_python(_over(default, tree)), problems
+
+
+def _over(default: RunConfig | None, tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings of ``tree``, with those of ``default`` where it has none."""
+    merged = to_dict(default or RunConfig())
+    for section, values in tree.items():
+        merged[section] = {**merged[section], **values} if isinstance(values, dict) else values
+    return merged
 
 
 def format_run(config: RunConfig) -> str:

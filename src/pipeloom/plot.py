@@ -90,18 +90,15 @@ def _add_legend(axes: "Axes", trace: Trace) -> None:
     stages = sorted({span.action.stage for span in trace.compute()})
     shown = stages if len(stages) <= 16 else [stages[0], stages[len(stages) // 2], stages[-1]]
     has_backward = any(span.action.kind is not Kind.FORWARD for span in trace.compute())
-    handles = []
-    for stage in shown:
-        kinds = (Kind.FORWARD, Kind.BACKWARD) if has_backward else (Kind.FORWARD,)
-        for kind in kinds:
-            color, _ = _colors(Action(kind, stage, 0), 1 + stages[-1])
-            handles.append(Patch(color=color, label=f"{stage}{kind.value}"))
-    columns = max(1, len(handles) // 2 if has_backward else len(handles))
-    ordered = handles[0::2] + handles[1::2] if has_backward else handles
-    rows = [handle for pair in zip(ordered[:columns], ordered[columns:], strict=False) for handle in pair] or ordered
+    kinds = (Kind.FORWARD, Kind.BACKWARD) if has_backward else (Kind.FORWARD,)
+    handles = [
+        Patch(color=_colors(Action(kind, stage, 0), 1 + stages[-1])[0], label=f"{stage}{kind.value}")
+        for stage in shown
+        for kind in kinds
+    ]
     axes.legend(
-        handles=rows,
-        ncols=columns,
+        handles=handles,
+        ncols=len(shown),
         fontsize=7,
         loc="lower right",
         bbox_to_anchor=(1, 1),

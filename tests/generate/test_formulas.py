@@ -79,6 +79,16 @@ def test_a_group_of_n_holds_n_inputs_for_each_loop_but_the_last(pp, loops, more,
     assert list(schedule.peak_stage_inputs) == [min(held, count * loops) for held in formula]
 
 
+def test_with_one_rank_depth_first_is_plain_accumulation():
+    schedule = make_schedule("depth-first", pp=1, loops=2, num_microbatches=2)
+    assert [str(a) for a in schedule.rows[0]] == ["0F0", "1F0", "1B0", "0B0", "0F1", "1F1", "1B1", "0B1"]
+
+
+def test_with_one_rank_breadth_first_is_layered_accumulation():
+    schedule = make_schedule("breadth-first", pp=1, loops=2, num_microbatches=2)
+    assert [str(a) for a in schedule.rows[0]] == ["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "depth-first", "breadth-first", "hybrid", "forward-only"])
 def test_a_family_promises_no_more_inputs_than_it_needs(name):
     schedule = make_schedule(name, pp=3, num_microbatches=6)

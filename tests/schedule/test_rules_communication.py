@@ -124,7 +124,6 @@ def test_a_fault_is_refused_with_its_rule_its_place_and_the_rows(title):
 
 
 def test_a_send_between_neighbors_on_one_rank_is_superfluous():
-    rows = ("0F0 1F0 1SEND_F0 1B0 1RECV_B0 0B0",)
     rows = ("0F0 1F0 1SEND_F0 1RECV_B0 1B0 0B0", "2RECV_F0 2F0 3F0 3B0 2B0 2SEND_B0")
     linear = {"placement": Placement.linear(2, 2), "num_microbatches": 1}
     assert build(*rows, **linear).num_stages == 4

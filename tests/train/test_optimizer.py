@@ -16,7 +16,7 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
     assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert rates[4] == pytest.approx(2.0)
     assert rates[-1] == pytest.approx(0.2)
-    assert all(before >= after for before, after in itertools.pairwise(rates))
+    assert all(before >= after for before, after in itertools.pairwise(rates[4:]))
 
 
 def test_a_run_shorter_than_its_warm_up_only_warms_up():
@@ -48,7 +48,7 @@ def test_clipping_over_parts_equals_clipping_the_whole():
         torch.testing.assert_close(copy.grad, original.grad)
 
 
-@pytest.mark.parametrize("limit", [None, 100.0])
+@pytest.mark.parametrize("limit", [float("inf"), 100.0])
 def test_small_gradients_and_no_limit_change_nothing(limit):
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])

@@ -110,7 +110,7 @@ def _check_costs(options: Options) -> None:
 
 def _schedule(options: Options) -> Schedule:
     file = Path(options.family)
-    if options.family in FAMILIES or not file.is_file():
+    if options.family in FAMILIES or not _is_file(file):
         return make_schedule(
             options.family,
             pp=options.pp,
@@ -124,6 +124,13 @@ def _schedule(options: Options) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {file}: {error}") from error
     return parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # such as a name that is too long
+        return False
 
 
 def _title(options: Options, schedule: Schedule) -> str:

@@ -21,8 +21,8 @@ def one_forward_one_backward(request: Request) -> Rows:
 def depth_first(request: Request) -> Rows:
     """Groups of P micro-batches through all local stages (interleaved 1F1B, arXiv 2104.04473, section 2.2.2).
 
-    The hybrid with group size P. With one rank it is depth-first gradient accumulation. With one loop it is 1F1B
-    with twice the warm-up.
+    The hybrid with group size P. With one rank it is depth-first gradient accumulation: a micro-batch goes forward
+    and back before the next. With one loop it is 1F1B with twice the warm-up.
     """
     return _alternate(request, hops_back=2)
 
@@ -44,12 +44,24 @@ def _alternate(request: Request, hops_back: int) -> Rows:
     stage of the first group. On a looped placement that is exact. On another one, where a rank's stages
     lie at unequal distances, it may deadlock: every rank then warms up for as many forwards more as are needed.
     """
+    if request.group_size == 1:
+        return _one_by_one(request)
     total = request.num_microbatches * request.loops
     for extra in range(total + 1):
         answer = _with_warmup(request, hops_back, extra)
         if extra == total or request.is_looped or not _deadlocks(request, answer):
             return answer
     raise AssertionError("all forwards first cannot deadlock")
+
+
+def _one_by_one(request: Request) -> Rows:
+    """Groups of one, which only a single rank can have: each micro-batch goes forward and back before the next."""
+    stages = request.local_stages(0)
+    row: list[Action] = []
+    for microbatch in range(request.num_microbatches):
+        row += [forward(stage, microbatch) for stage in stages]
+        row += [backward(stage, microbatch) for stage in reversed(stages)]
+    return Rows([row], [request.loops])
 
 
 def _deadlocks(request: Request, answer: Rows) -> bool:

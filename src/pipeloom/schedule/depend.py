@@ -75,10 +75,9 @@ def consumer_of(receive: Action, schedule: "Schedule") -> Action:
 
 
 def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:
-    """The actions whose results ``action`` uses.
+    """The actions whose results ``action`` uses, by what they are.
 
-    A stage kind (unshard, reshard, reduce-grad) among the results means its last occurrence before
-    ``action`` in the same row.
+    That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it.
     """
     kind, stage, microbatch, part = action
     match kind:

@@ -46,13 +46,14 @@ def format_torch_csv(schedule: Schedule) -> str:
 
 
 def parse_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) are dropped.
+    """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) and lines are dropped.
 
     Raises:
         ScheduleTextError: a cell is no action, or the rows name no placement.
         ScheduleError: the rows break a rule.
     """
-    return _schedule_from_cells([[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))])
+    lines = [[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))]
+    return _schedule_from_cells([cells for cells in lines if cells])
 
 
 def _schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:

@@ -32,6 +32,9 @@ def row_for_each_rank(schedule: "Schedule") -> Violations:
     """There is one row for each pipeline rank, and at least one micro-batch."""
     if len(schedule.rows) != schedule.num_ranks:
         yield Violation(f"expected {schedule.num_ranks} rows, one for each pipeline rank, found {len(schedule.rows)}")
+    if schedule.max_stage_inputs is not None and len(schedule.max_stage_inputs) != schedule.num_ranks:
+        found = len(schedule.max_stage_inputs)
+        yield Violation(f"expected a limit of stage inputs for each of {schedule.num_ranks} ranks, found {found}")
     for name, count in (("micro-batch", schedule.num_microbatches), ("token slice", schedule.num_slices)):
         if count < 1:
             yield Violation(f"expected at least one {name}, found {count}")
@@ -61,7 +64,7 @@ def in_range(schedule: "Schedule") -> Violations:
         elif action.microbatch is not None and not 0 <= action.microbatch < schedule.num_microbatches:
             last = schedule.num_microbatches - 1
             yield Violation(f"{action} names micro-batch {action.microbatch}, but they are 0..{last}", rank, slot)
-        elif not 0 <= action.slice < schedule.num_slices:
+        elif not 0 <= action.slice < (1 if action.kind in STAGE_KINDS else schedule.num_slices):
             last = schedule.num_slices - 1
             yield Violation(f"{action} names token slice {action.slice}, but they are 0..{last}", rank, slot)
 
@@ -212,11 +215,13 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
 
 
 def reduce_after_last_backward(schedule: "Schedule") -> Violations:
-    """A stage's gradients are reduced after the last backward that adds to them."""
+    """A stage's gradients are reduced after the last backward that adds to them, if there is any."""
     reduced: dict[int, tuple[int, Action]] = {}
     for rank, slot, action in schedule.actions():
         if action.kind is Kind.REDUCE_GRAD:
             reduced[action.stage] = (slot, action)
+            if action.stage < schedule.first_backward_stage:
+                yield Violation(f"{action} reduces a gradient that no backward makes", rank, slot)
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.stage in reduced:
             early_slot, reduction = reduced[action.stage]
             yield Violation(f"{reduction} stands before {action}, which adds to the gradient", rank, early_slot)

@@ -40,15 +40,15 @@ def squared_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
     return float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float | None) -> None:
+def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:
     """Scale this rank's gradients as the whole model's gradient norm demands.
 
     Args:
         parameters: this rank's.
         norm: of the whole model's gradient.
-        limit: largest norm; ``None`` changes nothing.
+        limit: largest norm; infinity changes nothing.
     """
-    if limit is None or norm <= limit:
+    if norm <= limit:
         return
     gradients = [p.grad for p in parameters if p.grad is not None]
     torch._foreach_mul_(gradients, limit / norm)
