@@ -123,6 +123,8 @@ class TrainingConfig:
     """Batches of the validation loss at the end; 0 for none."""
     sample_tokens: int = 160
     """Tokens of the sample at the end; 0 for none."""
+    predict: bool = True
+    """Profile the stages before the first step and simulate the step, to compare at the end; takes a few seconds."""
     stall_timeout_s: float = 60.0
     """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
 

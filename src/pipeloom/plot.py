@@ -1,6 +1,6 @@
 """Pictures of traces. Nothing is computed here but where the ink goes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,11 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
     Raises:
         UserError: an ending is not known, or a file cannot be written.
     """
+    plot_timelines({title: trace}, files, unit=unit, scale=scale)
+
+
+def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
+    """Draw several traces below each other on one time axis, each under its headline; see ``plot_timeline``."""
     for file in files:
         if file.suffix.lstrip(".") not in FORMATS:
             known = ", ".join(f".{name}" for name in FORMATS)
@@ -38,19 +43,18 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 1.4 + 0.55 * trace.num_ranks), layout="constrained")
+    rows = [1.4 + 0.55 * trace.num_ranks for trace in traces.values()]
+    figure = Figure(figsize=(15, sum(rows)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_boxes(axes, trace, scale)
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel(f"time ({unit})")
-    axes.set_yticks(range(trace.num_ranks), [f"rank {rank}" for rank in range(trace.num_ranks)])
-    axes.set_ylim(trace.num_ranks - 0.5, -0.5)
-    axes.set_xlim(0, max((trace.end_s - trace.start_s) * scale, 1e-12))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_facecolor("#f4f4f4")
-    _add_legend(axes, trace)
+    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
+    for number, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
+        _draw_boxes(axes, trace, scale, longest)
+        _set_axes(axes, trace, title)
+        axes.set_xlim(0, max(longest, 1e-12))
+        if number == 0:
+            _add_legend(axes, trace)
+    panels[-1].set_xlabel(f"time ({unit})")
     for file in files:
         try:
             figure.savefig(file, dpi=150)
@@ -58,11 +62,20 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
             raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
 
 
-def _draw_boxes(axes: "Axes", trace: Trace, scale: float) -> None:
+def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_yticks(range(trace.num_ranks), [f"rank {rank}" for rank in range(trace.num_ranks)])
+    axes.set_ylim(trace.num_ranks - 0.5, -0.5)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_facecolor("#f4f4f4")
+
+
+def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> None:
     spans = trace.compute()
     num_stages = 1 + max((span.action.stage for span in spans), default=0)
     with_labels = len(spans) <= _MOST_LABELS
-    shortest = (trace.end_s - trace.start_s) * scale / 170
+    shortest = longest / 170
     for span in spans:
         begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
         color, ink = _colors(span.action, num_stages)

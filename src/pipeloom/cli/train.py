@@ -66,6 +66,11 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(f"\nsample\n{_indented(sample.read_text(encoding='utf-8'))}")
     print(f"\nparameters        {summary.num_parameters:,}")
     print(f"step time         {summary.step_time_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s")
+    if summary.predicted_step_time_s is not None:
+        ratio = summary.predicted_step_time_s / summary.step_time_s
+        print(
+            f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
+        )
     print(f"training loss     {summary.train_loss:.4f} nats per token after {summary.steps} steps")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
@@ -75,13 +80,15 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.CONFIG: "the complete configuration; `pipeloom train` runs it again",
         names.METRICS: "a line for each step",
         names.SCHEDULE: "what each rank did, in order",
-        f"{names.TIMELINE}.png, .svg": "the traced step as a picture",
+        f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",
+        names.PREDICTED_TRACE: "the same as predicted",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
     }
     for name, what in described.items():
-        print(f"  {name:<20} {what}")
+        if "," in name or (folder / name).exists():
+            print(f"  {name:<21} {what}")
 
 
 def _indented(text: str) -> str:

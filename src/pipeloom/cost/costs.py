@@ -41,3 +41,25 @@ class UniformCosts:
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s
         return 0.0
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Every stage its own, such as measured ones.
+
+    Attributes:
+        forward_s: for each stage, seconds of its forward for one micro-batch.
+        backward_s: for each stage, seconds of its full backward; a split backward is two halves of it.
+        transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    transfer_s: float = 0.0
+
+    def seconds(self, action: Action) -> float:
+        """Seconds that ``action`` keeps its lane busy."""
+        if action.kind is Kind.FORWARD:
+            return self.forward_s[action.stage]
+        uniform = UniformCosts(0.0, self.backward_s[action.stage], self.transfer_s)
+        return uniform.seconds(action)

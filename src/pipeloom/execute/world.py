@@ -58,6 +58,10 @@ class World:
         dist.broadcast(tensor, source, group=self.control)
         return int(tensor.item())
 
+    def wait_for_all(self) -> None:
+        """Wait until every process is here."""
+        dist.barrier(group=self.control)
+
     def leave(self) -> None:
         """Close all groups; every process calls it."""
         dist.barrier(group=self.control)

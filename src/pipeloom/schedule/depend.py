@@ -178,16 +178,21 @@ class Graph:
                 node += 1
 
     @cached_property
-    def order(self) -> list[int]:
-        """Nodes so that each comes after all that it waits for; nodes on or behind a cycle are left out."""
+    def followers(self) -> list[list[int]]:
+        """For each node the nodes that wait for it."""
         followers: list[list[int]] = [[] for _ in self.actions]
-        num_open = [len(nodes) for nodes in self.waits]
         for node, nodes in enumerate(self.waits):
             for needed in nodes:
                 followers[needed].append(node)
+        return followers
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Nodes so that each comes after all that it waits for; nodes on or behind a cycle are left out."""
+        num_open = [len(nodes) for nodes in self.waits]
         ready = [node for node, count in enumerate(num_open) if count == 0]
         for node in ready:  # grows while it is read
-            for follower in followers[node]:
+            for follower in self.followers[node]:
                 num_open[follower] -= 1
                 if num_open[follower] == 0:
                     ready.append(follower)

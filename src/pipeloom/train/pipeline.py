@@ -12,6 +12,7 @@ from pipeloom.execute.clock import Clock, CudaClock, HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.profile import Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
@@ -76,6 +77,7 @@ class Pipeline:
         edges = edges_of(self.schedule, outputs)
         self._transport = ProcessGroupTransport(world.rank, edges, world.device, world.timeout)
         self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
+        self._outputs_in_training = outputs
         self._trainer = self._executor(self.schedule, outputs)
         self._evaluator = self._executor(forward_schedule(config, config.layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
@@ -104,6 +106,17 @@ class Pipeline:
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
         return self._run(self._evaluator, batch.inputs, batch.loss)
+
+    def profile(self, batch: Batch) -> Profile | None:
+        """Time every stage on a micro-batch of this batch; on rank 0 only. Gradients are dropped."""
+        return profile_stages(
+            self._world,
+            self._stages(self.schedule, self._outputs_in_training),
+            self._transport,
+            outputs=self._outputs_in_training,
+            tokens=batch.inputs[0],
+            objective=batch.loss,
+        )
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -144,11 +157,14 @@ class Pipeline:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta"), self.schedule.num_stages, tokens)
 
-    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
-        stages = {
+    def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
+        return {
             index: Stage(module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
             for index, module in self.modules.items()
         }
+
+    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
+        stages = self._stages(schedule, outputs)
         return Executor(
             schedule, self._world.rank, stages, outputs=outputs, transport=self._transport, clock=self._clock
         )

@@ -11,7 +11,7 @@ from torch import nn
 from pipeloom.config import RunConfig
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.plot import plot_timeline
+from pipeloom.plot import plot_timelines
 from pipeloom.report import summarize
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome
@@ -20,6 +20,7 @@ from pipeloom.train.batch import Batch
 from pipeloom.train.data import Data
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.run_folder import MetricsFile
 from pipeloom.train.sample import sample_text
@@ -38,8 +39,10 @@ class RunSummary:
         validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
         unigram_loss: of a model that knows only how frequent each token is, on the validation text.
         step_time_s: median over the steps.
+        predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
         tokens_per_s: at the median step time.
         bubble_fraction: idle share of the ranks in the traced step, measured.
+        predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
     """
 
@@ -49,8 +52,10 @@ class RunSummary:
     validation_loss: float | None
     unigram_loss: float
     step_time_s: float
+    predicted_step_time_s: float | None
     tokens_per_s: float
     bubble_fraction: float
+    predicted_bubble_fraction: float | None
     corpus_sha256: str
 
 
@@ -72,13 +77,15 @@ class Trainer:
         self._pipeline = Pipeline(config, world)
         self._parameters: list[nn.Parameter] = [p for _, p in self._pipeline.named_parameters()]
         self._optimizer = make_adamw(config.optimizer, self._parameters)
+        self._prediction: Prediction | None = None
 
     def run(self) -> RunSummary:
-        """Train, validate, sample, and write everything down. Every rank returns the same summary."""
+        """Train, validate, sample, and write everything down. Rank 0's summary is the complete one."""
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
             text = format_schedule(self._pipeline.schedule)
             (self._folder / run_folder.SCHEDULE).write_text(text, encoding="utf-8")
+        self._predict()
         metrics = MetricsFile(self._folder) if is_writer else None
         traced = min(config.output.trace_step, config.training.steps)
         times: list[float] = []
@@ -100,14 +107,29 @@ class Trainer:
             metrics.close()
         return self._finish(times, loss, bubble)
 
+    def _predict(self) -> None:
+        """Say what a step will look like; written by rank 0."""
+        config = self._config
+        if not config.training.predict:
+            return
+        batch = self._batch(0)
+        self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
+        if self._prediction is not None:
+            text = to_chrome(self._prediction.trace, "predicted")
+            (self._folder / run_folder.PREDICTED_TRACE).write_text(text, encoding="utf-8")
+
+    def _batch(self, index: int) -> Batch:
+        layout = self._config.layout
+        windows = self._data.train.batch(index, layout.batch_size)
+        return Batch.of(windows, layout.num_microbatches, self._world.device)
+
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
         self._optimizer.zero_grad(set_to_none=True)
-        windows = self._data.train.batch(step - 1, config.layout.batch_size)
-        result = self._pipeline.train_step(Batch.of(windows, config.layout.num_microbatches, self._world.device))
+        result = self._pipeline.train_step(self._batch(step - 1))
         loss, squares = self._world.sum([_total(result), squared_gradient_norm(self._parameters)])
         grad_norm = squares**0.5
         clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
@@ -122,12 +144,12 @@ class Trainer:
         trace = merge(traces)
         (self._folder / run_folder.TRACE).write_text(to_chrome(trace, "measured"), encoding="utf-8")
         layout, family = self._config.layout, self._config.schedule.family
-        title = (
-            f"{family}, measured in step {step}: {layout.pp} ranks x {layout.loops} loops, "
-            f"{layout.num_microbatches} micro-batches"
-        )
+        what = f"{layout.pp} ranks x {layout.loops} loops, {layout.num_microbatches} micro-batches"
+        panels = {f"{family}, measured in step {step}: {what}": trace}
+        if self._prediction is not None:
+            panels["predicted before the first step, from profiled stages"] = self._prediction.trace
         files = [self._folder / f"{run_folder.TIMELINE}.{ending}" for ending in ("png", "svg")]
-        plot_timeline(trace, files, title=title, unit="ms", scale=1e3)
+        plot_timelines(panels, files, unit="ms", scale=1e3)
         return summarize(trace).bubble_fraction
 
     def _finish(self, times: list[float], loss: float, bubble: float) -> RunSummary:
@@ -142,8 +164,12 @@ class Trainer:
             validation_loss=self._validate(),
             unigram_loss=self._data.unigram_loss,
             step_time_s=median,
+            predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
             tokens_per_s=config.layout.batch_size * config.data.seq_len / median,
             bubble_fraction=bubble,
+            predicted_bubble_fraction=(
+                None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
+            ),
             corpus_sha256=self._data.corpus_sha256,
         )
         self._write_sample()

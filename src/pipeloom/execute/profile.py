@@ -1,0 +1,166 @@
+"""Measured costs: how long this machine takes for each stage, alone and when all ranks compute at once."""
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from pipeloom.cost.costs import StageCosts
+from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.transport import Transport
+from pipeloom.execute.world import World
+
+_REPEATS = 5
+_CROWD_S = 0.6
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured.
+
+    Attributes:
+        costs: seconds of each stage, computing alone, and of a transfer.
+        host_by_rank: ranks of the same name share a host.
+        capacity_by_host: ranks that the host serves at full speed when all its ranks compute at once; below
+            their number where they share cores, caches or memory.
+    """
+
+    costs: StageCosts
+    host_by_rank: tuple[str, ...]
+    capacity_by_host: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank measured: its host, (forward, backward) seconds of its stages, slowdown in the crowd."""
+
+    host: str
+    alone: dict[int, tuple[float, float]]
+    slowdown: float
+    transfer_s: float
+
+
+def profile_stages(
+    world: World,
+    stages: Mapping[int, Stage],
+    transport: Transport,
+    *,
+    outputs: Sequence[TensorSpec],
+    tokens: Tensor,
+    objective: Objective,
+) -> Profile | None:
+    """Time forward and backward of one micro-batch for every stage of the pipeline.
+
+    The ranks take turns, so that each is timed alone; then all compute at once, which tells how much they
+    slow each other down. Gradients that this leaves behind are dropped. Every rank calls it.
+
+    Args:
+        world: this process among the others.
+        stages: this rank's.
+        transport: to the other ranks.
+        outputs: the agreed spec of every stage's output.
+        tokens: stage 0's input.
+        objective: applied to the last stage's output.
+
+    Returns:
+        The profile on rank 0, ``None`` elsewhere.
+    """
+    runs = {index: _runner(stage, outputs, tokens, objective, world.device) for index, stage in stages.items()}
+    alone: dict[int, tuple[float, float]] = {}
+    for turn in range(world.size):
+        if turn == world.rank:
+            alone = {index: _time(run) for index, run in runs.items()}
+        world.wait_for_all()
+    transfer_s = _time_transfer(world, transport, outputs[0])
+    slowdown = _crowd(runs, alone)
+    for stage in stages.values():
+        for parameter in stage.module.parameters():
+            parameter.grad = None
+    parts: list[_Part] | None = world.gather(_Part(socket.gethostname(), alone, slowdown, transfer_s))
+    return None if parts is None else _joined(parts, world.device.type == "cuda")
+
+
+def _joined(parts: Sequence[_Part], has_own_device: bool) -> Profile:
+    by_stage = {index: times for part in parts for index, times in part.alone.items()}
+    hosts = [part.host for part in parts]
+    capacity: dict[str, float] = {}
+    for host in set(hosts):
+        slowdowns = [part.slowdown for part in parts if part.host == host]
+        num_ranks = len(slowdowns)
+        capacity[host] = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
+    costs = StageCosts(
+        forward_s=tuple(by_stage[index][0] for index in sorted(by_stage)),
+        backward_s=tuple(by_stage[index][1] for index in sorted(by_stage)),
+        transfer_s=parts[0].transfer_s,
+    )
+    return Profile(costs, tuple(hosts), capacity)
+
+
+def _time_transfer(world: World, transport: Transport, spec: TensorSpec) -> float:
+    """Seconds of one tensor between ranks 0 and 1: half of there and back. 0 on other ranks, or with one rank."""
+    if world.size == 1 or world.rank > 1:
+        return 0.0
+    peer, tensor = 1 - world.rank, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+    times: list[float] = []
+    for _ in range(_REPEATS + 1):
+        begin = _now(world.device)
+        for is_send in (world.rank == 0, world.rank != 0):
+            transfer = transport.send(tensor, peer) if is_send else transport.receive(spec, peer)
+            transfer.is_done()
+            transfer.wait(world.timeout.total_seconds())
+            transfer.take()
+        times.append((_now(world.device) - begin) / 2)
+    return median(times[1:])
+
+
+Run = Callable[[], tuple[float, float]]
+"""One forward and backward; seconds of each."""
+
+
+def _runner(
+    stage: Stage, outputs: Sequence[TensorSpec], tokens: Tensor, objective: Objective, device: torch.device
+) -> Run:
+    tensor = tokens if stage.index == 0 else torch.randn(outputs[stage.index - 1].shape, device=device)
+    if stage.index > 0:
+        tensor = tensor.to(outputs[stage.index - 1].dtype)
+    is_last = stage.index == len(outputs) - 1
+    gradient = None if is_last else torch.randn(outputs[stage.index].shape, device=device)
+    if gradient is not None:
+        gradient = gradient.to(outputs[stage.index].dtype) * 1e-6
+
+    def run() -> tuple[float, float]:
+        begin = _now(device)
+        stage.forward(0, tensor, objective if is_last else None, trains=True)
+        middle = _now(device)
+        stage.backward(0, gradient)
+        return middle - begin, _now(device) - middle
+
+    return run
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _time(run: Run) -> tuple[float, float]:
+    run()  # allocates, and fills caches
+    times = [run() for _ in range(_REPEATS)]
+    return median(forward for forward, _ in times), median(backward for _, backward in times)
+
+
+def _crowd(runs: Mapping[int, Run], alone: Mapping[int, tuple[float, float]]) -> float:
+    """Time of this rank's stages while all ranks compute, by their time alone."""
+    expected = found = 0.0
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _CROWD_S:
+        for index, run in runs.items():
+            expected += sum(alone[index])
+            found += sum(run())
+    return found / expected

@@ -1,0 +1,78 @@
+"""What a step should look like on this machine, told before the first one: profiled costs, simulated."""
+
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipeloom.config import OptimizerConfig
+from pipeloom.execute.profile import Profile
+from pipeloom.execute.world import World
+from pipeloom.schedule import Action, Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.simulate import Sharing, simulate
+from pipeloom.trace import Trace
+from pipeloom.train.batch import Batch
+from pipeloom.train.optimizer import make_adamw, squared_gradient_norm
+from pipeloom.train.pipeline import Pipeline
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as it was predicted.
+
+    Attributes:
+        trace: of the pipeline.
+        step_time_s: of the pipeline and what follows it: gradient norm and optimizer.
+    """
+
+    trace: Trace
+    step_time_s: float
+
+
+def predict_step(pipeline: Pipeline, world: World, batch: Batch, optimizer: OptimizerConfig) -> Prediction | None:
+    """Profile the stages and the update on this machine and simulate the pipeline's schedule with them.
+
+    Weights, gradients and optimizer state of the pipeline are as before. Every rank calls it.
+
+    Returns:
+        The prediction on rank 0, ``None`` elsewhere.
+    """
+    profile = pipeline.profile(batch)
+    update_s = _time_update(world, [p for _, p in pipeline.named_parameters()], optimizer)
+    if profile is None:
+        return None
+    trace = simulate_profile(pipeline.schedule, profile)
+    return Prediction(trace, trace.end_s + update_s)
+
+
+def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
+    """The schedule on the clock of a profile: ranks of one host slow each other down as they did when profiled."""
+
+    def host(action: Action, rank: int) -> Hashable | None:
+        return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
+
+    return simulate(schedule, profile.costs, Sharing(host, profile.capacity_by_host))
+
+
+def _time_update(world: World, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> float:
+    """Seconds of gradient norm and optimizer step on copies, all ranks at once; the slowest rank's, on rank 0."""
+    copies = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
+    optimizer = make_adamw(config, copies)
+    times: list[float] = []
+    for _ in range(_REPEATS + 1):
+        for copy in copies:
+            copy.grad = torch.zeros_like(copy)
+        world.wait_for_all()
+        begin = time.perf_counter()
+        world.sum([squared_gradient_norm(copies)])
+        optimizer.step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        times.append(time.perf_counter() - begin)
+    every = world.gather(sorted(times[1:])[_REPEATS // 2])
+    return max(every) if every else 0.0
