@@ -13,9 +13,8 @@ from pipeloom.simulate import Sharing, simulate
 
 
 def on_one_host(capacity):
-    return Sharing(
-        lambda action, _: "host" if action.kind in (Kind.FORWARD, Kind.BACKWARD) else None, {"host": capacity}
-    )
+    computes = (Kind.FORWARD, Kind.BACKWARD)
+    return Sharing(lambda action, _: "host" if action.kind in computes else None, {"host": capacity})
 
 
 @settings(deadline=None, max_examples=25)
