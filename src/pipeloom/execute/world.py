@@ -1,6 +1,7 @@
 """The processes of a run: who this one is, and how it reaches the others."""
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,7 +95,7 @@ def join_launched(device_type: str, timeout_s: float) -> World:
 
 def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeout_s: float) -> World:
     """Join processes of one host that share a file; no port is needed."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = dist.FileStore(str(store_file), size)
     return _join(store, rank, size, device_type, local_rank=rank, timeout_s=timeout_s)
 

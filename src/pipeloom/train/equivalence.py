@@ -94,17 +94,20 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
     Returns:
         Differences by name on rank 0, ``None`` elsewhere.
     """
-    pipeline = Pipeline(config, world)
-    worst: dict[str, float] = {}
-    for index in range(num_batches):
-        windows = data.train.batch(index, config.layout.batch_size)
-        batch = Batch.of(windows, config.layout.num_microbatches, world.device)
-        parts = world.gather(_step(pipeline, batch))
-        if parts is not None:
-            differences = compare(_joined(parts), reference_gradients(config, batch))
-            worst = {name: max(value, worst.get(name, 0.0)) for name, value in differences.items()}
+    pipeline, layout = Pipeline(config, world), config.layout
+    batches = [
+        Batch.of(data.train.batch(index, layout.batch_size), layout.num_microbatches, world.device)
+        for index in range(num_batches)
+    ]
+    found = [world.gather(_step(pipeline, batch)) for batch in batches]
     pipeline.close()
-    return worst if world.rank == 0 else None
+    worst: dict[str, float] = {}
+    for batch, parts in zip(batches, found, strict=True):
+        if parts is None:
+            return None
+        for name, difference in compare(_joined(parts), reference_gradients(config, batch)).items():
+            worst[name] = max(difference, worst.get(name, 0.0))
+    return worst
 
 
 def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
