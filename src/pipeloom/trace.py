@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipeloom.schedule import Action
@@ -62,18 +63,31 @@ class Trace:
 def merge(traces: Iterable[Trace]) -> Trace:
     """One trace from those that several ranks recorded of the same step.
 
-    A rank sees a receive begin when it is posted; only together do the ranks know that nothing moved before
-    the other side sent. So a receive begins no earlier than its send.
+    A rank knows when a transfer was asked for and when it saw its end, not when the other side was ready, and it sees
+    the end of a send later than the other side may have the tensor. Only together the ranks know more: a send begins
+    no later than its tensor has arrived, and a receive no earlier than its send.
     """
     parts = list(traces)
     spans = [span for part in parts for span in part.spans]
+    arrived_s = {matching_send(span.action): span.end_s for span in spans if span.action.kind in RECEIVE_KINDS}
+    for number, span in enumerate(spans):
+        if span.action.kind in SEND_KINDS:
+            spans[number] = span._replace(start_s=min(span.start_s, arrived_s.get(span.action, span.start_s)))
     sent_s = {span.action: span.start_s for span in spans if span.action.kind in SEND_KINDS}
     for number, span in enumerate(spans):
         if span.action.kind in RECEIVE_KINDS:
             start_s = max(span.start_s, sent_s.get(matching_send(span.action), span.start_s))
             spans[number] = span._replace(start_s=min(start_s, span.end_s))
-    spans.sort(key=lambda span: (span.rank, span.start_s, span.end_s))
-    return Trace(tuple(spans), max(part.num_ranks for part in parts))
+    return Trace(tuple(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
+
+
+def _one_at_a_time(spans: list[Span]) -> list[Span]:
+    """The spans by rank and time; where a lane's span was seen to end after the next one began, it ends there."""
+    ordered = sorted(spans, key=lambda s: (s.rank, s.lane.name, s.lane.peer or 0, s.start_s, s.end_s))
+    for number, (span, following) in enumerate(pairwise(ordered)):
+        if (span.rank, span.lane) == (following.rank, following.lane) and span.end_s > following.start_s:
+            ordered[number] = span._replace(end_s=max(span.start_s, following.start_s))
+    return sorted(ordered, key=lambda span: (span.rank, span.start_s, span.end_s))
 
 
 def to_chrome(trace: Trace, label: str) -> str:

@@ -3,6 +3,8 @@
 A script is a generator for each rank: it yields transfers to wait for and returns what it received.
 """
 
+import time
+import weakref
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
@@ -87,7 +89,8 @@ def mixed_specs(rank, transport):
     transfers = [transport.receive(spec, 0) for spec in specs]
     for transfer in transfers:
         yield transfer
-    return [(tuple(t.take().shape), value(t)) for t in transfers]
+    tensors = [transfer.take() for transfer in transfers]
+    return [(tuple(tensor.shape), tensor.flatten()[0].item()) for tensor in tensors]
 
 
 def times_are_ordered(rank, transport):
@@ -98,6 +101,21 @@ def times_are_ordered(rank, transport):
         transfers = [transport.receive(LARGE, 0) for _ in range(4)]
     yield from transfers
     return [(transfer.start_s, transfer.end_s) for transfer in transfers]
+
+
+def taken_and_dropped(rank, transport):
+    """Nothing of a transport keeps a tensor that its user has dropped, nor one that has been sent."""
+    tensor = numbered(1, LARGE)
+    transfer = transport.send(tensor, 1) if rank == 0 else transport.receive(LARGE, 0)
+    yield transfer
+    if rank == 1:
+        tensor = transfer.take()
+    seen = weakref.ref(tensor)
+    del tensor
+    deadline = time.monotonic() + 5
+    while seen() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)  # a lane's thread may be about to let go
+    return seen() is None
 
 
 def play_in_process(script):
@@ -158,6 +176,11 @@ def test_a_receive_may_be_posted_before_its_send(play):
 @PLAYERS
 def test_tensors_of_several_specs_share_an_edge(play):
     assert play(mixed_specs)[1] == [((WIDTH,), 0.0), ((512, 512), 1.0), ((WIDTH,), 2.0), ((512, 512), 3.0)]
+
+
+@PLAYERS
+def test_tensors_are_let_go(play):
+    assert play(taken_and_dropped) == [True, True]
 
 
 @PLAYERS

@@ -1,5 +1,6 @@
 """Every family, placement and model type computes the gradients of a single process, all ranks in one process."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -121,3 +122,24 @@ def test_two_runs_in_process_give_the_same_trace_order():
         return [(s.rank, s.action) for s in sorted(spans, key=lambda s: s.start_s)]
 
     assert order() == order()
+
+
+def test_a_received_tensor_is_freed_with_its_backward():
+    """1F1B on the last rank holds one stage input, so no more than a few received tensors may be alive."""
+    toy = Toy(2, 12)
+    schedule = lower(make_schedule("1f1b", pp=2, num_microbatches=12), receive_buffers=1)
+    received, alive = [], []
+    modules, post = toy.modules(), Post()
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
+    forward = executors[1]._stages[1].forward
+
+    def watch(microbatch, tensor, *arguments, **options):
+        received.append(weakref.ref(tensor))
+        alive.append(sum(seen() is not None for seen in received))
+        return forward(microbatch, tensor, *arguments, **options)
+
+    executors[1]._stages[1].forward = watch
+    run_in_process(executors, toy.inputs(), objective)
+    assert len(received) == 12
+    assert max(alive) <= 2
+    assert sum(seen() is not None for seen in received) == 0

@@ -1,6 +1,6 @@
 """Who resumes a rank that waits: its own process, or the one process that plays all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -11,7 +11,11 @@ from pipeloom.execute.transport import Transfer
 
 
 def run_rank(
-    executor: Executor, inputs: Sequence[Tensor], objective: Objective | None, timeout_s: float = 60.0
+    executor: Executor,
+    inputs: Sequence[Tensor],
+    objective: Objective | None,
+    timeout_s: float = 60.0,
+    positions: Callable[[], str] | None = None,
 ) -> StepResult:
     """Run one rank's row, waiting for the other ranks where it must.
 
@@ -20,26 +24,30 @@ def run_rank(
         inputs: the first stage's input for each micro-batch.
         objective: applied to the last stage's output.
         timeout_s: longest wait for one tensor.
+        positions: tells where all ranks stand, for the message of a stall.
 
     Raises:
         StallError: a tensor did not come in time.
         RunError: an action failed.
     """
     try:
-        return _wait_through(executor, executor.steps(inputs, objective), timeout_s)
+        return _wait_through(executor, executor.steps(inputs, objective), timeout_s, positions)
     except BaseException:
         executor.forget()
         raise
 
 
-def _wait_through(executor: Executor, steps: Steps, timeout_s: float) -> StepResult:
+def _wait_through(
+    executor: Executor, steps: Steps, timeout_s: float, positions: Callable[[], str] | None
+) -> StepResult:
     while True:
         try:
             transfer = next(steps)
         except StopIteration as end:
             return end.value
         if not transfer.wait(timeout_s):
-            raise StallError(f"waited {timeout_s:g} s in vain: {executor.position()}")
+            everyone = f"\nevery rank's position:\n{positions()}" if positions is not None else ""
+            raise StallError(f"waited {timeout_s:g} s in vain: {executor.position()}{everyone}")
 
 
 def run_in_process(

@@ -117,17 +117,22 @@ class Executor:
                 yield transfer
                 self._waits_for = None
             transfer.take()
-        return StepResult(self._results_of_objective, self._trace())
+            self._note(action, transfer)
+        result = StepResult(self._results_of_objective, self._trace())
+        self._begin([], None)
+        self._slot = len(self._row)
+        return result
 
     def position(self) -> str:
         """Where the rank stands, for people: slot, action, and what it waits for."""
-        if self._slot >= len(self._row):
+        slot, waits_for = self._slot, self._waits_for  # read once: another thread may ask meanwhile
+        if slot >= len(self._row):
             place = f"at the end of its {len(self._row)} actions"
         else:
-            place = f"at slot {self._slot} of {len(self._row)}, {self._row[self._slot]}"
-        if self._waits_for is None:
+            place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
+        if waits_for is None:
             return f"rank {self.rank} is {place}"
-        return f"rank {self.rank} is {place}, waiting for {self._waits_for} with rank {self._peer[self._waits_for]}"
+        return f"rank {self.rank} is {place}, waiting for {waits_for} with rank {self._peer[waits_for]}"
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
@@ -144,7 +149,7 @@ class Executor:
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
-        self._done_transfers: list[tuple[Action, Transfer]] = []
+        self._transfer_times: list[tuple[Action, float, float]] = []
 
     def _check(self) -> None:
         if self.schedule.level is Level.COMPUTE:
@@ -188,9 +193,12 @@ class Executor:
             return None
         if source.kind in RECEIVE_KINDS:
             transfer = self._transfers.pop(source)
-            self._done_transfers.append((source, transfer))
+            self._note(source, transfer)
             return transfer.take()
         return self._results.pop(source)
+
+    def _note(self, action: Action, transfer: Transfer) -> None:
+        self._transfer_times.append((action, transfer.start_s, transfer.end_s))
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -229,6 +237,6 @@ class Executor:
         self._clock.settle()
         seconds, placement = self._clock.seconds, self.schedule.placement
         spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in self._marks]
-        for action, transfer in [*self._done_transfers, *self._transfers.items()]:
-            spans.append(Span(action, self.rank, lane_of(action, placement), transfer.start_s, transfer.end_s))
+        for action, start_s, end_s in self._transfer_times:
+            spans.append(Span(action, self.rank, lane_of(action, placement), start_s, end_s))
         return Trace(tuple(spans), self.schedule.num_ranks)

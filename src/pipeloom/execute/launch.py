@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -48,7 +50,7 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
     """Run ``work`` in ``num_ranks`` processes of this host and return their results by rank.
 
     Workers are forked where that is possible, since they then need not import anything again. The first
-    failure ends them all; so does an interrupt. They never outlive this process.
+    failure ends them all; so does an interrupt, and on Linux the end of this process, however it comes.
 
     Args:
         work: what each process does.
@@ -63,22 +65,41 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
     context = multiprocessing.get_context(method)
     with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
-        for rank in range(num_ranks):
-            reader, writer = context.Pipe(duplex=False)
-            place = {"rendezvous": Path(folder) / "rendezvous", "rank": rank, "num_ranks": num_ranks}
-            process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
-            process.start()
-            writer.close()
-            workers.append((process, reader))
-        try:
-            return _supervise(workers)
-        finally:
-            _stop([process for process, _ in workers])
+        with _terminated_like_interrupted():
+            try:
+                for rank in range(num_ranks):
+                    reader, writer = context.Pipe(duplex=False)
+                    place = {"rendezvous": Path(folder) / "rendezvous", "rank": rank, "num_ranks": num_ranks}
+                    process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
+                    process.start()
+                    writer.close()
+                    workers.append((process, reader))
+                return _supervise(workers)
+            finally:
+                _stop([process for process, _ in workers])
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Let a SIGTERM, which cluster schedulers send, end a run in the same orderly way as an interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
     """What a worker process runs: sends its result, or why there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -129,7 +150,7 @@ def _supervise(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
 def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
     try:
         return reader.recv()
-    except EOFError:
+    except (EOFError, OSError):  # it ended without a word, or in the middle of one
         process.join()
         code = process.exitcode or 0
         how = (

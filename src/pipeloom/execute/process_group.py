@@ -144,7 +144,8 @@ class _StreamTransfer:
         return self.is_done()
 
     def take(self) -> Tensor | None:
-        return self.tensor if self.is_receive else None
+        tensor, self.tensor = self.tensor, None
+        return tensor if self.is_receive else None
 
 
 class _Lane:
@@ -206,4 +207,5 @@ class _ThreadTransfer:
     def take(self) -> Tensor | None:
         if self._error is not None:
             raise self._error
-        return self._tensor
+        tensor, self._tensor = self._tensor, None
+        return tensor

@@ -33,7 +33,9 @@ class Transfer(Protocol):
         ...
 
     def take(self) -> Tensor | None:
-        """The tensor of a receive that is done; ``None`` for a send that is done.
+        """Hand over the tensor of a receive that is done, once; ``None`` for a send that is done.
+
+        The transfer lets go of the tensor.
 
         Raises:
             PeerLostError: the other rank went away.
@@ -122,8 +124,9 @@ class InProcessTransfer:
         return self.is_done()
 
     def take(self) -> Tensor | None:
-        """The tensor, checked against the spec of the receive; ``None`` for a send."""
+        """Hand over the tensor, checked against the spec of the receive; ``None`` for a send."""
         assert self._is_done, "the tensor has not arrived"
-        if self._spec is not None and self._tensor is not None:
-            self._spec.check(self._tensor, "a received tensor")
-        return self._tensor
+        tensor, self._tensor = self._tensor, None
+        if self._spec is not None and tensor is not None:
+            self._spec.check(tensor, "a received tensor")
+        return tensor

@@ -39,7 +39,7 @@ class Watch:
             elif self._store.check([str(rank)]):
                 lines.append(self._store.get(str(rank)).decode())
             else:
-                lines.append(f"rank {rank} has not stood still so far")
+                lines.append(f"rank {rank} has told no position: it is stopped, or it was at work until a moment ago")
         return "\n".join(f"  {line}" for line in lines)
 
     def end(self) -> None:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,35 +39,44 @@ class World:
         """The numbers, each added up over all processes.
 
         Raises:
-            PeerLostError: another process went away, or did not come in time.
+            PeerLostError: another process went away, or did not come in time; so do the methods below.
         """
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        try:
+        with _peer_errors("numbers were added up"):
             dist.all_reduce(tensor, group=self.control)
-        except RuntimeError as error:
-            raise PeerLostError(f"a process went away while numbers were added up: {error}") from error
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every process's value by rank, on rank 0; ``None`` elsewhere."""
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.control)
+        with _peer_errors("values were gathered"):
+            dist.gather_object(value, values, group=self.control)
         return values
 
     def broadcast(self, value: int, source: int) -> int:
         """A whole number of one process, on every process."""
         tensor = torch.tensor([value], dtype=torch.int64)
-        dist.broadcast(tensor, source, group=self.control)
+        with _peer_errors("a number was sent to all"):
+            dist.broadcast(tensor, source, group=self.control)
         return int(tensor.item())
 
     def wait_for_all(self) -> None:
         """Wait until every process is here."""
-        dist.barrier(group=self.control)
+        with _peer_errors("all were waited for"):
+            dist.barrier(group=self.control)
 
     def leave(self) -> None:
         """Close all groups; every process calls it."""
-        dist.barrier(group=self.control)
+        self.wait_for_all()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _peer_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a process went away, or did not come in time, while {what}: {error}") from error
 
 
 def is_launched() -> bool:

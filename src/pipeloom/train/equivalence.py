@@ -1,5 +1,6 @@
 """The proof that it is the same training: a pipeline's loss and gradients beside those of a single process."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -106,7 +107,7 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
         if parts is None:
             return None
         for name, difference in compare(_joined(parts), reference_gradients(config, batch)).items():
-            worst[name] = max(difference, worst.get(name, 0.0))
+            worst[name] = max(difference if math.isfinite(difference) else math.inf, worst.get(name, 0.0))
     return worst
 
 

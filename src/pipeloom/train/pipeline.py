@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.errors import StallError
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
 from pipeloom.execute.drive import run_rank
@@ -138,10 +137,8 @@ class Pipeline:
 
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
-        try:
-            return run_rank(executor, inputs, objective, self._config.training.stall_timeout_s)
-        except StallError as error:
-            raise StallError(f"{error}\nevery rank's position:\n{self._watch.positions()}") from error
+        timeout_s = self._config.training.stall_timeout_s
+        return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, stage: int, device: torch.device | str) -> nn.Module:
         return build_stage(

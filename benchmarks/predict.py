@@ -1,0 +1,56 @@
+"""Predicted beside measured step time on this machine, for several layouts. Run by ``make predict``.
+
+Each row is a run of its own: the stages are profiled, the step is simulated, then a few steps are trained and
+their median is taken. Nothing is carried over from one row to the next.
+"""
+
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.execute.world import World
+from pipeloom.layout import Layout
+from pipeloom.train.data import Data
+from pipeloom.train.session import run_on_all_ranks
+from pipeloom.train.trainer import RunSummary, Trainer
+
+LAYOUTS = [
+    ("breadth-first", Layout(pp=4, loops=2, num_microbatches=8)),
+    ("breadth-first", Layout(pp=2, loops=4, num_microbatches=8)),
+    ("hybrid", Layout(pp=4, loops=2, num_microbatches=8)),
+    ("depth-first", Layout(pp=2, loops=2, num_microbatches=8)),
+    ("1f1b", Layout(pp=4, loops=1, num_microbatches=8)),
+    ("gpipe", Layout(pp=2, loops=1, num_microbatches=8)),
+]
+STEPS = 16
+
+
+def _train(folder: Path, config: RunConfig, world: World, data: Data) -> RunSummary:
+    return Trainer(config, world, data, folder).run()
+
+
+def main() -> None:
+    """Run every layout and print the table."""
+    table = Table("schedule", "ranks", "loops", "predicted ms", "measured ms", "predicted / measured")
+    for family, layout in LAYOUTS:
+        config = RunConfig(
+            layout=layout,
+            schedule=ScheduleConfig(family=family),
+            training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0),
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            config = replace(config, output=replace(config.output, folder=Path(folder)))
+            summary = run_on_all_ranks(config, partial(_train, Path(folder)))
+        predicted, measured = summary.predicted_step_time_s, summary.step_time_s
+        cells = [family, layout.pp, layout.loops, f"{predicted * 1e3:.0f}", f"{measured * 1e3:.0f}"]
+        table.add_row(*map(str, cells), f"{predicted / measured:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
