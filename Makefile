@@ -39,7 +39,8 @@ clean:
 	rm -rf $(VENV) outputs .ruff_cache .pytest_cache .hypothesis
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
-	@echo "Setting up $(VENV) (once; about a minute) ..."
+	@echo "Making $(VENV) ..."
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@

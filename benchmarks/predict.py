@@ -16,6 +16,7 @@ from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 from pipeloom.train.data import Data
+from pipeloom.train.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import RunSummary, Trainer
 
@@ -31,7 +32,7 @@ STEPS = 16
 
 
 def _train(folder: Path, config: RunConfig, world: World, data: Data) -> RunSummary:
-    return Trainer(config, world, data, folder).run()
+    return Trainer(config, world, data, RunFolder(folder)).run().summary
 
 
 def main() -> None:

@@ -110,13 +110,12 @@ TOO_SMALL = {
     "training__sample_tokens": -1,
     "training__stall_timeout_s": 0.5,
     "output__trace_step": 0,
-    "data__validation_fraction": -0.1,
+    "data__validation_fraction": 0.0,
     "optimizer__lr_min_fraction": -0.1,
 }
 SMALLEST = {
     "training__stall_timeout_s": 1.0,
     "optimizer__weight_decay": 0.0,
-    "data__validation_fraction": 0.0,
     "optimizer__lr_min_fraction": 0.0,
 }
 TOO_LARGE = {
@@ -164,7 +163,7 @@ MODEL = {
     "an unknown placement": ({"schedule__placement": "u"}, "there is no placement 'u'"),
     "no rank": ({"layout__pp": 0}, "pp must be at least 1, found 0"),
     "no loop": ({"layout__loops": 0}, "loops must be at least 1, found 0"),
-    "no micro-batch": ({"layout__num_microbatches": 0}, "the number of micro-batches must be at least 1, found 0"),
+    "no micro-batch": ({"layout__num_microbatches": 0}, "layout.num_microbatches must be at least 1, found 0"),
     "a group size without groups": ({"schedule__group_size": 4}, "breadth-first takes no group size"),
     "loops without a looped schedule": ({"schedule__family": "1f1b"}, "1f1b runs one stage on each rank"),
     "more stages than pieces": ({"layout__loops": 3}, "4 pipeline ranks x 3 loops need 12 stages"),

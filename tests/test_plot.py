@@ -32,7 +32,17 @@ def test_all_formats_are_written_in_one_go(tmp_path):
         assert content.startswith(BEGINNINGS[file.suffix[1:]])
         assert len(content) > 5000
     svg = files[1].read_text(encoding="utf-8")
-    assert all(f"<!-- {text} -->" in svg for text in ("a title", "rank 0", "rank 1", "time (ms)", "0F", "3B"))
+    assert all(
+        f"<!-- {text} -->" in svg
+        for text in (
+            "a title",
+            "rank 0",
+            "rank 1",
+            "time (ms); number: micro-batch, color: stage, light: forward, dark: backward",
+            "0F",
+            "3B",
+        )
+    )
 
 
 def test_every_compute_action_has_a_box_and_nothing_else_has(tmp_path):

@@ -5,11 +5,13 @@ import json
 from collections import defaultdict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, lower
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane
+from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace, merge, to_chrome
 
@@ -158,3 +160,28 @@ def test_parts_of_several_ranks_merge_into_the_whole():
 
 def test_an_empty_trace_is_valid_json():
     assert json.loads(to_chrome(Trace((), 2), "test")) == {"traceEvents": []}
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_merged_times_of_a_message_are_in_order_however_late_they_were_noticed(data):
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=3))
+    late = st.floats(0, 2)
+    parts = []
+    exact = simulate(schedule, UniformCosts(1, 2, 0.25))
+    for rank in range(2):
+        spans = []
+        for span in exact.spans:
+            if span.rank == rank and span.lane.name == "send":  # both ends of a send are seen too late
+                start_s = span.start_s + data.draw(late)
+                spans.append(span._replace(start_s=start_s, end_s=start_s + data.draw(late)))
+            elif span.rank == rank:
+                spans.append(span)
+        parts.append(Trace(tuple(spans), 2))
+    merged = {span.action: span for span in merge(parts).spans}
+    assert len(merged) == len(exact.spans)
+    for action, span in merged.items():
+        assert span.start_s <= span.end_s
+        if action.kind.value.startswith("RECV"):
+            sent = merged[matching_send(action)]
+            assert sent.start_s <= span.start_s <= span.end_s

@@ -188,7 +188,14 @@ _AT_LEAST: dict[str, float] = {
     "training.stall_timeout_s": 1,
     "output.trace_step": 1,
 }
-_ABOVE_ZERO = ("model.norm_eps", "model.rope_theta", "optimizer.lr", "optimizer.eps", "optimizer.clip_grad_norm")
+_ABOVE_ZERO = (
+    "data.validation_fraction",
+    "model.norm_eps",
+    "model.rope_theta",
+    "optimizer.lr",
+    "optimizer.eps",
+    "optimizer.clip_grad_norm",
+)
 _FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
 
 
@@ -244,7 +251,7 @@ def _model_problems(config: RunConfig) -> list[str]:
 
 def _pipeline_problems(config: RunConfig) -> list[str]:
     layout, schedule = config.layout, config.schedule
-    problems = request_problems(
+    found = request_problems(
         schedule.family,
         pp=layout.pp,
         num_microbatches=layout.num_microbatches,
@@ -252,6 +259,8 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         group_size=schedule.group_size,
         placement=schedule.placement,
     )
+    names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
+    problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":
         problems.append("schedule.family forward-only trains nothing; use breadth-first")
     pieces = config.model.num_layers + 2
@@ -259,7 +268,7 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         problems.append(
             f"{layout.pp} pipeline ranks x {layout.loops} loops need {layout.num_stages} stages, but "
             f"{config.model.num_layers} layers with embedding and head make only {pieces} pieces; "
-            "use fewer layout.loops or more model.num_layers"
+            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'} or more model.num_layers"
         )
     if layout.partition is not None:
         problems += _partition_problems(layout, pieces)
@@ -280,6 +289,8 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
 
 def _text_problems(config: RunConfig) -> list[str]:
     path = config.data.path
+    if path == Path():
+        return ["data.path must be a text file or a folder, found nothing; leave it out for the default text"]
     try:
         is_missing = path is not None and not path.exists()
     except OSError:  # such as a name that is too long

@@ -2,6 +2,7 @@
 
 import copy
 import difflib
+import json
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -43,21 +44,49 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     tree = copy.deepcopy(tree)
     problems = _drop_unknown(tree, RunConfig, "")
     try:
-        return adapter.validate_python(_over(default, tree)), problems
+        return adapter.validate_json(_json(default, tree), strict=True), problems
     except ValidationError as error:
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
-            problems.append(f"{'.'.join(names[:2])}: {item['msg'].lower()}, found {item['input']!r}")
+            problems.append(f"{'.'.join(names[:2])} must be {_wanted(item)}, found {item['input']!r}")
             _drop(tree, names)
-    return adapter.validate_python(_over(default, tree)), problems
+    return adapter.validate_json(_json(default, tree), strict=True), problems
 
 
-def _over(default: RunConfig | None, tree: dict[str, Any]) -> dict[str, Any]:
-    """The settings of ``tree``, with those of ``default`` where it has none."""
+_WANTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "path_type": "text that names a path",
+    "tuple_type": "a list",
+    "missing": "a list of as many numbers as the default",
+    "too_long": "a list of as many numbers as the default",
+    "dataclass_type": "a section",
+    "value_error": "of its type",
+}
+
+
+def _wanted(error: Any) -> str:
+    """What pydantic expected, in the words of a configuration."""
+    if error["type"] == "literal_error":
+        return error["ctx"]["expected"]
+    return _WANTED.get(error["type"], error["msg"])
+
+
+def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
+    """The settings of ``tree``, with those of ``default`` where it has none.
+
+    As JSON, because only there pydantic is strict about types and still takes tables and lists.
+    """
     merged = to_dict(default or RunConfig())
     for section, values in tree.items():
         merged[section] = {**merged[section], **values} if isinstance(values, dict) else values
-    return merged
+    return json.dumps(merged, default=str)
 
 
 def format_run(config: RunConfig) -> str:

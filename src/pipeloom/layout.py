@@ -10,7 +10,8 @@ class Layout:
     pp: int = 4
     """Pipeline ranks: processes that the stages are spread over."""
     loops: int = 2
-    """Stages on each pipeline rank. More loops, smaller bubble: it is (pp - 1) / (num_microbatches * loops)."""
+    """Stages on each pipeline rank. More loops, smaller bubble: on a looped placement (pp - 1) / (num_microbatches *
+    loops) of the ideal time."""
     num_microbatches: int = 8
     """Micro-batches of a step. At least pp; a little above it hides the transfers between ranks."""
     microbatch_size: int = 2

@@ -37,7 +37,7 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
 def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
     """Draw several traces below each other on one time axis, each under its headline; see ``plot_timeline``."""
     for file in files:
-        if file.suffix.lstrip(".") not in FORMATS:
+        if file.suffix.lower().lstrip(".") not in FORMATS:
             known = ", ".join(f".{name}" for name in FORMATS)
             raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,7 +54,7 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
         axes.set_xlim(0, max(longest, 1e-12))
         if number == 0:
             _add_legend(axes, trace)
-    panels[-1].set_xlabel(f"time ({unit})")
+    panels[-1].set_xlabel(f"time ({unit}); number: micro-batch, color: stage, light: forward, dark: backward")
     for file in files:
         try:
             figure.savefig(file, dpi=150)

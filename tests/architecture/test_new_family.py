@@ -68,5 +68,5 @@ def test_a_new_family_stands_in_the_help(register, capsys):
 
 def test_a_family_that_breaks_its_promise_is_refused(register):
     register("1")
-    with pytest.raises(ScheduleError, match="rule 'in-flight-bound' at rank 0: holds 2 stage inputs at once"):
+    with pytest.raises(ScheduleError, match="rule 'in-flight-bound' at rank 0, slot 1: holds up to 2 stage inputs"):
         make_schedule("one-by-one", pp=3, loops=2, num_microbatches=4)

@@ -69,6 +69,8 @@ def test_the_trace_has_a_track_for_each_lane_and_an_arrow_for_each_message(tmp_p
     assert sum(e["ph"] == "f" for e in events) == num_messages
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == 2 * 4 * 4 + 2 * num_messages
+    begin, end = ({e["id"]: e["ts"] for e in events if e["ph"] == phase} for phase in "sf")
+    assert all(begin[message] <= end[message] for message in begin)
 
 
 def test_the_layout_does_not_change_the_training(tmp_path):
@@ -113,7 +115,7 @@ def test_five_mistakes_are_reported_at_once(tmp_path):
     assert "has 5 problems" in done.stderr
     for words in (
         "did you mean 'model.hidden_size'?",
-        "model.num_heads: input should be a valid integer",
+        "model.num_heads must be a whole number, found 'six'",
         "pp must be at least 1, found 0",
         "did you mean 'breadth-first'?",
         "training.steps must be at least 1, found -5",
@@ -126,6 +128,35 @@ def test_a_flag_that_does_not_exist_gets_a_suggestion():
     done = pipeloom(["train", "--layout.loop", "2"])
     assert done.returncode == 2
     assert "--layout.loops" in done.stderr + done.stdout
+
+
+def test_a_run_folder_that_goes_away_ends_the_run_with_one_message(tmp_path):
+    process, workers = start_long_run(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "cannot write to the run folder" in errors
+    assert "Traceback" not in errors
+    assert not any(map(is_alive, workers))
+    lines = (tmp_path / "gone" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
+    done = pipeloom(arguments(tmp_path, "--model.vocab-size", "100"))
+    assert done.returncode == 2
+    assert "model.vocab_size must be at least 257" in done.stderr
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_is_used(tmp_path):
+    assert pipeloom(arguments(tmp_path, "--model.vocab-size", "300", "--training.no-predict")).returncode == 0
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path):
+    done = pipeloom(arguments(tmp_path, "--optimizer.lr", "1e30", "--training.no-predict"))
+    assert done.returncode == 1
+    assert "try a lower --optimizer.lr" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_unwritable_run_folder_is_one_clear_message(tmp_path):
@@ -176,7 +207,7 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("how", ["killed worker", "interrupt", "killed parent"])
+@pytest.mark.parametrize("how", ["killed worker", "interrupt", "terminate", "killed parent"])
 def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path, how):
     process, workers = start_long_run(tmp_path)
     assert len(workers) == 2
@@ -185,9 +216,11 @@ def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path,
         os.kill(workers[1], signal.SIGKILL)
     elif how == "interrupt":
         os.killpg(process.pid, signal.SIGINT)
+    elif how == "terminate":
+        process.terminate()
     else:
         process.kill()
-    output, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
         time.sleep(0.05)
     assert time.monotonic() < begin + 15
@@ -195,12 +228,12 @@ def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path,
     if how == "killed worker":
         assert process.returncode == 1
         assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
-    if how == "interrupt":
+    if how in ("interrupt", "terminate"):
         assert process.returncode == 130
         assert "interrupted" in errors
     assert "Traceback" not in errors
     if how != "killed parent":
-        assert "What it wrote until then is in" in output
+        assert "What the run wrote until then is in" in errors
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, len(metrics(tmp_path)) + 1))
     assert (tmp_path / "run" / "config.toml").exists()
 

@@ -14,12 +14,13 @@ from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
-from pipeloom.model import build_stage
+from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import lower
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
-from pipeloom.train.pipeline import model_pieces, training_schedule
+from pipeloom.train.pipeline import training_schedule
+from pipeloom.train.session import resolve
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 LOOPED = [name for name in TRAINING if FAMILIES[name].is_looped]
@@ -50,9 +51,9 @@ def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num
 def _transformer_differences(tmp_path, model, layout, schedule_config):
     config = small_run(tmp_path, model=model, layout=layout, schedule=schedule_config)
     data = load_data(config.data, 0)
-    config = replace(config, model=config.model.resolve(data.tokenizer.vocab_size))
+    config = resolve(config, data)
     batch = Batch.of(data.train.batch(0, layout.batch_size), layout.num_microbatches, torch.device("cpu"))
-    schedule, pieces = training_schedule(config), model_pieces(config)
+    schedule, pieces = training_schedule(config), stage_pieces(config.layout.partition)
 
     def build(stage, device):
         sizes = {"max_positions": config.data.seq_len, "seed": 0, "dtype": torch.float64}

@@ -39,7 +39,7 @@ FAULTS = {
         (1, "1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD", "unique", 1, 9, "1REDUCE_GRAD appears a second time")
     ),
     "a forward comes twice": (0, "0F0", "0F0 0F0", "unique", 0, 2, "0F0 appears a second time"),
-    "a backward is missing": (1, "1B1 ", "", "complete", 1, None, "1B1 is missing"),
+    "a backward is missing": (1, "1B1 ", "", "complete", 1, 2, "1B1 is missing"),
     "a micro-batch too many": (0, "0F1", "0F1 0SEND_F2", "in-range", 0, 4, "micro-batch 2"),
     "a stage too many": (1, "1F1", "1F1 2UNSHARD", "in-range", 1, 6, "stage 2"),
     "a send on another rank": (1, "1F1", "1F1 0SEND_F1", "on-its-rank", 1, 6, "0SEND_F1 belongs to rank 0"),

@@ -36,8 +36,8 @@ def test_the_schedule_that_the_faults_start_from_is_good():
 
 # title: (rank, old text, new text, rule, rank of the refusal, slot of the refusal, words)
 FAULTS = {
-    "a forward is missing": (0, "2F1 ", "", "complete", 0, None, "2F1 is missing"),
-    "a backward is missing": (1, "3B1 ", "", "complete", 1, None, "3B1 is missing"),
+    "a forward is missing": (0, "2F1 ", "", "complete", 0, 2, "2F1 is missing"),
+    "a backward is missing": (1, "3B1 ", "", "complete", 1, 4, "3B1 is missing"),
     "a forward comes twice": (0, "0F0", "0F0 0F0", "unique", 0, 1, "0F0 appears a second time"),
     "a backward comes twice": (1, "3B0", "3B0 3B0", "unique", 1, 5, "3B0 appears a second time"),
     "a stage runs on another rank": (1, "3F0", "2F0", "on-its-rank", 1, 2, "2F0 belongs to rank 0"),
@@ -49,8 +49,8 @@ FAULTS = {
     ),
     "weights without inputs": (0, "2B0", "2W0", "complete", 0, None, "2I0 is missing"),
     "inputs without weights": (0, "2B0", "2I0", "complete", 0, None, "2W0 is missing"),
-    "whole and split backward": (0, "2B0", "2B0 2I0", "complete", 0, None, "2B0 and 2I0 are both there"),
-    "all three backwards": (0, "2B0", "2B0 2I0 2W0", "complete", 0, None, "2B0 and 2I0 are both there"),
+    "whole and split backward": (0, "2B0", "2B0 2I0", "complete", 0, 4, "2B0 and 2I0 are both there"),
+    "all three backwards": (0, "2B0", "2B0 2I0 2W0", "complete", 0, 4, "2B0 and 2I0 are both there"),
     "weights before inputs": (1, "1B0", "1W0 1I0", "forward-before-backward", 1, 6, "1W0 stands before 1I0"),
     "inputs before the forward": (
         (1, "3F1 3B0 3B1", "3I1 3F1 3B0 3W1", "forward-before-backward", 1, 3, "3I1 stands before 3F1")
@@ -130,7 +130,7 @@ def test_counts_that_cannot_be_are_refused(changes):
 
 def test_more_microbatches_than_the_rows_run_are_missed():
     error = refused(*GOOD, num_microbatches=3)
-    assert (error.rule, error.rank, error.slot) == ("complete", 0, None)
+    assert (error.rule, error.rank, error.slot) == ("complete", 0, 1)
     assert "0F2 is missing (and 7 more like it)" in str(error)
 
 
@@ -154,8 +154,8 @@ def test_a_frozen_stage_runs_no_backward():
 def test_a_rank_that_holds_more_inputs_than_promised_is_refused():
     assert build(*GOOD, max_stage_inputs=(4, 4)).peak_stage_inputs == (4, 4)
     error = refused(*GOOD, max_stage_inputs=(4, 3))
-    assert (error.rule, error.rank, error.slot) == ("in-flight-bound", 1, None)
-    assert "holds 4 stage inputs at once, the limit is 3" in str(error)
+    assert (error.rule, error.rank, error.slot) == ("in-flight-bound", 1, 3)
+    assert "holds up to 4 stage inputs, but max_stage_inputs promises 3" in str(error)
 
 
 @pytest.mark.parametrize("limits", [(4,), (4, 4, 4)])

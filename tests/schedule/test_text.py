@@ -126,7 +126,7 @@ def test_text_without_any_forward_is_refused(text):
 
 
 def test_a_stage_that_no_row_runs_is_refused():
-    with pytest.raises(ScheduleTextError, match=r"every stage 0\.\.3 in some row, found none for \[1, 2\]"):
+    with pytest.raises(ScheduleTextError, match=r"forwards of every stage 0\.\.3, found none of \[1, 2\]"):
         parse_schedule("0F0 0B0\n3F0 3B0")
 
 

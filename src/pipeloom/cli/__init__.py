@@ -1,6 +1,7 @@
 """The command line: one function for each command, heavy imports inside."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,16 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run(words[0], words[1:])
 
 
+def _complain(command: str, message: str, error: BaseException) -> None:
+    print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+
+
 def _run(command: str, words: list[str]) -> int:
     from pipeloom.errors import UserError
 
     try:
         return importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
-        print("\n".join([f"pipeloom {command}: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        if not isinstance(error, UserError) or os.environ.get("RANK", "0") == "0":  # all ranks of a launcher make it
+            _complain(command, str(error), error)
         return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt:
-        print(f"pipeloom {command}: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        _complain(command, "interrupted", interrupt)
         return 130
     except BrokenPipeError:
         sys.stderr.close()

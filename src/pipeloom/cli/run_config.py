@@ -28,13 +28,19 @@ def parse_run_config(words: list[str], command: str, summary: str, default: RunC
     if words and not words[0].startswith("-"):
         config, problems = read_run_file(Path(words[0]), config)
         words, source = words[1:], words[0]
-    config = tyro.cli(
-        RunConfig,
-        args=words,
-        default=config,
-        prog=f"pipeloom {command} [CONFIG]",
-        description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
-    )
+    try:
+        config = tyro.cli(
+            RunConfig,
+            args=words,
+            default=config,
+            prog=f"pipeloom {command} [CONFIG]",
+            description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
+        )
+    except SystemExit as end:
+        problems += config.problems() if end.code else []
+        if not problems:
+            raise
+        raise ConfigError(problems, f"beside the flags above, {source}") from None
     problems = [*problems, *config.problems()]
     if problems:
         raise ConfigError(problems, source)

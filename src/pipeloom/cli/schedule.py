@@ -9,11 +9,12 @@ import tyro
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import FAMILIES, make_schedule, request_problems
 from pipeloom.report import Summary, summarize
 from pipeloom.schedule import Schedule, format_schedule, format_torch_csv, lower, parse_schedule, parse_torch_csv
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
+from pipeloom.words import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,10 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
-    families = "\n".join(f"  {item.name:<14}{item.summary}" for item in FAMILIES.values())
+    families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
     options = tyro.cli(
         Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
     )
-    _check_costs(options)
     schedule = _schedule(options)
     if options.communication or options.transfer:
         schedule = lower(schedule, options.receive_buffers)
@@ -64,11 +64,11 @@ def run(words: list[str]) -> int:
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
-    form = "json" if options.json else options.format
+    form: str = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
     elif form == "json":
-        print(json.dumps(to_json(schedule, summarize(trace)), indent=2))
+        print(_one_row_a_line(to_json(schedule, summarize(trace))))
     else:
         _print_text(options, schedule, summarize(trace))
     return 0
@@ -94,8 +94,16 @@ def to_json(schedule: Schedule, summary: Summary) -> dict[str, Any]:
     }
 
 
-def _check_costs(options: Options) -> None:
-    problems = [
+def _one_row_a_line(tree: dict[str, Any]) -> str:
+    rows = ",\n    ".join(json.dumps(row) for row in tree["rows"])
+    rest = json.dumps({key: value for key, value in tree.items() if key != "rows"})
+    return f'{{"rows": [\n    {rows}\n], {rest[1:]}'
+
+
+def _option_problems(options: Options) -> list[str]:
+    is_torn = options.json and options.format == "torch-csv"
+    problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
+    return problems + [
         f"--{name} must be {'above' if name != 'transfer' else 'at least'} 0, found {value:g}"
         for name, value in (
             ("forward", options.forward),
@@ -104,13 +112,23 @@ def _check_costs(options: Options) -> None:
         )
         if not (0 < value < float("inf") or (name == "transfer" and value == 0))
     ]
-    if problems:
-        raise ConfigError(problems, "the command line")
 
 
 def _schedule(options: Options) -> Schedule:
-    file = Path(options.family)
-    if options.family in FAMILIES or not _is_file(file):
+    file, problems = Path(options.family), _option_problems(options)
+    is_family = options.family in FAMILIES or not (_is_file(file) or file.suffix or len(file.parts) > 1)
+    if is_family:
+        problems += request_problems(
+            options.family,
+            pp=options.pp,
+            num_microbatches=options.microbatches,
+            loops=options.loops,
+            group_size=options.group_size,
+            placement=options.placement,
+        )
+    if problems:
+        raise ConfigError(problems, "the command line")
+    if is_family:
         return make_schedule(
             options.family,
             pp=options.pp,
@@ -119,11 +137,20 @@ def _schedule(options: Options) -> Schedule:
             group_size=options.group_size,
             placement=options.placement,
         )
+    _refuse_family_options(options, file)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {file}: {error}") from error
     return parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+
+
+def _refuse_family_options(options: Options, file: Path) -> None:
+    names = ("pp", "loops", "microbatches", "group_size", "placement")
+    given = [name for name in names if getattr(options, name) != getattr(Options, name)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{file} says what the schedule is, so {flags} has no effect; leave it out")
 
 
 def _is_file(path: Path) -> bool:
@@ -134,10 +161,11 @@ def _is_file(path: Path) -> bool:
 
 
 def _title(options: Options, schedule: Schedule) -> str:
-    loops = schedule.num_stages // schedule.num_ranks
+    backward = f", backward {options.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
     return (
-        f"{Path(options.family).name}: {schedule.num_ranks} pipeline ranks x {loops} loops, "
-        f"{schedule.num_microbatches} micro-batches"
+        f"{Path(options.family).name}: {count(schedule.num_stages, 'stage')} on "
+        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}; "
+        f"forward {options.forward:g}{backward}"
     )
 
 
@@ -149,11 +177,12 @@ def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
 
 
 def _print_text(options: Options, schedule: Schedule, summary: Summary) -> None:
-    print(f"# {_title(options, schedule)}; forward {options.forward:g}, backward {options.backward:g}")
+    print(f"# {_title(options, schedule)}")
     print(format_schedule(schedule))
     print(f"# makespan           {summary.makespan_s:g}")
     print(f"# bubble overhead    {summary.bubble_overhead:.5g} (idle / ideal)")
     print(f"# bubble fraction    {summary.bubble_fraction:.5g} (idle / total)")
     print(f"# peak stage inputs  {' '.join(map(str, schedule.peak_stage_inputs))} (by rank)")
-    final = " ".join(f"{time:g}" for time in summary.gradients_final_s.values())
-    print(f"# gradients final at {final or '-'} (by stage)")
+    if summary.gradients_final_s:
+        final = " ".join(f"{time:g}" for time in summary.gradients_final_s.values())
+        print(f"# gradients final at {final} (by stage)")

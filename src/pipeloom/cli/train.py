@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
+from pipeloom.words import count
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
     from pipeloom.train.data import Data
-    from pipeloom.train.trainer import RunSummary
+    from pipeloom.train.run_folder import RunFolder
+    from pipeloom.train.trainer import RunResult, RunSummary
 
 _SUMMARY = "Train a language model with a pipeline of processes."
 
@@ -21,27 +23,47 @@ def run(words: list[str]) -> int:
     from pipeloom.execute.world import is_first
     from pipeloom.train.data import load_data
     from pipeloom.train.progress import restore_terminal
-    from pipeloom.train.run_folder import make_run_folder
-    from pipeloom.train.session import resolve, run_on_all_ranks
+    from pipeloom.train.run_folder import RunFolder, make_run_folder
+    from pipeloom.train.session import check_processes, resolve, run_on_all_ranks
 
+    check_processes(config)
     if not is_first():
-        run_on_all_ranks(config, partial(_train, Path()))
+        run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0
     _announce(config)
     data = load_data(config.data, config.training.seed)
     folder = make_run_folder(resolve(config, data))
-    print(f"text       {data.description}\nrun        {folder}\n", flush=True)
+    print(f"text       {data.description}\nrun        {folder.path}", flush=True)
+    print(f"starting   {count(config.layout.num_ranks, 'process')}; the first step takes a few seconds\n", flush=True)
     try:
-        summary = run_on_all_ranks(config, partial(_train, folder))
-    except BaseException:
+        result = run_on_all_ranks(config, partial(_train, folder))
+    except BaseException as error:
         restore_terminal()
-        print(f"\nThe run ended early. What it wrote until then is in {folder}.", flush=True)
+        error.add_note(f"What the run wrote until then is in {folder.path}.")
         raise
-    _print_end(summary, folder)
+    _draw(config, folder.path, result)
+    _print_end(result.summary, folder.path)
     return 0
 
 
-def _train(folder: Path, config: RunConfig, world: "World", data: "Data") -> "RunSummary":
+def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
+    from pipeloom.plot import plot_timelines
+    from pipeloom.train.run_folder import TIMELINE
+
+    assert result.measured is not None
+    layout = config.layout
+    what = (
+        f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
+        f"{count(layout.num_microbatches, 'micro-batch')}"
+    )
+    step = min(config.output.trace_step, config.training.steps)
+    panels = {f"{config.schedule.family}, measured in step {step}: {what}": result.measured}
+    if result.predicted is not None:
+        panels["predicted before the first step, from profiled stages"] = result.predicted
+    plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
+
+
+def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data") -> "RunResult":
     """What each rank does."""
     from pipeloom.train.trainer import Trainer
 
@@ -51,9 +73,10 @@ def _train(folder: Path, config: RunConfig, world: "World", data: "Data") -> "Ru
 def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
-        f"pipeline   {layout.pp} processes x {layout.loops} stages each, {schedule.family} ({schedule.placement})\n"
-        f"batch      {layout.num_microbatches} micro-batches of {layout.microbatch_size} sequences of "
-        f"{config.data.seq_len} tokens",
+        f"pipeline   {schedule.family}: {count(layout.pp, 'process')} x {count(layout.loops, 'stage')} each, "
+        f"{schedule.placement}\n"
+        f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
+        f"{count(config.data.seq_len, 'token')}",
         flush=True,
     )
 
@@ -71,13 +94,17 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(
             f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
         )
-    print(f"training loss     {summary.train_loss:.4f} nats per token after {summary.steps} steps")
+    bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
+    if summary.predicted_bubble_fraction is not None:
+        bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"
+    print(f"bubble            {bubble}")
+    print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
     print(f"unigram loss      {summary.unigram_loss:.4f} (a model that knows only how frequent each token is)")
     print(f"\nwritten to {folder}:")
     described = {
-        names.CONFIG: "the complete configuration; `pipeloom train` runs it again",
+        names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
         names.METRICS: "a line for each step",
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
@@ -87,7 +114,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.SUMMARY: "these numbers",
     }
     for name, what in described.items():
-        if "," in name or (folder / name).exists():
+        if "," in name or (folder / name).exists():  # the sample and the prediction may be switched off
             print(f"  {name:<21} {what}")
 
 

@@ -25,8 +25,9 @@ def run(words: list[str]) -> int:
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.execute.world import is_first
     from pipeloom.train.data import load_data
-    from pipeloom.train.session import run_on_all_ranks
+    from pipeloom.train.session import check_processes, run_on_all_ranks
 
+    check_processes(config)
     if is_first():
         layout, schedule = config.layout, config.schedule
         print(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeloom.errors import PeerLostError, UserError
+from pipeloom.errors import PeerLostError
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,6 @@ def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeou
 
 def _join(store: dist.Store, rank: int, size: int, device_type: str, *, local_rank: int, timeout_s: float) -> World:
     if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"training.device cuda takes one device for each process of a host; process {local_rank} has none, "
-                f"{torch.cuda.device_count()} found. Use fewer ranks, or training.device cpu"
-            )
         torch.cuda.set_device(local_rank)
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)

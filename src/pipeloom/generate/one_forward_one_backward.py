@@ -20,7 +20,7 @@ def one_forward_one_backward(request: Request) -> Rows:
 
 @family("depth-first", is_looped=True)
 def depth_first(request: Request) -> Rows:
-    """Groups of P micro-batches through all local stages (interleaved 1F1B, arXiv 2104.04473, section 2.2.2).
+    """Groups of P micro-batches (a remainder is spread) through all local stages (interleaved 1F1B, arXiv 2104.04473).
 
     The hybrid with group size P. With one rank it is depth-first gradient accumulation: a micro-batch goes forward
     and back before the next. With one loop it is 1F1B with twice the warm-up.

@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.lower import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.schedule import Level, Row, Schedule
@@ -98,9 +98,9 @@ def _placement(rows: Sequence[Row]) -> Placement:
     owner: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:
-            if action.kind not in STAGE_KINDS:
+            if action.kind is Kind.FORWARD:
                 owner.setdefault(action.stage, rank)
     missing = [stage for stage in range(max(owner) + 1) if stage not in owner]
     if missing:
-        raise ScheduleTextError(f"expected every stage 0..{max(owner)} in some row, found none for {missing}")
+        raise ScheduleTextError(f"expected forwards of every stage 0..{max(owner)}, found none of {missing}")
     return Placement(tuple(owner[stage] for stage in range(len(owner))))

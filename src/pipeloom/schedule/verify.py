@@ -5,7 +5,7 @@ earlier ones. ``RULES`` is the specification: read it from top to bottom.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeloom.errors import ScheduleError
@@ -95,7 +95,15 @@ def complete(schedule: "Schedule") -> Violations:
         for microbatch in range(schedule.num_microbatches):
             for part in range(schedule.num_slices):
                 for problem in _incomplete(stage, microbatch, part, present, stage >= schedule.first_backward_stage):
-                    yield Violation(problem, rank)
+                    yield Violation(problem, rank, _slot_near(stage, microbatch, problem, schedule.rows[rank]))
+
+
+def _slot_near(stage: int, microbatch: int, problem: str, row: Sequence[Action]) -> int | None:
+    """Where in a row something about an action is wrong: its own slot, or that of the next of its kind and stage."""
+    about = Action.parse(problem.split(maxsplit=1)[0])
+    alike = [(slot, action) for slot, action in enumerate(row) if (action.kind, action.stage) == (about.kind, stage)]
+    others = [(abs((action.microbatch or 0) - microbatch), slot) for slot, action in alike]
+    return min(others)[1] if others else None
 
 
 def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], trains: bool) -> Iterator[str]:
@@ -243,7 +251,11 @@ def in_flight_bound(schedule: "Schedule") -> Violations:
     for rank, limit in enumerate(schedule.max_stage_inputs or ()):
         peak = schedule.peak_stage_inputs[rank]
         if peak > limit:
-            yield Violation(f"holds {peak} stage inputs at once, the limit is {limit}", rank)
+            row = schedule.rows[rank]
+            forwards = [slot for slot, action in enumerate(row) if action.kind is Kind.FORWARD]
+            first = next(n for n, held in enumerate(schedule.held_inputs(row)) if held > limit)
+            message = f"holds up to {peak} stage inputs, but max_stage_inputs promises {limit}; here it takes one more"
+            yield Violation(message, rank, forwards[first])
 
 
 Rule = Callable[["Schedule"], Violations]

@@ -36,11 +36,14 @@ from pipeloom.train.corpus import (
     split_documents,
 )
 from pipeloom.train.tokenizer import BpeTokenizer, ByteTokenizer, TokenArray, Tokenizer, require_bpe, token_dtype
+from pipeloom.words import count
 
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache key; raise it when the same text and settings give other tokens or other files."""
 _BPE_SAMPLE_BYTES = 8_000_000
 _COUNT_AT_ONCE = 1 << 22
+_VALIDATION_SEED = 0
+"""Validation windows are shuffled, so that the first few are from all over the text, but alike in every run."""
 
 
 class TokenWindows:
@@ -95,7 +98,7 @@ class Data:
     Attributes:
         tokenizer: text to tokens and back.
         train: training windows, shuffled.
-        validation: validation windows, in the order of the text.
+        validation: validation windows, in one order for all runs, from all over the text.
         unigram_loss: loss on the validation tokens of a model that knows only how often each token occurs in the
             training tokens; nats a token. A model that has learned anything is below it.
         corpus_sha256: fingerprint of the text.
@@ -130,7 +133,7 @@ def load_data(config: DataConfig, seed: int) -> Data:
     return Data(
         tokenizer=tokenizer,
         train=TokenWindows(train, config.seq_len, seed),
-        validation=TokenWindows(validation, config.seq_len),
+        validation=TokenWindows(validation, config.seq_len, _VALIDATION_SEED),
         unigram_loss=summary.unigram_loss,
         corpus_sha256=summary.corpus_sha256,
         description=_describe(summary, config),
@@ -172,6 +175,7 @@ class _Summary:
     """What ``summary.json`` says."""
 
     num_files: int
+    num_skipped: int
     num_bytes: int
     vocab_size: int
     train_tokens: int
@@ -188,7 +192,7 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source]) -> tuple[Path,
         return folder, summary
     documents = read_documents(sources)
     try:
-        return folder, _write_entry(folder, documents, config)
+        return folder, _write_entry(folder, documents, config, len(sources) - len(documents))
     except OSError as error:
         raise UserError(
             f"the cache folder must be writable and have room, found {error.strerror or error} at {folder.parent}; "
@@ -225,12 +229,12 @@ def _read_summary(folder: Path) -> _Summary | None:
     return summary if num_bytes == width * (summary.train_tokens + summary.validation_tokens) else None
 
 
-def _write_entry(folder: Path, documents: Sequence[Document], config: DataConfig) -> _Summary:
+def _write_entry(folder: Path, documents: Sequence[Document], config: DataConfig, num_skipped: int) -> _Summary:
     """Write a complete entry beside its place, then move it there."""
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     draft.mkdir(parents=True)
     try:
-        summary = _fill_entry(draft, documents, config)
+        summary = _fill_entry(draft, documents, config, num_skipped)
         return _move_entry(draft, folder, summary)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -250,7 +254,7 @@ def _move_entry(draft: Path, folder: Path, summary: _Summary) -> _Summary:
     return summary
 
 
-def _fill_entry(folder: Path, documents: Sequence[Document], config: DataConfig) -> _Summary:
+def _fill_entry(folder: Path, documents: Sequence[Document], config: DataConfig, num_skipped: int) -> _Summary:
     """Tokenize a corpus into the files of an entry."""
     training, validation = split_documents(documents, config.validation_fraction)
     tokenizer = _new_tokenizer(training, config, folder)
@@ -263,6 +267,7 @@ def _fill_entry(folder: Path, documents: Sequence[Document], config: DataConfig)
     tokens = np.memmap(folder / "tokens.bin", token_dtype(tokenizer.vocab_size), mode="r")
     summary = _Summary(
         num_files=len(documents),
+        num_skipped=num_skipped,
         num_bytes=sum(len(document.content) for document in documents),
         vocab_size=tokenizer.vocab_size,
         train_tokens=train_tokens,
@@ -320,8 +325,9 @@ def _check_length(summary: _Summary, config: DataConfig) -> None:
 
 def _describe(summary: _Summary, config: DataConfig) -> str:
     where = "Python's standard library" if config.path is None else str(config.path)
+    skipped = f" ({summary.num_skipped:,} skipped: not UTF-8 text, or empty)" if summary.num_skipped else ""
     return (
-        f"{where}: {summary.num_files:,} files, {summary.num_bytes / 1e6:.1f} MB, "
+        f"{where}: {count(summary.num_files, 'file')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
         f"{summary.train_tokens:,} training and {summary.validation_tokens:,} validation tokens "
         f"({config.tokenizer}, vocabulary of {summary.vocab_size:,})"
     )

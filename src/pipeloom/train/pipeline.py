@@ -17,7 +17,6 @@ from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
 from pipeloom.generate import make_schedule
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.planner.partition import default_partition
 from pipeloom.schedule import Schedule, lower
 from pipeloom.train.batch import Batch
 
@@ -48,18 +47,11 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     return lower(compute_only, config.schedule.receive_buffers)
 
 
-def model_pieces(config: RunConfig) -> list[range]:
-    """The pieces of each stage: as configured, or balanced by cost."""
-    layout = config.layout
-    partition = layout.partition or default_partition(config.model, config.data.seq_len, layout.num_stages)
-    return stage_pieces(partition)
-
-
 class Pipeline:
     """The stages of one rank, connected to the other ranks'.
 
     Args:
-        config: with the model resolved.
+        config: resolved.
         world: this process among the others.
     """
 
@@ -67,7 +59,8 @@ class Pipeline:
         self._config = config
         self._world = world
         self._dtype = getattr(torch, config.training.dtype)
-        self._pieces = model_pieces(config)
+        assert config.layout.partition is not None
+        self._pieces = stage_pieces(config.layout.partition)
         self.schedule = training_schedule(config)
         self.modules: dict[int, nn.Module] = {
             stage: self._build(stage, world.device) for stage in self.schedule.placement.stages_of(world.rank)

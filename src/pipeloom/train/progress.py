@@ -29,11 +29,12 @@ class StepProgress:
         if sys.stdout.isatty():
             columns = (
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(bar_width=None),
+                BarColumn(bar_width=24),
                 TextColumn("{task.fields[numbers]}"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
             )
-            self._bar = Progress(*columns, console=Console(), expand=True)
+            self._bar = Progress(*columns, console=Console())
             self._task = self._bar.add_task("", total=num_steps, numbers="starting")
 
     def __enter__(self) -> "StepProgress":

@@ -34,7 +34,8 @@ def sample_text(
         logits = pipeline.next_logits(padded, len(seen) - 1)
         drawn = 0
         if logits is not None:
-            chances = torch.softmax(logits.double().cpu() / _TEMPERATURE, dim=-1)
+            known = logits[: tokenizer.vocab_size]  # the model may have room for more tokens than there are
+            chances = torch.softmax(known.double().cpu() / _TEMPERATURE, dim=-1)
             drawn = int(torch.multinomial(chances, 1, generator=generator))
         tokens.append(world.broadcast(drawn, pipeline.last_rank))
     return tokenizer.decode(tokens)

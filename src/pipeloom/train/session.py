@@ -1,5 +1,6 @@
 """Runs a job on all ranks: in processes of its own, or as one of those that a launcher started."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,10 +13,15 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.generate import FAMILIES
+from pipeloom.planner.partition import default_partition
 from pipeloom.train.data import Data, load_data
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
+
+_LAUNCHED_PATIENCE_S = 1800.0
+"""Under a launcher, ranks may have to wait until another host has turned its text into tokens."""
 
 
 def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> Any:
@@ -31,11 +37,10 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
         Rank 0's result; under a launcher, this rank's.
 
     Raises:
-        UserError: the launcher started another number of processes than the layout needs.
         WorkerError: a process of its own failed.
     """
     if is_launched():
-        return _run_launched(config, job, patience_s)
+        return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
     # imported once here, not once in every worker: optimizers import it on first use
     import torch._dynamo  # noqa: F401
 
@@ -43,17 +48,55 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     return run_workers(work, config.layout.num_ranks, config.training.threads)[0]
 
 
-def resolve(config: RunConfig, data: Data) -> RunConfig:
-    """The configuration with every derived size of the model filled in, from the tokenizer's size."""
-    return replace(config, model=config.model.resolve(data.tokenizer.vocab_size))
+def check_processes(config: RunConfig) -> None:
+    """Refuse a launcher that started another number of processes than the layout needs, and too few devices.
 
-
-def _run_launched(config: RunConfig, job: Job, patience_s: float) -> Any:
-    if launched_size() != config.layout.num_ranks:
+    Raises:
+        UserError: naming both numbers.
+    """
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())) if is_launched() else config.layout.num_ranks
+    num_devices = torch.cuda.device_count() if config.training.device == "cuda" else num_here
+    if num_devices < num_here:
+        raise UserError(
+            f"training.device cuda takes one CUDA device for each of {num_here} processes on a host, found "
+            f"{num_devices}; use a smaller layout.pp, or training.device cpu"
+        )
+    if is_launched() and launched_size() != config.layout.num_ranks:
         raise UserError(
             f"layout.pp {config.layout.pp} needs {config.layout.num_ranks} processes, the launcher started "
             f"{launched_size()}; change --layout.pp or the number of processes"
         )
+
+
+def resolve(config: RunConfig, data: Data) -> RunConfig:
+    """The configuration with everything derived filled in: sizes of the model, partition, group size.
+
+    Args:
+        config: as it was asked for.
+        data: tells the tokenizer's size.
+
+    Raises:
+        UserError: the model knows fewer tokens than the tokenizer has.
+    """
+    needed, given = data.tokenizer.vocab_size, config.model.vocab_size
+    if given is not None and given < needed:
+        raise UserError(
+            f"model.vocab_size must be at least {needed}, the number of tokens of the {config.data.tokenizer} "
+            f"tokenizer, found {given}; leave it out to use {needed}"
+        )
+    model = config.model.resolve(needed)
+    layout, schedule = config.layout, config.schedule
+    partition = layout.partition or default_partition(model, config.data.seq_len, layout.num_stages)
+    is_grouped = FAMILIES[schedule.family].is_grouped
+    return replace(
+        config,
+        model=model,
+        layout=replace(layout, partition=partition),
+        schedule=replace(schedule, group_size=schedule.group_size or layout.pp) if is_grouped else schedule,
+    )
+
+
+def _run_launched(config: RunConfig, job: Job, patience_s: float) -> Any:
     torch.set_num_threads(config.training.threads)
     timeout_s = config.training.stall_timeout_s + patience_s
     return _join_in(config, job, join_launched(config.training.device, timeout_s))

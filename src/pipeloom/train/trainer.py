@@ -1,31 +1,31 @@
 """The loop of a run, as every rank goes through it."""
 
 import json
+import math
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from pipeloom.config import RunConfig
+from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.plot import plot_timelines
 from pipeloom.report import summarize
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train import run_folder
 from pipeloom.train.batch import Batch
-from pipeloom.train.data import Data
+from pipeloom.train.data import Data, unigram_loss
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
-from pipeloom.train.run_folder import MetricsFile
+from pipeloom.train.run_folder import RunFolder
 from pipeloom.train.sample import sample_text
 
-_PROMPT = "def "
+_PROMPT_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class RunSummary:
         steps: optimizer steps done.
         train_loss: of the last step, in nats for each token.
         validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
-        unigram_loss: of a model that knows only how frequent each token is, on the validation text.
+        unigram_loss: of a model that knows only how frequent each token is, on the tokens that were validated,
+            or on the whole validation text if none were.
         step_time_s: median over the steps.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
         tokens_per_s: at the median step time.
@@ -59,6 +60,21 @@ class RunSummary:
     corpus_sha256: str
 
 
+@dataclass(frozen=True)
+class RunResult:
+    """What a run returns.
+
+    Attributes:
+        summary: complete on rank 0.
+        measured: trace of the traced step, on rank 0.
+        predicted: the same as predicted, on rank 0; ``None`` without prediction.
+    """
+
+    summary: RunSummary
+    measured: Trace | None
+    predicted: Trace | None
+
+
 class Trainer:
     """One rank of a training run.
 
@@ -66,10 +82,10 @@ class Trainer:
         config: with the model resolved.
         world: this process among the others.
         data: the text.
-        folder: the run folder; written by rank 0 only.
+        folder: written by rank 0 only.
     """
 
-    def __init__(self, config: RunConfig, world: World, data: Data, folder: Path) -> None:
+    def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder) -> None:
         self._config = config
         self._world = world
         self._data = data
@@ -78,34 +94,33 @@ class Trainer:
         self._parameters: list[nn.Parameter] = [p for _, p in self._pipeline.named_parameters()]
         self._optimizer = make_adamw(config.optimizer, self._parameters)
         self._prediction: Prediction | None = None
+        self._measured: Trace | None = None
 
-    def run(self) -> RunSummary:
-        """Train, validate, sample, and write everything down. Rank 0's summary is the complete one."""
+    def run(self) -> RunResult:
+        """Train, validate, sample, and write everything down."""
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
-            text = format_schedule(self._pipeline.schedule)
-            (self._folder / run_folder.SCHEDULE).write_text(text, encoding="utf-8")
+            self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         self._predict()
-        metrics = MetricsFile(self._folder) if is_writer else None
         traced = min(config.output.trace_step, config.training.steps)
         times: list[float] = []
-        loss = bubble = 0.0
+        loss = 0.0
         with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
             for step in range(1, config.training.steps + 1):
                 begin = time.perf_counter()
                 loss, grad_norm, result = self._step(step)
                 times.append(time.perf_counter() - begin)
                 speed = config.layout.batch_size * config.data.seq_len / times[-1]
-                if metrics is not None:
+                if is_writer:
                     lr = learning_rate(config.optimizer, step - 1, config.training.steps)
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-                    metrics.write({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
+                    self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
                 if step == traced:
-                    bubble = self._write_trace(result, step)
-        if metrics is not None:
-            metrics.close()
-        return self._finish(times, loss, bubble)
+                    self._keep_trace(result)
+        self._folder.close()
+        summary = self._finish(times, loss)
+        return RunResult(summary, self._measured, None if self._prediction is None else self._prediction.trace)
 
     def _predict(self) -> None:
         """Say what a step will look like; written by rank 0."""
@@ -115,8 +130,7 @@ class Trainer:
         batch = self._batch(0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
         if self._prediction is not None:
-            text = to_chrome(self._prediction.trace, "predicted")
-            (self._folder / run_folder.PREDICTED_TRACE).write_text(text, encoding="utf-8")
+            self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
 
     def _batch(self, index: int) -> Batch:
         layout = self._config.layout
@@ -131,38 +145,35 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         result = self._pipeline.train_step(self._batch(step - 1))
         loss, squares = self._world.sum([_total(result), squared_gradient_norm(self._parameters)])
+        if not math.isfinite(loss + squares):
+            raise RunError(
+                f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
+                "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
+            )
         grad_norm = squares**0.5
         clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
         self._optimizer.step()
         return loss, grad_norm, result
 
-    def _write_trace(self, result: StepResult, step: int) -> float:
-        """Gather the step's trace on rank 0, write and draw it; its bubble fraction (0 on other ranks)."""
+    def _keep_trace(self, result: StepResult) -> None:
+        """Gather the step's trace on rank 0 and write it. Drawing it takes longer: the other ranks would wait."""
         traces: list[Trace] | None = self._world.gather(result.trace)
-        if traces is None:
-            return 0.0
-        trace = merge(traces)
-        (self._folder / run_folder.TRACE).write_text(to_chrome(trace, "measured"), encoding="utf-8")
-        layout, family = self._config.layout, self._config.schedule.family
-        what = f"{layout.pp} ranks x {layout.loops} loops, {layout.num_microbatches} micro-batches"
-        panels = {f"{family}, measured in step {step}: {what}": trace}
-        if self._prediction is not None:
-            panels["predicted before the first step, from profiled stages"] = self._prediction.trace
-        files = [self._folder / f"{run_folder.TIMELINE}.{ending}" for ending in ("png", "svg")]
-        plot_timelines(panels, files, unit="ms", scale=1e3)
-        return summarize(trace).bubble_fraction
+        if traces is not None:
+            self._measured = merge(traces)
+            self._folder.write(run_folder.TRACE, to_chrome(self._measured, "measured"))
 
-    def _finish(self, times: list[float], loss: float, bubble: float) -> RunSummary:
+    def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
         median = sorted(times)[len(times) // 2]
         sizes = sum(p.numel() for p in self._parameters)
+        bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
         num_parameters, bubble = self._world.sum([sizes, bubble])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=len(times),
             train_loss=loss,
             validation_loss=self._validate(),
-            unigram_loss=self._data.unigram_loss,
+            unigram_loss=self._unigram_loss(),
             step_time_s=median,
             predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
             tokens_per_s=config.layout.batch_size * config.data.seq_len / median,
@@ -172,10 +183,9 @@ class Trainer:
             ),
             corpus_sha256=self._data.corpus_sha256,
         )
-        self._write_sample()
         if self._world.rank == 0:
-            text = json.dumps(asdict(summary), indent=2) + "\n"
-            (self._folder / run_folder.SUMMARY).write_text(text, encoding="utf-8")
+            self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
+        self._write_sample()
         self._pipeline.close()
         return summary
 
@@ -190,6 +200,13 @@ class Trainer:
             total += _total(self._pipeline.evaluate(Batch.of(windows, layout.num_microbatches, self._world.device)))
         return self._world.sum([total / num_batches])[0]
 
+    def _unigram_loss(self) -> float:
+        data, layout, num_batches = self._data, self._config.layout, self._config.training.validation_batches
+        if num_batches == 0 or self._world.rank > 0:
+            return data.unigram_loss
+        windows = data.validation.batch(0, layout.batch_size * num_batches)
+        return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
+
     def _write_sample(self) -> None:
         config = self._config
         if config.training.sample_tokens == 0:
@@ -198,13 +215,13 @@ class Trainer:
             self._pipeline,
             self._world,
             self._data.tokenizer,
-            prompt=_PROMPT,
+            prompt=self._data.tokenizer.decode(self._data.validation.batch(0, 1)[0, :_PROMPT_TOKENS]),
             num_tokens=config.training.sample_tokens,
             seq_len=config.data.seq_len,
             seed=config.training.seed,
         )
         if self._world.rank == 0:
-            (self._folder / run_folder.SAMPLE).write_text(text, encoding="utf-8")
+            self._folder.write(run_folder.SAMPLE, text)
 
 
 class _Silent:
