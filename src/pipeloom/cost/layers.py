@@ -122,13 +122,20 @@ class Pieces:
     def head_forward(self) -> Parts:
         """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
         run, vocab = self.run, self.run.shape.vocab / self.run.tp
-        logits = run.tokens * vocab
-        moved = (
-            logits * self.software.efficiency.loss_bytes
-            + run.tokens * run.shape.hidden * self._norm_bytes() / self._whole_split()
-        )
+        is_gathered = self.software.gathers_logits and run.tp > 1
+        logits = run.tokens * (run.shape.vocab if is_gathered else vocab)
+        moved = logits * self.software.efficiency.loss_bytes
+        moved += run.tokens * run.shape.hidden * self._norm_bytes() / self._whole_split()
+        gather_s = 0.0
+        if is_gathered:
+            group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
+            use, message = self.software.efficiency, logits * run.element_bytes
+            gather_s = self.cluster.collective_s("all_gather", message, group, use.tensor_bus)
         return Parts(
-            matmul_s=self._matmul_s(run.tokens, run.shape.hidden, vocab), memory_s=self._memory_s(moved), num_kernels=16
+            matmul_s=self._matmul_s(run.tokens, run.shape.hidden, vocab),
+            memory_s=self._memory_s(moved),
+            tensor_s=gather_s,
+            num_kernels=16,
         )
 
     def head_backward(self) -> Parts:

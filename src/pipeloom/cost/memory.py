@@ -55,17 +55,30 @@ class Memory:
         )
 
 
-def layer_activation_bytes(run: Run, *, dropout: bool) -> float:
-    """Bytes that one layer keeps for the backward of one micro-batch without full recomputation."""
+def layer_activation_bytes(
+    run: Run, *, dropout: bool, keeps_gathered: bool = False, norm_copies: float = NORM_COPY_BYTES
+) -> float:
+    """Bytes that one layer keeps for the backward of one micro-batch without full recomputation.
+
+    Args:
+        run: what is trained.
+        dropout: whether masks are kept.
+        keeps_gathered: whether the two inputs that sequence parallelism gathers are kept whole.
+        norm_copies: bytes that an unfused norm keeps for each element.
+    """
     shape, size = run.shape, run.element_bytes
-    whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * NORM_COPY_BYTES))
+    whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
     inner = (4 if shape.mlp == "swiglu" else 2) * size * shape.ffn
     split = size * (2 * shape.hidden + 2 * shape.kv_width) + inner
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
         per_score = size + (size + 1 if dropout else 0) + (4 if run.effective_attention == "plain" else 0)
         scores = per_score * shape.heads * run.seq
-    return run.tokens * (whole / (run.tp if run.sequence_parallel else 1) + (split + scores) / run.tp)
+    gathered = 0.0
+    if run.sequence_parallel:
+        whole /= run.tp
+        gathered = 2 * size * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
+    return run.tokens * (whole + gathered + (split + scores) / run.tp)
 
 
 def stage_input_bytes(run: Run) -> float:
@@ -101,7 +114,9 @@ def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memo
     """
     counts, head = layers_of_stages(run.shape, run.num_stages, software.partition)
     layers = max(counts[rank :: run.pp])
-    whole = layer_activation_bytes(run, dropout=software.dropout)
+    whole = layer_activation_bytes(
+        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
+    )
     if run.recompute == "full":
         activations = in_flight * layers * stage_input_bytes(run) + whole
     else:
@@ -110,7 +125,7 @@ def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memo
         activations += in_flight / run.loops * stage_input_bytes(run)
     logits = 0.0
     if head % run.pp == rank:
-        logits = run.tokens * run.shape.vocab / run.tp * software.logit_bytes
+        logits = run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
     weights = state_bytes(run, rank_parameters(run, software)[rank], software)
     lost = software.fragmentation * (activations + logits)
     return Memory(weights, activations, logits, software.reserve_bytes, lost)

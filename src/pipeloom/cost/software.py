@@ -68,6 +68,9 @@ class Software:
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
         optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
+        keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
+        norm_copy_bytes: bytes that an unfused norm keeps for each element: copies in single precision.
+        gathers_logits: whether every tensor-parallel rank computes the loss on the whole vocabulary.
         logit_bytes: bytes held for each logit at the worst moment of the loss.
         reserve_bytes: context, communicators and workspaces.
         fragmentation: allocator's loss as a fraction of activations.
@@ -90,6 +93,9 @@ class Software:
     scatter_gather: bool = False
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12
+    keeps_gathered: bool = False
+    norm_copy_bytes: float = 8
+    gathers_logits: bool = False
     logit_bytes: float = 10
     reserve_bytes: float = 1.5e9
     fragmentation: float = 0.05
