@@ -75,3 +75,14 @@ def test_a_zero_bubble_schedule_lies_between_1f1b_and_no_bubble():
 def test_a_schedule_that_no_family_makes_is_refused():
     with pytest.raises(UserError, match="no family makes the schedule 'chimera'; known: 1f1b"):
         predict(replace(RUN, pp=2, schedule="chimera"), A100, PROGRAM)
+
+
+def test_an_observed_drain_counts_only_where_it_was_observed():
+    slow = replace(PROGRAM, least_drain_slots=8.0, drain_seq=2048)
+    run = replace(RUN, pp=2, schedule="1f1b")
+    plain, more = (predict(run, A100, program) for program in (PROGRAM, slow))
+    slot_s = max(f + b for f, b in zip(plain.costs.forward_s, plain.costs.backward_s, strict=True))
+    assert more.pipeline_s - plain.pipeline_s == pytest.approx(7 * slot_s)
+    longer = replace(run, seq=4096)
+    assert predict(longer, A100, slow).pipeline_s == predict(longer, A100, PROGRAM).pipeline_s
+    assert predict(RUN, A100, slow).pipeline_s == predict(RUN, A100, PROGRAM).pipeline_s

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeloom.cost.analytic import StageCosts, StepTerms, stage_costs, step_terms
+from pipeloom.cost.analytic import StageCosts, StepTerms, drain_s, stage_costs, step_terms
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, rank_memory
 from pipeloom.cost.shape import Run
@@ -81,6 +81,7 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     else:
         known = ", ".join([*FAMILY_OF, *CLOSED])
         raise UserError(f"no family makes the schedule '{run.schedule}'; known: {known}")
+    step_s += drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, backward_s)
     memory = fullest(run, software)
     fits = memory.total_bytes <= cluster.device.memory_bytes

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.hardware import Cluster, Collective, Group
 from pipeloom.cost.layers import Pieces
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
@@ -108,6 +108,14 @@ def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
     return seconds + use.exchange_s
 
 
+def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
+    """Seconds that a pipeline was observed to fill and drain longer than its schedule explains."""
+    if run.pp == 1 or run.seq > software.drain_seq:
+        return 0.0
+    slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+    return max(0.0, software.least_drain_slots - (run.pp - 1)) * slot_s
+
+
 @dataclass(frozen=True)
 class StepTerms:
     """Seconds that a step takes outside the pipeline.
@@ -155,7 +163,8 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
     use = software.efficiency
     most = max(rank_parameters(run, software))
     group = Group.strided(run.dp, run.tp, cluster.devices_per_node)
-    reduce_s = cluster.collective_s("all_reduce", most * software.gradient_bytes, group, use.data_bus)
+    kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
+    reduce_s = cluster.collective_s(kind, most * software.gradient_bytes, group, use.data_bus)
     hidden_s = min(reduce_s, software.overlap * backward_s)
     gather_s = 0.0
     if run.shard != "none":

@@ -66,6 +66,11 @@ class Software:
         overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
         is_blocking: whether a rank stands still while it sends or receives between stages.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
+        reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
+            reduce-scattered, half the traffic.
+        least_drain_slots: micro-batches' time that a pipeline needs at least to fill and drain, observed; the
+            schedule itself needs P - 1.
+        drain_seq: longest sequences that this was observed with.
         weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
         optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
         keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
@@ -91,6 +96,9 @@ class Software:
     overlap: float = 0.0
     is_blocking: bool = True
     scatter_gather: bool = False
+    reduces_whole: bool = True
+    least_drain_slots: float = 0
+    drain_seq: float = 0
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12
     keeps_gathered: bool = False
