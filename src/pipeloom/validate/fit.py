@@ -43,7 +43,7 @@ RANGES: dict[str, tuple[float, float]] = {
 SCALE = 0.02
 """Relative error from which a row counts linearly instead of squared (soft L1), so that outliers do not rule."""
 
-PULL = 0.005
+PULL = 0.03
 """Relative error that a factor e away from the starting value is worth: what no row tells stays where it is."""
 
 
