@@ -118,7 +118,7 @@ def _print_table(answer: Comparison) -> None:
         print(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in _cells(part)))
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: of the layout ranked first")
     for schedule, count in answer.skipped.items():
-        print(f"# {count} rows were not predicted: no family makes the schedule '{schedule}'")
+        print(f"# {count} rows were not predicted: no family makes the schedule '{schedule}' in their size")
 
 
 def _cells(part: Measures) -> list[str]:

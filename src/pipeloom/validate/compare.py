@@ -59,7 +59,7 @@ class Comparison:
 
     Attributes:
         outcomes: in the order of the table, without the rows that no family can run.
-        skipped: schedule -> number of rows that were not predicted.
+        skipped: schedule -> number of rows that were not predicted, since no family makes it in that size.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -99,7 +99,12 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
             skipped[row.run.schedule] += 1
             continue
         program = software or program_of(row)[1]
-        answer = predict(row.run, cluster or cluster_of(row, program), program)
+        machine = cluster or cluster_of(row, program)
+        try:
+            answer = predict(row.run, machine, program)
+        except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
+            skipped[row.run.schedule] += 1
+            continue
         outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
     return Comparison(tuple(outcomes), dict(skipped))
 
