@@ -120,3 +120,39 @@ def _add_legend(axes: "Axes", trace: Trace) -> None:
         handleheight=1,
         columnspacing=0.8,
     )
+
+
+def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
+    """Draw predicted against measured step times, a color for each set, on logarithmic axes.
+
+    Args:
+        points: set -> (measured, predicted) in seconds.
+        file: where to; the ending names the format, ``FORMATS``.
+
+    Raises:
+        UserError: the ending is not known, or the file cannot be written.
+    """
+    if file.suffix.lstrip(".") not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, pairs in points.items():
+        axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=name)
+    everything = [value for pairs in points.values() for pair in pairs for value in pair]
+    if everything:
+        ends = [min(everything) * 0.8, max(everything) * 1.25]
+        axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
+        axes.set(xlim=ends, ylim=ends)
+        axes.legend(frameon=False, fontsize=8)
+    axes.set(xscale="log", yscale="log", aspect="equal")
+    axes.set(xlabel="measured step time (s)", ylabel="predicted step time (s)")
+    axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error}") from error

@@ -16,7 +16,12 @@ LIGHT = [
     "pipeloom.report",
     "pipeloom.plot",
     "pipeloom.cli",
+    "pipeloom.catalog",
+    "pipeloom.predict",
+    "pipeloom.validate.compare",
+    "pipeloom.validate.fit",
     "pipeloom.cli.schedule",
+    "pipeloom.cli.validate",
 ]
 HEAVY = {"torch", "matplotlib"}
 

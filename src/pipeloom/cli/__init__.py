@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
+    "validate": "hold predictions of step time and memory against measurements",
 }
 """Commands with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
 

@@ -39,3 +39,29 @@ def piece_forward_flops(model: ModelConfig, seq_len: int) -> list[float]:
     assert model.vocab_size is not None
     head = 2 * model.hidden_size * model.vocab_size
     return [0.0, *[layer_forward_flops(model, seq_len)] * model.num_layers, head]
+
+
+def mfu(
+    tokens_per_s: float,
+    *,
+    parameters: float,
+    layers: int,
+    hidden: int,
+    seq_len: int,
+    devices: int,
+    peak_flops_per_s: float,
+) -> float:
+    """Model FLOPs utilization, a fraction: tokens/s (6 N + 12 L H T) / (devices x peak).
+
+    The whole attention matrix counts, recomputation does not (PaLM, arXiv 2204.02311, appendix B).
+
+    Args:
+        tokens_per_s: of the whole run.
+        parameters: N, all of them, embedding and head included.
+        layers: L.
+        hidden: H.
+        seq_len: T.
+        devices: of the whole run.
+        peak_flops_per_s: of one device.
+    """
+    return tokens_per_s * (6 * parameters + 12 * layers * hidden * seq_len) / (devices * peak_flops_per_s)

@@ -1,0 +1,162 @@
+"""Models, clusters and programs as data: found by name in this folder or by path, each constant with its source.
+
+Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
+"""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from pipeloom.catalog.reading import Reader, names, read_toml
+from pipeloom.cost.hardware import Cluster, Collective, Device, Link
+from pipeloom.cost.shape import Mlp, ModelShape
+from pipeloom.cost.software import Division, Efficiency, Software
+from pipeloom.errors import UserError
+
+__all__ = ["load_cluster", "load_model", "load_software", "names"]
+
+GIGA, MICRO = 1e9, 1e-6
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """A cluster by name (``pipeloom/catalog/clusters``) or from a file.
+
+    Raises:
+        UserError: there is no such file, or something in it is wrong; all problems together.
+    """
+    table, source = read_toml("clusters", name_or_path)
+    reader = Reader(table, source)
+    cluster = Cluster(
+        name=reader.text("name"),
+        device=_device(reader.table("device")),
+        devices_per_node=reader.integer("devices_per_node"),
+        intra=_link(reader.table("intra")),
+        inter=_link(reader.table("inter")),
+        bus_curves=_bus(reader.table("bus", is_optional=True)),
+        price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
+    )
+    reader.check(lambda: {"source"})
+    return cluster
+
+
+def _device(reader: Reader) -> Device:
+    peaks = reader.table("peak_tflop_per_s")
+    sizes, fractions = reader.numbers("matmul_gflop", scale=GIGA), reader.numbers("matmul_fraction")
+    return Device(
+        name=reader.text("name"),
+        peak_flops_per_s={key: peaks.number(key, scale=1e12) for key in peaks.names()},
+        matmul_curve=tuple(zip(sizes, fractions, strict=False)),
+        kernel_s=reader.number("kernel_us", scale=MICRO),
+        memory_bytes=reader.number("memory_gb", scale=GIGA),
+        memory_bytes_per_s=reader.number("memory_gb_per_s", scale=GIGA),
+        launch_s=reader.number("launch_us", scale=MICRO),
+    )
+
+
+def _link(reader: Reader) -> Link:
+    return Link(
+        latency_s=reader.number("latency_us", scale=MICRO),
+        bytes_per_s=reader.number("gb_per_s", scale=GIGA, least=1e-6),
+    )
+
+
+def _bus(reader: Reader) -> dict[Collective, tuple[tuple[float, float], ...]]:
+    if not reader.names():
+        return {}
+    nodes = reader.numbers("nodes")
+    return {
+        kind: tuple(zip(nodes, reader.numbers(f"{kind}_gb_per_s", scale=GIGA), strict=False))
+        for kind in get_args(Collective)
+    }
+
+
+def load_model(name_or_path: str) -> ModelShape:
+    """A model by name (``pipeloom/catalog/models``), from a TOML file, or from a Hugging Face ``config.json``.
+
+    Raises:
+        UserError: there is no such file, or something in it is wrong; all problems together.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".json":
+        return _hugging_face(path)
+    table, source = read_toml("models", name_or_path)
+    reader = Reader(table, source)
+    shape = ModelShape(
+        name=reader.text("name"),
+        layers=reader.integer("layers"),
+        hidden=reader.integer("hidden"),
+        heads=reader.integer("heads"),
+        kv_heads=reader.integer("kv_heads", table.get("heads")),
+        ffn=reader.integer("ffn"),
+        mlp=cast("Mlp", reader.text("mlp", among=get_args(Mlp))),
+        vocab=reader.integer("vocab"),
+        tied=reader.flag("tied"),
+    )
+    reader.check(lambda: {"source"})
+    return shape
+
+
+def _hugging_face(path: Path) -> ModelShape:
+    """The shape in a ``config.json``: Llama's names, or GPT-2's."""
+    try:
+        table: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    if not isinstance(table, dict):
+        raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
+    is_gpt2 = "n_embd" in table
+    keys = ("n_layer", "n_embd", "n_head", "n_inner") if is_gpt2 else _LLAMA_KEYS
+    reader = Reader(table, str(path))
+    layers, hidden, heads = (reader.integer(key) for key in keys[:3])
+    inner = 4 * hidden if is_gpt2 and table.get("n_inner") is None else reader.integer(keys[3])
+    shape = ModelShape(
+        name=str(table.get("model_type", path.stem)),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=reader.integer("num_key_value_heads", heads),
+        ffn=inner,
+        mlp="gelu" if is_gpt2 else "swiglu",
+        vocab=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", default=is_gpt2),
+    )
+    reader.check(lambda: set(table))
+    return shape
+
+
+_LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+
+def load_software(name_or_path: str) -> Software:
+    """A training program by name (``pipeloom/catalog/software``) or from a file.
+
+    Raises:
+        UserError: there is no such file, or something in it is wrong; all problems together.
+    """
+    table, source = read_toml("software", name_or_path)
+    reader = Reader(table, source)
+    calibrated, default = reader.table("efficiency", is_optional=True), Software(name="")
+    known = {item.name for item in fields(Efficiency)}
+    values = {key: calibrated.number(key) for key in calibrated.names() if key in known}
+    plain = {
+        item.name: _plain(reader, item.name, getattr(default, item.name))
+        for item in fields(Software)
+        if item.name not in ("name", "partition", "efficiency", "cluster", "sets", "attentions")
+    }
+    software = Software(
+        name=reader.text("name"),
+        partition=cast("Division", reader.text("partition", "even", among=get_args(Division))),
+        efficiency=Efficiency(**values),
+        cluster=reader.text("cluster", default.cluster),
+        sets=reader.texts("sets"),
+        attentions=reader.texts("attentions"),
+        **plain,
+    )
+    calibrated.check()
+    reader.check(lambda: {"source", "provenance"})
+    return software
+
+
+def _plain(reader: Reader, key: str, default: Any) -> Any:
+    return reader.flag(key, default=default) if isinstance(default, bool) else reader.number(key, default)

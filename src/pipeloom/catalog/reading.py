@@ -1,0 +1,127 @@
+"""Reading of data files: by name from the package or by path, with every problem reported at once."""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import ConfigError, UserError
+
+
+def names(folder: str) -> list[str]:
+    """Names of the data files of a folder of the catalog."""
+    found = files("pipeloom.catalog").joinpath(folder).iterdir()
+    return sorted(item.name.removesuffix(".toml") for item in found if item.name.endswith(".toml"))
+
+
+def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
+    """A table and where it came from.
+
+    Raises:
+        UserError: there is no such name or file, or it is no TOML.
+    """
+    if name_or_path in names(folder):
+        text = files("pipeloom.catalog").joinpath(folder, f"{name_or_path}.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text), name_or_path
+    path = Path(name_or_path)
+    if not path.is_file():
+        close = difflib.get_close_matches(name_or_path, names(folder), n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise UserError(
+            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}expected a file or one of "
+            f"{', '.join(names(folder))}"
+        )
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+class Reader:
+    """Takes values out of a table and remembers what was wrong, so that all of it is reported together."""
+
+    def __init__(self, table: Mapping[str, Any], source: str) -> None:
+        self._table = table
+        self._source = source
+        self._problems: list[str] = []
+        self._seen: set[str] = set()
+
+    def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
+        """A number of at least ``least``, times ``scale``."""
+        value = self._find(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+            self._problems.append(f"{key} must be a number of at least {least:g}, found {value!r}")
+            return least * scale
+        return float(value) * scale
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._find(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self._problems.append(f"{key} must be a whole number of at least 1, found {value!r}")
+            return 1
+        return value
+
+    def numbers(self, key: str, *, scale: float = 1.0) -> list[float]:
+        """A list of numbers above 0, times ``scale``."""
+        value = self._find(key, None)
+        if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
+            self._problems.append(f"{key} must be a list of numbers above 0, found {value!r}")
+            return [1.0]
+        return [float(item) * scale for item in value]
+
+    def text(self, key: str, default: str | None = None, *, among: tuple[str, ...] = ()) -> str:
+        """A text, one of ``among`` if that is given."""
+        value = self._find(key, default)
+        if not isinstance(value, str) or (among and value not in among):
+            wanted = f"one of {', '.join(among)}" if among else "a text"
+            self._problems.append(f"{key} must be {wanted}, found {value!r}")
+            return among[0] if among else ""
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of texts; empty if it is not there."""
+        value = self._find(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self._problems.append(f"{key} must be a list of texts, found {value!r}")
+            return ()
+        return tuple(value)
+
+    def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._find(key, default)
+        if not isinstance(value, bool):
+            self._problems.append(f"{key} must be true or false, found {value!r}")
+            return False
+        return value
+
+    def table(self, key: str, *, is_optional: bool = False) -> "Reader":
+        """A table inside this one; its problems are this one's."""
+        value = self._find(key, {} if is_optional else None)
+        if not isinstance(value, dict):
+            self._problems.append(f"{key} must be a table, found {value!r}")
+            value = dict[str, Any]()
+        inner = Reader(value, self._source)
+        inner._problems = self._problems
+        return inner
+
+    def names(self) -> list[str]:
+        """Keys of the table."""
+        return list(self._table)
+
+    def check(self, known: Callable[[], set[str]] | None = None) -> None:
+        """Raise if anything was wrong, or if there are keys that nobody asked for.
+
+        Raises:
+            ConfigError: with all problems.
+        """
+        allowed = self._seen | (known() if known else set())
+        self._problems += [f"there is no key '{key}' here" for key in self._table if key not in allowed]
+        if self._problems:
+            raise ConfigError(self._problems, self._source)
+
+    def _find(self, key: str, default: Any) -> Any:
+        self._seen.add(key)
+        return self._table.get(key, default)

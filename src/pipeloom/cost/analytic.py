@@ -1,0 +1,151 @@
+"""A described run -> seconds of each stage's forward and backward, and of what a step does outside the pipeline."""
+
+from dataclasses import dataclass
+
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.layers import Pieces
+from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.cost.software import Division, Software
+
+
+def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
+    """How many layers each stage has, and which stage has the head.
+
+    ``even``: the first stages take the remainder. ``uniform-items``: the list [embedding, layers, norm, head] is
+    cut into parts of equal length, the first parts take the remainder (the default of the layouts sweep's program).
+    ``light-ends``: the first and the last stage have one layer less (arXiv 2401.10241, section 5.1). ``by-cost``:
+    a stage is closed when the parameters so far, the head's among them, reach its share (nanotron).
+    """
+    if division == "by-cost":
+        return _by_cost(shape, num_stages)
+    ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
+    items = shape.layers + sum(ends)
+    counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return tuple(max(0, count) for count in counts), num_stages - 1
+
+
+def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
+    layer, head = shape.layer_matrix_parameters, shape.embedding_parameters
+    share = (shape.layers * layer + head) / num_stages
+    counts, stage, total = [0] * num_stages, 0, 0
+    for _ in range(shape.layers):
+        counts[stage] += 1
+        total += layer
+        if total >= share * (stage + 1) and stage < num_stages - 1:
+            stage += 1
+    return tuple(counts), stage
+
+
+def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
+    """Seconds of each stage's forward and backward for one micro-batch."""
+    pieces = Pieces(run, cluster, software)
+    layer = (pieces.layer_forward(), pieces.layer_backward())
+    layer_s = [pieces.seconds(parts) for parts in layer]
+    counts, head = layers_of_stages(run.shape, run.num_stages, software.partition)
+    exchange_s = _transfer_s(run, cluster, software)
+    fixed_s = software.efficiency.microbatch_s / run.loops
+    sides = []
+    for direction, ends in enumerate(
+        (
+            (pieces.embedding_forward(), pieces.head_forward()),
+            (pieces.embedding_backward(), pieces.head_backward()),
+        )
+    ):
+        seconds = [count * layer_s[direction] + fixed_s * (0.4, 0.6)[direction] for count in counts]
+        seconds[0] += pieces.seconds(ends[0])
+        seconds[head] += pieces.seconds(ends[1])
+        if software.is_blocking and run.num_stages > 1:
+            seconds = [
+                value + exchange_s * (1 if 0 < stage < run.num_stages - 1 else 0.5)
+                for stage, value in enumerate(seconds)
+            ]
+        sides.append(tuple(seconds))
+    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s)
+
+
+def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
+    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart."""
+    if run.pp == 1:
+        return 0.0
+    stride = run.tp * run.dp
+    is_inside = run.num_devices <= cluster.devices_per_node
+    is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
+    message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
+    sharing = min(cluster.devices_per_node, stride)
+    use = software.efficiency
+    seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    return seconds + use.exchange_s
+
+
+def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
+    """Seconds that a pipeline was observed to fill and drain longer than its schedule explains."""
+    if run.pp == 1 or run.seq > software.drain_seq:
+        return 0.0
+    slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+    return max(0.0, software.least_drain_slots - (run.pp - 1)) * slot_s
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """Seconds that a step takes outside the pipeline.
+
+    Attributes:
+        reduce_s: reduction of gradients that nothing hides, and gather of updated weights.
+        tied_s: reduction of the gradients of an embedding that the first and the last stage share.
+        optimizer_s: update of the weights.
+        fixed_s: everything that does not depend on sizes.
+    """
+
+    reduce_s: float
+    tied_s: float
+    optimizer_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.reduce_s + self.tied_s + self.optimizer_s + self.fixed_s
+
+
+def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters that one device of each pipeline rank holds."""
+    shape = run.shape
+    counts, head = layers_of_stages(shape, run.num_stages, software.partition)
+    held = [0.0] * run.pp
+    for stage, count in enumerate(counts):
+        held[stage % run.pp] += count * (shape.layer_matrix_parameters / run.tp + 2 * shape.hidden)
+    held[0] += shape.embedding_parameters / run.tp
+    if not (shape.tied and run.pp == 1):
+        held[head % run.pp] += shape.embedding_parameters / run.tp
+    return tuple(held)
+
+
+def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:
+    """What follows the pipeline.
+
+    Args:
+        run: what is trained.
+        cluster: where.
+        software: with what.
+        backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
+    """
+    use = software.efficiency
+    most = max(rank_parameters(run, software))
+    group = Group.strided(run.dp, run.tp, cluster.devices_per_node)
+    kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
+    reduce_s = cluster.collective_s(kind, most * software.gradient_bytes, group, use.data_bus)
+    hidden_s = min(reduce_s, software.overlap * backward_s)
+    gather_s = 0.0
+    if run.shard != "none":
+        gather_s = cluster.collective_s("all_gather", most * software.gather_bytes, group, use.data_bus)
+    tied_s = 0.0
+    if run.shape.tied and run.pp > 1:
+        pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
+        message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
+        tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)
+    owned = most / (run.dp if run.shard != "none" else 1)
+    moved = use.optimizer_bytes * owned + 8 * most
+    return StepTerms(reduce_s - hidden_s + gather_s, tied_s, cluster.device.memory_s(moved), use.step_s)

@@ -1,0 +1,167 @@
+"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective.
+
+Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read
+(``pipeloom.catalog``).
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import log
+from typing import Literal
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+
+def interpolate(curve: tuple[tuple[float, float], ...], x: float) -> float:
+    """Value at ``x`` of a curve given by (x, y) points with rising x; linear in log x, flat outside."""
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in pairwise(curve):
+        if x <= x1:
+            return y0 + (y1 - y0) * log(x / x0) / log(x1 / x0)
+    return curve[-1][1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: as tables of measurements spell it.
+        peak_flops_per_s: by precision.
+        matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak).
+        kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
+        memory_bytes: what a process can allocate.
+        memory_bytes_per_s: nominal bandwidth.
+        launch_s: seconds of the host for each kernel it launches.
+    """
+
+    name: str
+    peak_flops_per_s: dict[str, float]
+    matmul_curve: tuple[tuple[float, float], ...]
+    kernel_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    launch_s: float
+
+    def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
+        """Seconds of one matrix product.
+
+        Args:
+            flops: 2 m k n.
+            moved_bytes: both inputs and the output, once each.
+            precision: key of ``peak_flops_per_s``.
+            efficiency: fraction of the curve that a real program reaches (clocks, layouts of operands).
+        """
+        if flops <= 0:
+            return 0.0
+        rate = self.peak_flops_per_s[precision] * interpolate(self.matmul_curve, flops) * efficiency
+        return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
+
+    def memory_s(self, moved_bytes: float, efficiency: float = 1.0) -> float:
+        """Seconds of kernels that are bound by memory."""
+        return moved_bytes / (self.memory_bytes_per_s * efficiency)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A way between devices.
+
+    Attributes:
+        latency_s: of one hop.
+        bytes_per_s: of one device and direction (inside a node), of a whole node and direction (between nodes).
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """How a group of ranks lies on nodes.
+
+    Attributes:
+        size: ranks of the group.
+        per_node: ranks of it on each node.
+        sharing: groups that use a node's network at the same time.
+    """
+
+    size: int
+    per_node: int
+    sharing: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the group touches."""
+        return -(-self.size // self.per_node)
+
+    @classmethod
+    def strided(cls, size: int, stride: int, devices_per_node: int) -> "Group":
+        """Ranks 0, stride, 2 stride, ... with all the other groups of that stride working at the same time."""
+        per_node = max(1, min(size, devices_per_node // stride if stride < devices_per_node else 1))
+        return cls(size, per_node, max(1, min(devices_per_node, devices_per_node // per_node)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices in nodes, nodes on a network.
+
+    Attributes:
+        name: for people.
+        device: every device is alike.
+        devices_per_node: at most.
+        intra: inside a node.
+        inter: between nodes; the bandwidth is that of a whole node.
+        bus_curves: for each collective (nodes, bus bandwidth in bytes/s with all devices of the nodes in one
+            group), as nccl-tests reports it. Empty: from the links.
+        price_per_device_hour: in dollars; ``None`` where nobody publishes one.
+    """
+
+    name: str
+    device: Device
+    devices_per_node: int
+    intra: Link
+    inter: Link
+    bus_curves: dict[Collective, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    price_per_device_hour: float | None = None
+
+    def bus_bytes_per_s(self, collective: Collective, group: Group) -> float:
+        """Bandwidth of each rank's link if the links are the limit, in the sense of nccl-tests' "bus bandwidth".
+
+        Inside a node it is the link's. Over several nodes a group that has k of a node's n devices gets k / n of
+        the node's network, since the n / k groups of the same kind work at the same time.
+        """
+        share = group.per_node / self.devices_per_node
+        curve = self.bus_curves.get(collective)
+        if group.num_nodes == 1:
+            return curve[0][1] if curve else self.intra.bytes_per_s
+        across = interpolate(curve, group.num_nodes) if curve else self.inter.bytes_per_s
+        return min(self.intra.bytes_per_s, across * share)
+
+    def collective_s(
+        self, collective: Collective, message_bytes: float, group: Group, efficiency: float = 1.0
+    ) -> float:
+        """Seconds of one collective.
+
+        A ring moves (n - 1) / n of the whole message over each link, an all-reduce twice that.
+
+        Args:
+            collective: which.
+            message_bytes: the whole tensor, not a rank's shard.
+            group: who takes part.
+            efficiency: fraction of the bus bandwidth that is reached.
+        """
+        if group.size <= 1:
+            return 0.0
+        twice = 2 if collective == "all_reduce" else 1
+        moved = twice * (group.size - 1) / group.size * message_bytes
+        latency = self.intra.latency_s + (
+            self.inter.latency_s * (group.num_nodes - 1) ** 0.5 if group.num_nodes > 1 else 0
+        )
+        return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
+
+    def p2p_s(self, message_bytes: float, *, is_inside: bool, sharing: int = 1, efficiency: float = 1.0) -> float:
+        """Seconds of one message between two devices, while ``sharing`` of a node's devices send."""
+        link = self.intra if is_inside else self.inter
+        bandwidth = link.bytes_per_s if is_inside else link.bytes_per_s / sharing
+        return link.latency_s + message_bytes / (bandwidth * efficiency)

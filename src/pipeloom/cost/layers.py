@@ -1,0 +1,237 @@
+"""Seconds of a transformer's pieces: embedding, layer, head; forward and backward of one micro-batch.
+
+With T tokens in a micro-batch, hidden size H, key width G, inner width F, vocabulary V and t tensor-parallel ranks,
+each rank multiplies (m, k, n):
+
+    queries, keys, values   (T, H, (H + 2 G) / t)
+    output of attention     (T, H / t, H)
+    into the MLP            (T, H, F / t), twice for SwiGLU
+    out of the MLP          (T, F / t, H)
+    head                    (T, H, V / t)
+
+Backward has two products of the same FLOPs for each. What is not a product of matrices is bound by memory, and
+counted in bytes; what tensor parallelism leaves whole (norms, residual stream) is divided by t only with sequence
+parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time or the host's time to launch its
+kernels, whichever is longer.
+"""
+
+from dataclasses import dataclass
+
+from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where a piece's seconds go, one direction of one micro-batch.
+
+    Attributes:
+        matmul_s: products with weights.
+        attention_s: scores, softmax and weighted sum.
+        memory_s: norms, activations, residual stream, dropout, loss.
+        tensor_s: tensor-parallel collectives.
+        num_kernels: launched by the host.
+        num_collectives: tensor-parallel collectives, which cost the host more than a kernel.
+    """
+
+    matmul_s: float = 0.0
+    attention_s: float = 0.0
+    memory_s: float = 0.0
+    tensor_s: float = 0.0
+    num_kernels: float = 0.0
+    num_collectives: float = 0.0
+
+    def __add__(self, other: "Parts") -> "Parts":
+        """Both, one after the other."""
+        return Parts(
+            self.matmul_s + other.matmul_s,
+            self.attention_s + other.attention_s,
+            self.memory_s + other.memory_s,
+            self.tensor_s + other.tensor_s,
+            self.num_kernels + other.num_kernels,
+            self.num_collectives + other.num_collectives,
+        )
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device."""
+        return self.matmul_s + self.attention_s + self.memory_s + self.tensor_s
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of one run on one cluster with one program."""
+
+    run: Run
+    cluster: Cluster
+    software: Software
+
+    def seconds(self, parts: Parts) -> float:
+        """Seconds of a piece: the device's or the host's."""
+        use = self.software.efficiency
+        kernels_s = parts.num_kernels * self.cluster.device.launch_s * use.launch
+        is_dragged = self.run.pp > 1 and self.run.num_devices > self.cluster.devices_per_node
+        each_s = use.collective_s + (use.drag_s * self.run.tp if is_dragged else 0.0)
+        return max(parts.device_s, kernels_s + parts.num_collectives * each_s)
+
+    def layer_forward(self) -> Parts:
+        """One layer's forward."""
+        return Parts(
+            sum(self._matmul_s(*size) for size in self._layer_matmuls()),
+            self._attention_forward_s(),
+            self._memory_s(self._elementwise_bytes()),
+            2 * self._tensor_s(),
+            self._num_kernels(),
+            2 * self._num_collectives(),
+        )
+
+    def layer_backward(self) -> Parts:
+        """One layer's backward, with what is recomputed."""
+        forward = self.layer_forward()
+        backward = Parts(
+            2 * forward.matmul_s,
+            self._attention_backward_s(),
+            2 * forward.memory_s,
+            forward.tensor_s,
+            2 * forward.num_kernels,
+            forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
+        )
+        if self.run.recompute == "full":
+            return backward + forward
+        if self.run.recompute == "selective":
+            return backward + Parts(attention_s=forward.attention_s, num_kernels=4)
+        return backward
+
+    def embedding_forward(self) -> Parts:
+        """A look-up; with tensor parallelism each rank has its part of the vocabulary and the results are summed."""
+        run = self.run
+        moved = run.tokens * run.shape.hidden * run.element_bytes * 3
+        return Parts(
+            memory_s=self._memory_s(moved),
+            tensor_s=self._tensor_s(),
+            num_kernels=4,
+            num_collectives=self._num_collectives(),
+        )
+
+    def embedding_backward(self) -> Parts:
+        """Gradients added to the rows that were looked up."""
+        forward = self.embedding_forward()
+        return Parts(memory_s=2 * forward.memory_s, num_kernels=4)
+
+    def head_forward(self) -> Parts:
+        """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
+        run, vocab = self.run, self.run.shape.vocab / self.run.tp
+        is_gathered = self.software.gathers_logits and run.tp > 1
+        logits = run.tokens * (run.shape.vocab if is_gathered else vocab)
+        moved = logits * self.software.efficiency.loss_bytes
+        moved += run.tokens * run.shape.hidden * self._norm_bytes() / self._whole_split()
+        gather_s = 0.0
+        if is_gathered:
+            group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
+            use, message = self.software.efficiency, logits * run.element_bytes
+            gather_s = self.cluster.collective_s("all_gather", message, group, use.tensor_bus)
+        return Parts(
+            matmul_s=self._matmul_s(run.tokens, run.shape.hidden, vocab),
+            memory_s=self._memory_s(moved),
+            tensor_s=gather_s,
+            num_kernels=16,
+        )
+
+    def head_backward(self) -> Parts:
+        """Two products, the loss's gradient, and the sum of the gradient for the head's input."""
+        forward = self.head_forward()
+        return Parts(2 * forward.matmul_s, 0.0, forward.memory_s, self._tensor_s(), 24, self._num_collectives())
+
+    def _layer_matmuls(self) -> list[tuple[float, float, float]]:
+        run, shape = self.run, self.run.shape
+        tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
+        into = [(tokens, hidden, inner * (2 if shape.mlp == "swiglu" else 1))]
+        attention = [
+            (tokens, hidden, (hidden + 2 * shape.kv_width) / run.tp),
+            (tokens, hidden / run.tp, hidden),
+        ]
+        return [*attention, *into, (tokens, inner, hidden)]
+
+    def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
+        device, use, size = self.cluster.device, self.software.efficiency, self.run.element_bytes
+        moved = size * (rows * inner + inner * columns + rows * columns)
+        seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul)
+        return seconds + device.kernel_s * (use.kernel - 1)
+
+    def _memory_s(self, moved_bytes: float) -> float:
+        return self.cluster.device.memory_s(moved_bytes, self.software.efficiency.memory)
+
+    def _whole_split(self) -> int:
+        return self.run.tp if self.run.sequence_parallel else 1
+
+    def _norm_bytes(self) -> float:
+        """Bytes of one norm's forward for each element of the residual stream."""
+        return 2.0 * self.run.element_bytes if self.run.fused_norm else self.software.efficiency.norm_bytes
+
+    def _elementwise_bytes(self) -> float:
+        """Bytes of one layer's forward that no product moves, without the scores.
+
+        Whole or split over the sequence: two norms, two residual additions of two reads and a write each, with
+        dropout its mask. Over heads: rotation of queries and keys (read and write in single precision), or biases.
+        Inner: SwiGLU reads two and writes one, GELU reads one and writes one.
+        """
+        run, shape, size = self.run, self.run.shape, self.run.element_bytes
+        whole = 2 * self._norm_bytes() + 6 * size + (2 if self.software.dropout else 0)
+        heads = (shape.hidden + shape.kv_width) * (8 if shape.mlp == "swiglu" else size) + 2 * size * shape.hidden
+        inner = (5 if shape.mlp == "swiglu" else 2) * size * shape.ffn
+        return run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
+
+    def _scores(self) -> float:
+        run = self.run
+        return run.micro_batch * run.shape.heads / run.tp * run.seq * run.seq
+
+    def _score_bytes(self) -> float:
+        """Bytes moved for each score in the forward: softmax, and dropout with its mask."""
+        use = self.software.efficiency
+        softmax = use.softmax_bytes if self.run.effective_attention == "plain" else 4.0
+        return softmax + (5.0 if self.software.dropout else 0.0)
+
+    def _attention_flops(self) -> float:
+        return 4 * self._scores() * self.run.shape.hidden / self.run.shape.heads
+
+    def _attention_forward_s(self) -> float:
+        """Plain kernels: two batched products over all scores, and softmax; flash: half of them by the mask."""
+        use, device = self.software.efficiency, self.cluster.device
+        kernel = self.run.effective_attention
+        if kernel in ("plain", "fused-softmax"):
+            moved = 2 * self.run.element_bytes * self._scores()
+            products = 2 * device.matmul_s(
+                self._attention_flops() / 2, moved / 2, self.run.precision, use.batched_matmul
+            )
+            return products + self._memory_s(self._scores() * self._score_bytes())
+        rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
+        return self._attention_flops() / 2 / rate + device.kernel_s
+
+    def _attention_backward_s(self) -> float:
+        """Plain: twice the forward. Flash: five products for two, with the scores once more (arXiv 2307.08691)."""
+        forward_s = self._attention_forward_s()
+        return 2 * forward_s if self.run.effective_attention in ("plain", "fused-softmax") else 2.5 * forward_s
+
+    def _tensor_s(self) -> float:
+        """One all-reduce of the residual stream, or the gather and scatter that stand for it (the same bytes)."""
+        run, use = self.run, self.software.efficiency
+        if run.tp == 1:
+            return 0.0
+        group = Group.strided(run.tp, 1, self.cluster.devices_per_node)
+        message = run.tokens * run.shape.hidden * run.element_bytes
+        if run.sequence_parallel:
+            kinds = ("all_gather", "reduce_scatter")
+            return sum(self.cluster.collective_s(kind, message, group, use.tensor_bus) for kind in kinds)
+        return self.cluster.collective_s("all_reduce", message, group, use.tensor_bus)
+
+    def _num_collectives(self) -> int:
+        """Collectives that stand for one all-reduce."""
+        return 0 if self.run.tp == 1 else (2 if self.run.sequence_parallel else 1)
+
+    def _num_kernels(self) -> float:
+        """Kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
+        attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
+        norms = 2 if self.run.fused_norm else 12
+        rotation = 8 if self.run.shape.mlp == "swiglu" else 2
+        return 4 + norms + rotation + attention + 6

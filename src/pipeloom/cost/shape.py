@@ -1,0 +1,139 @@
+"""What a cost model has to know about a run: the transformer's shape and how it is laid out."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mlp = Literal["gelu", "swiglu"]
+Shard = Literal["none", "optimizer", "gradients", "full"]
+Recompute = Literal["none", "selective", "full"]
+Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+"""Bytes of one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a transformer language model.
+
+    Attributes:
+        layers: transformer layers.
+        hidden: width of the residual stream.
+        heads: attention heads; their total width is ``hidden``.
+        kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
+        ffn: inner width of the feed-forward block.
+        mlp: ``gelu`` has two matrices, ``swiglu`` three.
+        vocab: rows of the embedding.
+        tied: whether the embedding and the head are one matrix.
+        name: for people.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    mlp: Mlp
+    vocab: int
+    tied: bool
+    name: str = ""
+
+    @property
+    def kv_width(self) -> int:
+        """Total width of the keys; the values have the same."""
+        return self.hidden // self.heads * self.kv_heads
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Parameters of one layer's matrices: four of attention, two or three of the feed-forward block."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_width)
+        return attention + (3 if self.mlp == "swiglu" else 2) * self.hidden * self.ffn
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding; of the head as well, where it has its own."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters without norms and biases, which are below 0.1 %."""
+        return self.layers * self.layer_matrix_parameters + (1 if self.tied else 2) * self.embedding_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training step that somebody might run: model, layout, kernels.
+
+    Attributes:
+        shape: the model.
+        seq: tokens of a sequence.
+        dp: data-parallel replicas.
+        tp: ranks that share each matrix.
+        pp: pipeline ranks.
+        loops: stages of each pipeline rank.
+        shard: what data parallelism shards: nothing, optimizer state (ZeRO-1), also gradients (2), everything (3).
+        micro_batch: sequences of a micro-batch.
+        global_batch: sequences of a step.
+        recompute: nothing, the core of attention, or whole layers in the backward.
+        schedule: a family's name, as the table of measurements spells it.
+        sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
+        attention: the kernel.
+        fused_norm: whether the norm is one kernel.
+        precision: of weights and activations.
+    """
+
+    shape: ModelShape
+    seq: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    loops: int = 1
+    shard: Shard = "none"
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: Recompute = "none"
+    schedule: str = "none"
+    sequence_parallel: bool = False
+    attention: Attention = "flash2"
+    fused_norm: bool = True
+    precision: Precision = "bf16"
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of each replica and step; a partial one counts whole."""
+        return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.loops
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.micro_batch * self.seq
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an activation or a weight."""
+        return BYTES[self.precision]
+
+    @property
+    def effective_attention(self) -> Attention:
+        """The kernel that really runs.
+
+        Megatron's fused scale, mask and softmax needs 16 < seq <= 2048 (16384 in later versions), a multiple of
+        four, and (micro-batch x heads of a rank) a multiple of four; otherwise the plain one runs (Megatron-LM,
+        ``fused_softmax.py``).
+        """
+        if self.attention != "fused-softmax":
+            return self.attention
+        batch_heads = self.micro_batch * (self.shape.heads // self.tp)
+        fits = 16 < self.seq <= 16384 and self.seq % 4 == 0 and batch_heads % 4 == 0
+        return "fused-softmax" if fits else "plain"

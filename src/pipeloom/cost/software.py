@@ -1,0 +1,110 @@
+"""What a training program does with a machine: a few facts, and the few efficiencies that are calibrated."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Division = Literal["even", "uniform-items", "light-ends", "by-cost"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Physical efficiencies and overheads of one program on one machine: what calibration may change.
+
+    Attributes:
+        matmul: fraction of the device's reachable matmul curve.
+        kernel: the fixed time of a kernel, as a multiple of the device file's.
+        memory: fraction of the memory bandwidth that element-wise kernels reach.
+        batched_matmul: fraction of the curve that attention's products of plain kernels reach.
+        flash1, flash2: FLOP/s of the flash kernels as a fraction of the peak.
+        softmax_bytes: bytes that plain attention moves for each score, forward; the fused kernel moves 4.
+        norm_bytes: bytes that an unfused norm moves for each element, forward; the fused one moves 4.
+        loss_bytes: bytes that the loss moves for each logit, in each direction.
+        launch: the host's seconds for each kernel, as a multiple of the device file's.
+        tensor_bus: fraction of the bus bandwidth of tensor-parallel collectives.
+        data_bus: fraction of the bus bandwidth of data-parallel collectives.
+        p2p: fraction of a link's bandwidth between stages.
+        collective_s: the host's seconds for each tensor-parallel collective.
+        drag_s: more of them for each tensor-parallel rank while stages exchange over nodes.
+        exchange_s: fixed seconds of each exchange between stages.
+        microbatch_s: fixed seconds of each micro-batch.
+        step_s: fixed seconds of each step.
+        optimizer_bytes: bytes moved for each parameter by the optimizer, casts and norms of gradients.
+    """
+
+    matmul: float = 0.92
+    kernel: float = 1.0
+    memory: float = 0.8
+    batched_matmul: float = 0.4
+    flash1: float = 0.4
+    flash2: float = 0.55
+    softmax_bytes: float = 20.0
+    norm_bytes: float = 24.0
+    loss_bytes: float = 24.0
+    launch: float = 1.0
+    tensor_bus: float = 0.7
+    data_bus: float = 0.7
+    p2p: float = 0.7
+    collective_s: float = 30e-6
+    drag_s: float = 0.0
+    exchange_s: float = 50e-6
+    microbatch_s: float = 1e-4
+    step_s: float = 1e-3
+    optimizer_bytes: float = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """A training program.
+
+    Attributes:
+        name: for people.
+        partition: how it divides layers: evenly; evenly over [embedding, layers, norm, head]; first and last
+            stage one layer less.
+        dropout: whether it trains with dropout.
+        gradient_bytes: bytes of each gradient in the data-parallel reduction.
+        gather_bytes: bytes of each weight that is gathered after a sharded step.
+        overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
+        is_blocking: whether a rank stands still while it sends or receives between stages.
+        scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
+        reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
+            reduce-scattered, half the traffic.
+        least_drain_slots: micro-batches' time that a pipeline needs at least to fill and drain, observed; the
+            schedule itself needs P - 1.
+        drain_seq: longest sequences that this was observed with.
+        weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
+        optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
+        keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
+        norm_copy_bytes: bytes that an unfused norm keeps for each element: copies in single precision.
+        gathers_logits: whether every tensor-parallel rank computes the loss on the whole vocabulary.
+        logit_bytes: bytes held for each logit at the worst moment of the loss.
+        reserve_bytes: context, communicators and workspaces.
+        fragmentation: allocator's loss as a fraction of activations.
+        efficiency: what was calibrated.
+        cluster: the machine that it was calibrated on, by name.
+        sets: beginnings of the names of the sets of measurements that were made with it.
+        attentions: the attention kernels of those; empty for all.
+    """
+
+    name: str
+    cluster: str = "dgx-a100"
+    sets: tuple[str, ...] = ()
+    attentions: tuple[str, ...] = ()
+    partition: Division = "even"
+    dropout: bool = False
+    gradient_bytes: float = 4
+    gather_bytes: float = 2
+    overlap: float = 0.0
+    is_blocking: bool = True
+    scatter_gather: bool = False
+    reduces_whole: bool = True
+    least_drain_slots: float = 0
+    drain_seq: float = 0
+    weight_state_bytes: float = 4
+    optimizer_state_bytes: float = 12
+    keeps_gathered: bool = False
+    norm_copy_bytes: float = 8
+    gathers_logits: bool = False
+    logit_bytes: float = 10
+    reserve_bytes: float = 1.5e9
+    fragmentation: float = 0.05
+    efficiency: Efficiency = Efficiency()

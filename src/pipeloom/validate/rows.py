@@ -1,0 +1,161 @@
+"""The table of measurements: one training step of one layout a row."""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
+from pipeloom.errors import ConfigError, UserError
+
+_SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
+_COUNTS = (*_SHAPE_COUNTS, *_RUN_COUNTS, "devices", "devices_per_node")
+_RUN_CHOICES = ("shard", "recompute", "attention", "precision")
+_RUN_FLAGS = ("sequence_parallel", "fused_norm")
+_FLAGS = ("tied", *_RUN_FLAGS)
+_TEXTS = ("set", "status", "step_time_s", "memory_bytes", "model", "mlp", "device", "schedule", "note")
+COLUMNS = (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES)
+"""Columns that a table must have."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "status": ("ok", "oom"),
+    "mlp": get_args(Mlp),
+    "shard": get_args(Shard),
+    "recompute": get_args(Recompute),
+    "attention": get_args(Attention),
+    "precision": get_args(Precision),
+}
+_MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured layout.
+
+    Attributes:
+        set_name: where it comes from.
+        run: what was run.
+        device: the device's name.
+        is_ok: whether it ran; otherwise it was out of memory.
+        step_time_s: measured; ``None`` where it was not reported.
+        memory_bytes: measured peak of the fullest device; ``None`` where it was not reported.
+        note: what else matters.
+    """
+
+    set_name: str
+    run: Run
+    device: str
+    is_ok: bool
+    step_time_s: float | None
+    memory_bytes: float | None
+    note: str
+
+    @property
+    def group(self) -> tuple[str, str, int, int, int]:
+        """What stays the same while somebody looks for the best layout: set, model, sequence, devices, batch."""
+        run = self.run
+        return self.set_name, run.shape.name, run.seq, run.num_devices, run.global_batch
+
+
+def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Lines of a CSV file that must have ``columns``.
+
+    Raises:
+        UserError: it cannot be read, is empty, or lacks a column.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            names, lines = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read the table {path}: {error}") from error
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    if not lines:
+        raise UserError(f"{path} has a header and no rows")
+    return [{key: (value or "").strip() for key, value in line.items() if key} for line in lines]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a table of measurements.
+
+    Raises:
+        UserError: it is no such table; a ``ConfigError`` lists what is wrong with its cells.
+    """
+    problems: list[str] = []
+    rows = [
+        row
+        for number, line in enumerate(read_table(path, COLUMNS), start=2)
+        if (row := _row(line, f"line {number}", problems)) is not None
+    ]
+    if problems:
+        rest = len(problems) - _MOST_PROBLEMS
+        more = [f"and {rest} more"] if rest > 0 else []
+        raise ConfigError(problems[:_MOST_PROBLEMS] + more, str(path))
+    return rows
+
+
+def _row(line: dict[str, str], where: str, problems: list[str]) -> Row | None:
+    before = len(problems)
+
+    def cell(name: str, convert: Callable[[str], Any], wanted: str) -> Any:
+        try:
+            return convert(line[name])
+        except ValueError:
+            problems.append(f"{where}: {name} must be {wanted}, found '{line[name]}'")
+            return None
+
+    values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
+    values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
+    for name, among in _CHOICES.items():
+        values[name] = line[name]
+        if line[name] not in among:
+            problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")
+    for name in ("step_time_s", "memory_bytes"):
+        values[name] = cell(name, _positive, "a number above 0 or blank")
+    if len(problems) == before:
+        _check_sizes(values, where, problems)
+    return _make(line, values) if len(problems) == before else None
+
+
+def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> None:
+    product = values["dp"] * values["tp"] * values["pp"]
+    if product != values["devices"]:
+        problems.append(f"{where}: dp x tp x pp is {product}, found devices {values['devices']}")
+    if values["hidden"] % values["heads"]:
+        problems.append(f"{where}: hidden {values['hidden']} does not divide by heads {values['heads']}")
+    if values["status"] == "ok" and values["step_time_s"] is None and values["memory_bytes"] is None:
+        problems.append(f"{where}: a row with status ok needs step_time_s or memory_bytes")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
+def _positive(text: str) -> float | None:
+    if not text:
+        return None
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
+    shape = ModelShape(name=line["model"], **{name: values[name] for name in (*_SHAPE_COUNTS, "mlp", "tied")})
+    told = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
+    run = Run(shape=shape, schedule=line["schedule"], **told)
+    is_ok = line["status"] == "ok"
+    return Row(line["set"], run, line["device"], is_ok, values["step_time_s"], values["memory_bytes"], line["note"])

@@ -1,0 +1,114 @@
+"""Files of models, clusters and programs: found by name or path, units converted, every problem told at once."""
+
+import json
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_model, load_software, names
+from pipeloom.catalog.reading import read_toml
+from pipeloom.errors import ConfigError, UserError
+
+CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "nanotron-h100-efa"]
+
+
+def test_the_promised_clusters_are_there():
+    assert set(CLUSTERS) <= set(names("clusters"))
+
+
+@pytest.mark.parametrize("name", names("clusters"))
+def test_a_cluster_loads_and_is_plausible(name):
+    cluster = load_cluster(name)
+    sizes, fractions = zip(*cluster.device.matmul_curve, strict=True)
+    assert cluster.name == name
+    assert list(sizes) == sorted(sizes)
+    assert list(fractions) == sorted(fractions)
+    assert fractions[-1] <= 1
+    assert cluster.device.memory_bytes_per_s > cluster.intra.bytes_per_s
+    assert all(0 < seconds < 1e-3 for seconds in (cluster.device.launch_s, cluster.device.kernel_s))
+
+
+@pytest.mark.parametrize("name", names("clusters"))
+def test_a_cluster_file_says_where_its_constants_come_from(name):
+    from importlib.resources import files
+
+    text = files("pipeloom.catalog").joinpath("clusters", f"{name}.toml").read_text(encoding="utf-8")
+    assert text.count("#") >= 3
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_a_model_loads_with_its_source(name):
+    assert load_model(name).name == name
+    assert len(read_toml("models", name)[0]["source"]) > 20
+
+
+@pytest.mark.parametrize("name", names("software"))
+def test_a_program_loads_with_its_source_and_an_existing_cluster(name):
+    program = load_software(name)
+    assert program.name == name
+    assert load_cluster(program.cluster)
+    assert read_toml("software", name)[0]["source"]
+
+
+def test_units_are_converted_at_the_door():
+    a100 = load_cluster("dgx-a100")
+    assert a100.device.peak_flops_per_s["bf16"] == 312e12
+    assert a100.intra.bytes_per_s == 300e9
+    assert a100.intra.latency_s == pytest.approx(10e-6)
+    assert a100.device.matmul_curve[0][0] == 1e9
+
+
+def test_a_name_that_is_close_is_suggested():
+    with pytest.raises(UserError, match="there is no cluster 'dgx-a10': did you mean 'dgx-a100'"):
+        load_cluster("dgx-a10")
+
+
+def test_all_problems_of_a_file_are_told_together(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nmlp = "relu"\nvocab = 5\ncolor = 1\n')
+    with pytest.raises(ConfigError) as caught:
+        load_model(str(file))
+    told = "\n".join(caught.value.problems)
+    for part in (
+        "name must be a text",
+        "layers must be",
+        "mlp must be one of gelu, swiglu",
+        "tied must",
+        "key 'color'",
+    ):
+        assert part in told
+
+
+def test_a_file_that_is_no_toml_is_refused(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text("= 3")
+    with pytest.raises(UserError, match="cannot read"):
+        load_cluster(str(file))
+
+
+def test_a_hugging_face_config_of_llama(tmp_path):
+    file = tmp_path / "config.json"
+    table = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+    }
+    file.write_text(json.dumps(table))
+    shape = load_model(str(file))
+    assert shape.parameters == load_model("llama-3-8b").parameters
+    del table["hidden_size"]
+    file.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match="hidden_size must be a whole number"):
+        load_model(str(file))
+
+
+def test_a_hugging_face_config_of_gpt2(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None, "vocab_size": 50257}))
+    shape = load_model(str(file))
+    assert (shape.mlp, shape.tied, shape.ffn) == ("gelu", True, 3072)

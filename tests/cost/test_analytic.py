@@ -1,0 +1,95 @@
+"""Stages of a described run: who has which layers, what a micro-batch costs, what follows the pipeline."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.analytic import layers_of_stages, rank_parameters, stage_costs, step_terms
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.layers import Pieces
+from pipeloom.cost.shape import Run
+from pipeloom.schedule import Action
+
+A100 = load_cluster("dgx-a100")
+PROGRAM = load_software("megatron-2021")
+RUN = Run(shape=load_model("llama-13b"), seq=2048, micro_batch=1, global_batch=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "division", "counts"),
+    [
+        ("llama-13b", 2, "uniform-items", (21, 19)),
+        ("llama-13b", 4, "uniform-items", (10, 11, 11, 8)),
+        ("llama-30b", 16, "uniform-items", (3, *[4] * 14, 1)),
+        ("llama-65b", 8, "uniform-items", (10, 11, 11, 10, 10, 10, 10, 8)),
+        ("llama-30b", 8, "even", (8, 8, 8, 8, 7, 7, 7, 7)),
+        ("llama-13b", 1, "uniform-items", (40,)),
+        ("llama-30b", 2, "light-ends", (30, 30)),
+    ],
+)
+def test_layers_of_stages_as_the_programs_divide_them(name, stages, division, counts):
+    shape = load_model(name)
+    assert layers_of_stages(shape, stages, division) == (counts, stages - 1)
+
+
+def test_a_division_by_cost_counts_the_head_as_layers():
+    shape = replace(load_model("llama-13b"), layers=16, hidden=2048, heads=32, kv_heads=32, ffn=8192, vocab=131072)
+    assert layers_of_stages(shape, 2, "by-cost") == ((10, 6), 1)
+    assert layers_of_stages(shape, 4, "by-cost") == ((5, 5, 5, 1), 3)
+    assert sum(layers_of_stages(shape, 8, "by-cost")[0]) == 16
+
+
+@pytest.mark.parametrize("division", ["even", "uniform-items", "light-ends"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 7, 16])
+def test_no_division_loses_a_layer(division, stages):
+    assert sum(layers_of_stages(RUN.shape, stages, division)[0]) == RUN.shape.layers
+
+
+def test_ranks_hold_all_parameters_once():
+    run = replace(RUN, pp=4, tp=2)
+    norms = 2 * run.shape.hidden * run.shape.layers
+    held = sum(rank_parameters(run, PROGRAM))
+    assert held == pytest.approx(run.shape.parameters / 2 + norms)
+
+
+def test_full_recomputation_adds_a_forward_to_the_backward():
+    plain = Pieces(RUN, A100, PROGRAM)
+    full = Pieces(replace(RUN, recompute="full"), A100, PROGRAM)
+    more = full.layer_backward().device_s - plain.layer_backward().device_s
+    assert more == pytest.approx(plain.layer_forward().device_s)
+
+
+def test_tensor_parallelism_divides_products_and_adds_collectives():
+    alone, split = (Pieces(replace(RUN, tp=tp), A100, PROGRAM).layer_forward() for tp in (1, 4))
+    assert alone.tensor_s == 0
+    assert split.tensor_s > 0
+    assert alone.matmul_s / 4 < split.matmul_s < alone.matmul_s / 2
+
+
+def test_fewer_layers_take_less_and_the_head_stands_in_the_last_stage():
+    costs = stage_costs(replace(RUN, pp=4), A100, PROGRAM)
+    assert costs.forward_s[3] > costs.forward_s[1] == costs.forward_s[2]
+    assert all(b > f for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+
+
+def test_a_host_that_launches_slowly_bounds_small_layers():
+    slow = replace(A100, device=replace(A100.device, launch_s=1e-3))
+    parts = Pieces(RUN, slow, PROGRAM)
+    assert parts.seconds(parts.layer_forward()) == pytest.approx(parts.layer_forward().num_kernels * 1e-3)
+
+
+def test_costs_answer_for_every_kind():
+    costs = StageCosts((1.0, 2.0), (3.0, 4.0), 0.5)
+    times = {"1F0": 2.0, "0B0": 3.0, "1I0": 2.0, "1W0": 2.0, "1RECV_F0": 0.5, "0SEND_F0": 0.0, "0REDUCE_GRAD": 0.0}
+    assert {text: costs.seconds(Action.parse(text)) for text in times} == times
+
+
+def test_one_replica_reduces_nothing_and_sharding_gathers():
+    one = step_terms(RUN, A100, PROGRAM, 0.0)
+    assert one.reduce_s == 0
+    many = replace(RUN, dp=16)
+    assert (
+        step_terms(replace(many, shard="optimizer"), A100, PROGRAM, 0.0).reduce_s
+        > step_terms(many, A100, PROGRAM, 0.0).reduce_s
+    )

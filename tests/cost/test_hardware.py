@@ -1,0 +1,47 @@
+"""Seconds of products, memory traffic and collectives."""
+
+import pytest
+
+from pipeloom.catalog import load_cluster
+from pipeloom.cost.hardware import Group, interpolate
+
+A100 = load_cluster("dgx-a100")
+NANOTRON = load_cluster("nanotron-h100-efa")
+
+
+def test_a_curve_is_flat_outside_and_linear_in_the_logarithm_inside():
+    curve = ((1.0, 0.2), (100.0, 0.8))
+    assert interpolate(curve, 0.5) == 0.2
+    assert interpolate(curve, 1000) == 0.8
+    assert interpolate(curve, 10) == pytest.approx(0.5)
+
+
+def test_a_large_product_reaches_the_measured_rate():
+    flops = 2 * 16384**3
+    seconds = A100.device.matmul_s(flops, 0, "bf16") - A100.device.kernel_s
+    assert flops / seconds == pytest.approx(271e12, rel=1e-3)
+
+
+def test_a_thin_product_is_bound_by_memory():
+    device = A100.device
+    assert device.matmul_s(2e6, 2.039e9, "bf16") == pytest.approx(1e-3 + device.kernel_s)
+
+
+def test_an_all_reduce_moves_twice_what_a_gather_moves():
+    group = Group.strided(8, 1, 8)
+    reduce_s, gather_s = (A100.collective_s(kind, 8e9, group) - 10e-6 for kind in ("all_reduce", "all_gather"))
+    assert gather_s == pytest.approx(7 / 8 * 8e9 / 300e9)
+    assert reduce_s == pytest.approx(2 * gather_s)
+    assert A100.collective_s("all_reduce", 8e9, Group.strided(1, 1, 8)) == 0
+
+
+def test_a_group_over_nodes_gets_its_share_of_the_network():
+    assert Group.strided(4, 4, 8) == Group(4, 2, 4)
+    assert Group.strided(4, 4, 8).num_nodes == 2
+    assert A100.bus_bytes_per_s("all_reduce", Group.strided(16, 1, 8)) == 200e9
+    assert A100.bus_bytes_per_s("all_reduce", Group.strided(16, 8, 8)) == 25e9
+
+
+def test_measured_curves_replace_the_links():
+    assert NANOTRON.bus_bytes_per_s("all_reduce", Group.strided(32, 1, 8)) == pytest.approx(160e9)
+    assert NANOTRON.bus_bytes_per_s("all_gather", Group.strided(8, 1, 8)) == pytest.approx(250e9)

@@ -1,0 +1,88 @@
+"""Predictions: the shortcut for long steps is the simulation, and what does not exist is refused."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.shape import Run
+from pipeloom.errors import UserError
+from pipeloom.generate import make_schedule
+from pipeloom.predict import in_flight, pipeline_s, predict
+from pipeloom.schedule import lower
+from pipeloom.simulate import simulate
+
+A100 = load_cluster("dgx-a100")
+PROGRAM = load_software("megatron-2021")
+SECONDS = st.floats(0.1, 5.0)
+
+
+def simulated_s(family, pp, loops, count, costs):
+    return simulate(lower(make_schedule(family, pp=pp, loops=loops, num_microbatches=count)), costs).end_s
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), pp=st.integers(2, 4), transfer=st.sampled_from([0.0, 0.05, 1.3]))
+@pytest.mark.parametrize(("family", "loops"), [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("gpipe", 1)])
+def test_a_long_step_takes_what_the_simulator_says(family, loops, data, pp, transfer):
+    lists = st.lists(SECONDS, min_size=pp * loops, max_size=pp * loops).map(tuple)
+    costs = StageCosts(data.draw(lists), data.draw(lists), transfer)
+    count = data.draw(st.integers(1, 14)) * pp
+    assert pipeline_s(family, pp, loops, count, costs) == pytest.approx(simulated_s(family, pp, loops, count, costs))
+
+
+def test_a_number_of_micro_batches_that_pp_does_not_divide():
+    costs = StageCosts((1.0, 1.2, 0.9), (2.0, 2.1, 2.5), 0.1)
+    for count in range(1, 50):
+        assert pipeline_s("1f1b", 3, 1, count, costs) == pytest.approx(simulated_s("1f1b", 3, 1, count, costs))
+
+
+RUN = Run(shape=load_model("llama-13b"), seq=2048, global_batch=256)
+
+
+def test_without_a_pipeline_a_step_is_micro_batches_and_what_follows():
+    answer = predict(RUN, A100, PROGRAM)
+    costs = answer.costs
+    assert answer.pipeline_s == pytest.approx(256 * (costs.forward_s[0] + costs.backward_s[0]))
+    assert answer.step_time_s == pytest.approx(answer.pipeline_s + answer.terms.total_s)
+
+
+def test_rows_say_how_many_micro_batches_are_in_flight():
+    assert in_flight(RUN) == (1,)
+    assert in_flight(replace(RUN, pp=4, schedule="1f1b")) == (4, 3, 2, 1)
+    assert in_flight(replace(RUN, pp=4, schedule="1f1b", global_batch=2)) == (2, 2, 2, 1)
+    assert in_flight(replace(RUN, pp=4, loops=2, schedule="breadth-first", global_batch=8)) == (16, 16, 16, 16)
+    assert in_flight(replace(RUN, pp=4, schedule="zb-2p")) == (8, 6, 4, 2)
+
+
+def test_more_devices_or_less_recomputation_are_faster_and_memory_says_what_fits():
+    assert predict(replace(RUN, dp=8), A100, PROGRAM).step_time_s < predict(RUN, A100, PROGRAM).step_time_s / 4
+    full = predict(replace(RUN, recompute="full"), A100, PROGRAM)
+    assert full.step_time_s > predict(RUN, A100, PROGRAM).step_time_s
+    assert not full.fits
+    assert predict(replace(RUN, tp=8, recompute="full"), A100, PROGRAM).fits
+
+
+def test_a_zero_bubble_schedule_lies_between_1f1b_and_no_bubble():
+    runs = [replace(RUN, pp=4, schedule=name) for name in ("1f1b", "zb-1p", "zb-2p")]
+    times = [predict(run, A100, PROGRAM).pipeline_s for run in runs]
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_schedule_that_no_family_makes_is_refused():
+    with pytest.raises(UserError, match="no family makes the schedule 'chimera'; known: 1f1b"):
+        predict(replace(RUN, pp=2, schedule="chimera"), A100, PROGRAM)
+
+
+def test_an_observed_drain_counts_only_where_it_was_observed():
+    slow = replace(PROGRAM, least_drain_slots=8.0, drain_seq=2048)
+    run = replace(RUN, pp=2, schedule="1f1b")
+    plain, more = (predict(run, A100, program) for program in (PROGRAM, slow))
+    slot_s = max(f + b for f, b in zip(plain.costs.forward_s, plain.costs.backward_s, strict=True))
+    assert more.pipeline_s - plain.pipeline_s == pytest.approx(7 * slot_s)
+    longer = replace(run, seq=4096)
+    assert predict(longer, A100, slow).pipeline_s == predict(longer, A100, PROGRAM).pipeline_s
+    assert predict(RUN, A100, slow).pipeline_s == predict(RUN, A100, PROGRAM).pipeline_s
