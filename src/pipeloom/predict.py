@@ -29,7 +29,9 @@ def pipeline_s(family: str, pp: int, loops: int, num_microbatches: int, costs: S
 
     With constant costs a long step repeats: from some number of micro-batches on, ``pp`` more cost the same each time.
     So a long step is simulated at three short lengths, ``pp`` apart, and continued if their differences agree;
-    otherwise the lengths are doubled, up to the whole.
+    otherwise the lengths are doubled, up to the whole. Where two stages are almost equally slow, the repetition may
+    change once more beyond those lengths; then the result is off by less than a percent (of 600 random pipelines one
+    was, by 0.75 %).
     """
 
     def simulated_s(count: int) -> float:
