@@ -1,5 +1,6 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
+# make predict  predicted beside measured step time on this machine, for six layouts
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
 #   PYTHON=python3.12        another interpreter
@@ -16,13 +17,16 @@ ARGS        ?=
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test predict check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+predict: $(STAMP)
+	$(BIN)/python benchmarks/predict.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
