@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import defaultdict
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.cost.costs import UniformCosts
+from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, lower
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
 from pipeloom.simulate import simulate
-from pipeloom.trace import Span, Trace, merge, to_chrome
+from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
 
 COSTS = [UniformCosts(1, 2, 0.5), UniformCosts(1, 2), UniformCosts(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]
 
@@ -158,10 +160,6 @@ def test_parts_of_several_ranks_merge_into_the_whole():
     assert [(s.rank, s.start_s) for s in merged.spans] == sorted((s.rank, s.start_s) for s in merged.spans)
 
 
-def test_an_empty_trace_is_valid_json():
-    assert json.loads(to_chrome(Trace((), 2), "test")) == {"traceEvents": []}
-
-
 @given(st.data())
 @settings(deadline=None, max_examples=40)
 def test_merged_times_of_a_message_are_in_order_however_late_they_were_noticed(data):
@@ -185,3 +183,63 @@ def test_merged_times_of_a_message_are_in_order_however_late_they_were_noticed(d
         if action.kind.value.startswith("RECV"):
             sent = merged[matching_send(action)]
             assert sent.start_s <= span.start_s <= span.end_s
+
+
+def test_an_empty_trace_names_its_ranks_and_nothing_else():
+    text = to_chrome(Trace((), 2), "test")
+    assert [event["args"]["name"] for event in json.loads(text)["traceEvents"]] == ["rank 0 (test)", "rank 1 (test)"]
+    assert from_chrome(text) == Trace((), 2)
+
+
+@given(data=st.data(), shift=st.floats(0, 1e6))
+def test_a_trace_comes_back_to_the_nanosecond(data, shift):
+    name = data.draw(st.sampled_from(["breadth-first", "depth-first", "hybrid", "forward-only"]))
+    pp = data.draw(st.integers(1, 4))
+    seconds = st.floats(1e-6, 10)
+    costs = UniformCosts(data.draw(seconds), data.draw(seconds), data.draw(seconds))
+    spans = simulate(lower(make_schedule(name, pp=pp, loops=2, num_microbatches=4)), costs).spans
+    trace = Trace(tuple(s._replace(start_s=s.start_s + shift, end_s=s.end_s + shift) for s in spans), pp + 1)
+    back = from_chrome(to_chrome(trace, "test"))
+    assert back.num_ranks == pp + 1
+    assert [span[:3] for span in back.spans] == [span[:3] for span in trace.spans]
+    for found, written in zip(back.spans, trace.spans, strict=True):
+        for ours, theirs in zip(found[3:], written[3:], strict=True):
+            assert ours * 1e9 == pytest.approx(round((theirs - trace.start_s) * 1e9), abs=1e-3)
+    assert to_chrome(back, "test") == to_chrome(trace, "test")
+
+
+def test_every_kind_of_lane_and_action_comes_back():
+    lanes = [COMPUTE_LANE, Lane("send", 12), Lane("recv", 3), Lane("data-parallel")]
+    texts = ["2F0.1", "2SEND_F0", "2RECV_B11", "2REDUCE_GRAD"]
+    spans = tuple(
+        Span(Action.parse(t), 1, lane, n, n + 0.5) for n, (t, lane) in enumerate(zip(texts, lanes, strict=True))
+    )
+    assert from_chrome(to_chrome(Trace(spans, 2), "a (b)")) == Trace(spans, 2)
+
+
+PROCESS = {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}
+THREAD = {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}
+SLICE = {"ph": "X", "name": "0F0", "pid": 0, "tid": 0, "ts": 0.0, "dur": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("{", "not JSON"),
+        ([], "expected an object with a list 'traceEvents'"),
+        ({"traceEvents": 3}, "expected an object with a list 'traceEvents'"),
+        ([PROCESS, THREAD | {"args": {"name": "gpu"}}], "event 1: 'gpu' is no lane"),
+        ([PROCESS, SLICE], "event 1: thread 0 of process 0 has no name"),
+        ([PROCESS, THREAD, SLICE | {"name": "aten::mm"}], "event 2: 'aten::mm' is no action"),
+        ([PROCESS, THREAD, SLICE | {"dur": -1}], "event 2: expected name, pid"),
+        ([PROCESS, THREAD, SLICE | {"ts": float("nan")}], "with finite times"),
+        ([PROCESS, THREAD, SLICE | {"ts": "0"}], "expected name, pid"),
+        ([PROCESS | {"pid": 1}], "a process for every rank from 0 on, found 1"),
+        ([THREAD, SLICE], "a process for every rank from 0 on, found none"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tree, words):
+    if isinstance(tree, list) and tree:
+        tree = {"traceEvents": tree}
+    with pytest.raises(UserError, match=re.escape(words)):
+        from_chrome(tree if isinstance(tree, str) else json.dumps(tree))

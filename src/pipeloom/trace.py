@@ -1,11 +1,13 @@
 """The trace: who did which action on which lane, from when to when. From the simulator or from the machine."""
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from pipeloom.errors import UserError
 from pipeloom.schedule import Action
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
@@ -102,10 +104,9 @@ def to_chrome(trace: Trace, label: str) -> str:
     """
     tids = {(rank, lane): tid for rank in range(trace.num_ranks) for tid, lane in enumerate(trace.lanes(rank))}
     events: list[dict[str, Any]] = []
-    for (rank, lane), tid in tids.items():
-        if tid == 0:
-            events.append(_meta("process_name", rank, tid, f"rank {rank} ({label})"))
-        events.append(_meta("thread_name", rank, tid, str(lane)))
+    for rank in range(trace.num_ranks):
+        events.append(_meta("process_name", rank, 0, f"rank {rank} ({label})"))
+        events += [_meta("thread_name", rank, tid, str(lane)) for tid, lane in enumerate(trace.lanes(rank))]
     events += [_slice(span, tids[span.rank, span.lane], trace.start_s) for span in trace.spans]
     events += _arrows(trace, tids)
     return json.dumps({"traceEvents": events})
@@ -148,3 +149,61 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
             place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": time_ns / 1000, "bp": "e"}
             events.append({"ph": phase, "name": "message", "cat": "message", "id": number, **place})
     return events
+
+
+def from_chrome(text: str) -> Trace:
+    """The trace that ``to_chrome`` wrote: ranks, lanes, actions, and times to the nanosecond.
+
+    Returns:
+        A trace that begins at 0, spans in the order of the text.
+
+    Raises:
+        UserError: the text is no such trace; names the first event that is wrong.
+    """
+    events = _events(text)
+    lanes: dict[tuple[int, int], Lane] = {}
+    ranks: set[int] = set()
+    spans: list[Span] = []
+    for number, event in enumerate(events):
+        try:
+            match event:
+                case {"ph": "M", "name": "process_name", "pid": int(rank)}:
+                    ranks.add(rank)
+                case {"ph": "M", "name": "thread_name", "pid": int(rank), "tid": int(tid), "args": {"name": str(name)}}:
+                    lanes[rank, tid] = Lane.parse(name)
+                case {"ph": "X"}:
+                    spans.append(_span(event, lanes))
+        except UserError as error:
+            raise UserError(f"this is no trace of pipeloom's: event {number}: {error}") from error
+    if ranks != set(range(len(ranks))) or any(span.rank not in ranks for span in spans):
+        found = ", ".join(map(str, sorted(ranks))) or "none"
+        raise UserError(f"this is no trace of pipeloom's: expected a process for every rank from 0 on, found {found}")
+    return Trace(tuple(spans), len(ranks))
+
+
+def _events(text: str) -> list[Any]:
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"this is no trace: it is not JSON: {error}") from error
+    match tree:
+        case {"traceEvents": list(events)}:
+            return events
+    raise UserError("this is no trace: expected an object with a list 'traceEvents'")
+
+
+def _span(event: dict[str, Any], lanes: dict[tuple[int, int], Lane]) -> Span:
+    match event:
+        case {
+            "name": str(name),
+            "pid": int(rank),
+            "tid": int(tid),
+            "ts": int() | float() as begin,
+            "dur": int() | float() as duration,
+        } if math.isfinite(begin + duration) and duration >= 0:
+            begin_ns, duration_ns = round(begin * 1000), round(duration * 1000)
+        case _:
+            raise UserError("expected name, pid, tid, ts and dur, with finite times and no negative duration")
+    if (rank, tid) not in lanes:
+        raise UserError(f"thread {tid} of process {rank} has no name")
+    return Span(Action.parse(name), rank, lanes[rank, tid], begin_ns / 1e9, (begin_ns + duration_ns) / 1e9)

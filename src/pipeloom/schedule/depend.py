@@ -10,15 +10,20 @@ simulator and the executor all ask here. An action waits for
   never waits for the communication before it in the row unless it uses its result.
 """
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeloom.errors import UserError
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
 from pipeloom.schedule.placement import Placement
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
+
+
+_LANE_PATTERN = re.compile(r"(compute|data-parallel)|send to (\d+)|recv from (\d+)")
 
 
 class Lane(NamedTuple):
@@ -30,6 +35,22 @@ class Lane(NamedTuple):
     def __str__(self) -> str:
         """``compute``, ``send to 1``, ``recv from 0``, ``data-parallel``."""
         return self.name if self.peer is None else f"{self.name} {'to' if self.name == 'send' else 'from'} {self.peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Lane":
+        """Read the text form.
+
+        Raises:
+            UserError: the text is no lane.
+        """
+        match = _LANE_PATTERN.fullmatch(text)
+        if match is None:
+            known = "'compute', 'data-parallel', 'send to 1', 'recv from 0'"
+            raise UserError(f"'{text}' is no lane: expected a text such as {known}")
+        plain, send_peer, receive_peer = match.groups()
+        if plain is not None:
+            return cls(plain)
+        return cls("recv", int(receive_peer)) if send_peer is None else cls("send", int(send_peer))
 
 
 COMPUTE_LANE = Lane("compute")
