@@ -15,8 +15,8 @@ from rich.table import Table
 from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
+from pipeloom.run_folder import RunFolder
 from pipeloom.train.data import Data
-from pipeloom.train.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import RunSummary, Trainer
 

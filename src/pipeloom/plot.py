@@ -78,7 +78,7 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
     shortest = longest / 170
     for span in spans:
         begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
-        color, ink = _colors(span.action, num_stages)
+        color, ink = box_colors(span.action, num_stages)
         line = {"edgecolor": "white", "linewidth": 0.4 if with_labels else 0.0}
         axes.barh(span.rank, width, left=begin, height=_ROW_HEIGHT, color=color, **line)
         if with_labels and width >= shortest:
@@ -86,8 +86,8 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
             axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=7, ha="center", va="center")
 
 
-def _colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a box: the hue tells the stage, the shade the kind."""
+def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
+    """Fill and ink of a compute action's box: the hue tells the stage, the shade the kind."""
     import colorsys
 
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
@@ -105,7 +105,7 @@ def _add_legend(axes: "Axes", trace: Trace) -> None:
     has_backward = any(span.action.kind is not Kind.FORWARD for span in trace.compute())
     kinds = (Kind.FORWARD, Kind.BACKWARD) if has_backward else (Kind.FORWARD,)
     handles = [
-        Patch(color=_colors(Action(kind, stage, 0), 1 + stages[-1])[0], label=f"{stage}{kind.value}")
+        Patch(color=box_colors(Action(kind, stage, 0), 1 + stages[-1])[0], label=f"{stage}{kind.value}")
         for stage in shown
         for kind in kinds
     ]

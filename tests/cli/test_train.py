@@ -37,7 +37,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     assert first.returncode == 0, first.stderr
     run = tmp_path / "run"
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
-    pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json"}
+    pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
     assert {file.name for file in run.iterdir()} == expected | pictures
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert "validation loss" in first.stdout

@@ -10,6 +10,7 @@ from pipeloom.errors import PipeloomError
 COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
+    "report": "write a finished run as one HTML page: predicted beside measured",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "validate": "hold predictions of step time and memory against measurements",
 }

@@ -10,8 +10,8 @@ from pipeloom.words import count
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
+    from pipeloom.run_folder import RunFolder
     from pipeloom.train.data import Data
-    from pipeloom.train.run_folder import RunFolder
     from pipeloom.train.trainer import RunResult, RunSummary
 
 _SUMMARY = "Train a language model with a pipeline of processes."
@@ -21,9 +21,10 @@ def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_run_config(words, "train", _SUMMARY)
     from pipeloom.execute.world import is_first
+    from pipeloom.page import write_report
+    from pipeloom.run_folder import RunFolder, make_run_folder
     from pipeloom.train.data import load_data
     from pipeloom.train.progress import restore_terminal
-    from pipeloom.train.run_folder import RunFolder, make_run_folder
     from pipeloom.train.session import check_processes, resolve, run_on_all_ranks
 
     check_processes(config)
@@ -42,13 +43,14 @@ def run(words: list[str]) -> int:
         error.add_note(f"What the run wrote until then is in {folder.path}.")
         raise
     _draw(config, folder.path, result)
+    write_report(folder.path)
     _print_end(result.summary, folder.path)
     return 0
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
     from pipeloom.plot import plot_timelines
-    from pipeloom.train.run_folder import TIMELINE
+    from pipeloom.run_folder import TIMELINE
 
     assert result.measured is not None
     layout = config.layout
@@ -82,7 +84,7 @@ def _announce(config: RunConfig) -> None:
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
-    from pipeloom.train import run_folder as names
+    from pipeloom import run_folder as names
 
     sample = folder / names.SAMPLE
     if sample.exists():
@@ -112,6 +114,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.PREDICTED_TRACE: "the same as predicted",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
+        names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
         if "," in name or (folder / name).exists():  # the sample and the prediction may be switched off

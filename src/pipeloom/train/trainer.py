@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from pipeloom import run_folder
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
 from pipeloom.report import summarize
+from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome
-from pipeloom.train import run_folder
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import Data, unigram_loss
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
-from pipeloom.train.run_folder import RunFolder
 from pipeloom.train.sample import sample_text
 
 _PROMPT_TOKENS = 40

@@ -1,0 +1,50 @@
+"""A run as one self-contained HTML page: no request leaves it, and it computes nothing but where the ink goes."""
+
+import html
+import json
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from pipeloom.errors import UserError
+from pipeloom.page.contents import page_contents
+from pipeloom.run_folder import REPORT, Run, read_run
+
+__all__ = ["format_page", "write_report"]
+
+
+def write_report(folder: Path, file: Path | None = None) -> Path:
+    """Write the page of a finished run.
+
+    Args:
+        folder: the run folder.
+        file: where to; ``None`` for ``report.html`` in the run folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: the run is not finished, its folder is broken, or the file cannot be written.
+    """
+    file = file or folder / REPORT
+    page = format_page(read_run(folder))
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the report {file}: {error.strerror}; choose another --output") from error
+    return file
+
+
+def format_page(run: Run) -> str:
+    """The page as text."""
+    contents = page_contents(run)
+    here = files(__name__)
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(contents["title"]),
+        version=html.escape(version("pipeloom")),
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        script=(here / "page.js").read_text(encoding="utf-8"),
+        # whatever the run wrote, nothing in it can end the element or begin another
+        contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+    )

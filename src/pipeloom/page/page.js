@@ -1,0 +1,640 @@
+"use strict";
+// Lays out what the page's JSON holds. It computes where the ink goes, and nothing else.
+
+const MEASURED = "#2f5f8f";
+const PREDICTED = "#d1603d";
+const INK = "#1f2a37";
+const MUTED = "#66717f";
+
+const root = document.documentElement;
+window.addEventListener("error", (event) => {
+  root.dataset.state = "failed: " + event.message;
+});
+
+// An HTML element; strings become text, so nothing that a run wrote is read as markup.
+function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function svg(name, attributes = {}, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  node.append(...children);
+  return node;
+}
+
+function section(title, note, ...children) {
+  const node = element("section", {}, element("h2", {}, title));
+  if (note) node.append(element("p", { class: "note" }, note));
+  node.append(...children);
+  return node;
+}
+
+function keys(items) {
+  const list = element("div", { class: "legend" });
+  for (const { name, color, line, dot } of items) {
+    const sign = element("i", line ? { class: "line" } : {});
+    sign.style[line ? "borderTopColor" : "background"] = color;
+    if (line === "dashed") sign.style.borderTopStyle = "dashed";
+    if (dot) sign.style.borderRadius = "50%";
+    list.append(element("span", {}, sign, name));
+  }
+  return list;
+}
+
+// Round values that divide a range into at most `most` parts.
+function ticks(low, high, most) {
+  const rough = (high - low) / most;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) || rough;
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step + 0);
+  return { values: found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
+}
+
+function grouped(value, digits) {
+  return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+// ---------------------------------------------------------------- head
+
+function head(contents) {
+  const cards = contents.headline.map((row) => {
+    const pair = (name, value, kind) => element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value));
+    const list = element("dl", {}, pair("measured", row.measured, "measured"));
+    if (row.predicted !== null) {
+      list.append(pair("predicted", row.predicted, "predicted"), pair("predicted / measured", row.ratio, "ratio"));
+    }
+    return element("div", { class: "card" }, element("h3", {}, row.name), element("p", { class: "note" }, row.note), list);
+  });
+  const facts = contents.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
+  return [
+    element("header", {}, element("h1", {}, contents.title.replaceAll(" x ", " \u00d7 ")), element("p", {}, contents.folder)),
+    element("div", { class: "headline" }, ...cards),
+    element("dl", { class: "facts" }, ...facts),
+  ];
+}
+
+// ---------------------------------------------------------------- timelines
+
+const GUTTER = 96;
+const MARGIN = 12;
+const AXIS = 26;
+const TITLE = 26;
+
+class Timeline {
+  constructor(data) {
+    this.data = data;
+    this.view = [0, data.end];
+    this.withLanes = false;
+    this.hovered = null;
+    this.canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": "timelines of the step" });
+    this.tip = element("div", { class: "tip" });
+    this.range = element("span", { class: "view" });
+    this.box = element("div", { class: "timeline" }, this.canvas, this.tip);
+    this.where = new Map(); // box by panel and action
+    data.panels.forEach((panel, number) => {
+      for (const rank of panel.ranks) for (const lane of rank.lanes) for (const box of lane.boxes) {
+        this.where.set(number + ":" + this.name(box) + ":" + rank.label, box);
+      }
+    });
+    this.listen();
+  }
+
+  name([kind, stage, microbatch, slice]) {
+    return stage + this.data.kinds[kind][0] + (microbatch === null ? "" : microbatch) + (slice ? "." + slice : "");
+  }
+
+  toolbar() {
+    const button = (text, title, act) => {
+      const node = element("button", { type: "button", title }, text);
+      node.addEventListener("click", act);
+      return node;
+    };
+    const lanes = element("input", { type: "checkbox", id: "lanes" });
+    lanes.addEventListener("change", () => {
+      this.withLanes = lanes.checked;
+      this.resize();
+    });
+    return element(
+      "div",
+      { class: "toolbar" },
+      button("+", "zoom in", () => this.zoom(0.5)),
+      button("\u2212", "zoom out", () => this.zoom(2)),
+      button("whole step", "show all of it", () => this.show(0, this.data.end)),
+      element("label", {}, lanes, "communication lanes"),
+      element("span", { class: "hint" }, "Drag to move, Ctrl and wheel to zoom, hover an action to see it in every timeline."),
+      this.range,
+    );
+  }
+
+  // Rows from top to bottom: {panel, rank, lane, top, height}; and the panels' titles.
+  layOut() {
+    this.rows = [];
+    this.titles = [];
+    let top = 0;
+    this.data.panels.forEach((panel, number) => {
+      this.titles.push({ text: panel.title, makespan: panel.makespan, top: top + TITLE - 9 });
+      top += TITLE;
+      for (const rank of panel.ranks) {
+        const lanes = this.withLanes ? rank.lanes : rank.lanes.filter((lane) => lane.label === "compute");
+        if (lanes.length === 0) top += 38;
+        for (const lane of lanes) {
+          const height = lane.label === "compute" ? 34 : 12;
+          this.rows.push({ panel: number, rank: rank.label, lane, top, height });
+          top += height + (lane.label === "compute" ? 4 : 2);
+        }
+        if (this.withLanes) top += 8;
+      }
+      top += 8;
+    });
+    this.bottom = top - 6;
+    return top + AXIS;
+  }
+
+  resize() {
+    const height = this.layOut();
+    this.width = Math.max(this.box.clientWidth, 480);
+    this.scale = Math.max(window.devicePixelRatio || 1, 2);
+    this.canvas.width = Math.round(this.width * this.scale);
+    this.canvas.height = Math.round(height * this.scale);
+    this.canvas.style.width = this.width + "px";
+    this.canvas.style.height = height + "px";
+    this.draw();
+  }
+
+  x(time) {
+    return GUTTER + ((time - this.view[0]) / (this.view[1] - this.view[0])) * (this.width - GUTTER - MARGIN);
+  }
+
+  time(x) {
+    return this.view[0] + ((x - GUTTER) / (this.width - GUTTER - MARGIN)) * (this.view[1] - this.view[0]);
+  }
+
+  draw() {
+    const pen = this.canvas.getContext("2d");
+    pen.setTransform(this.scale, 0, 0, this.scale, 0, 0);
+    pen.clearRect(0, 0, this.width, this.canvas.height / this.scale);
+    pen.textBaseline = "middle";
+    this.drawFrame(pen);
+    pen.save();
+    pen.beginPath();
+    pen.rect(GUTTER, 0, this.width - GUTTER - MARGIN, this.bottom + AXIS);
+    pen.clip();
+    let drawn = 0;
+    for (const row of this.rows) drawn += this.drawRow(pen, row);
+    this.drawHover(pen);
+    pen.restore();
+    root.dataset.boxes = drawn;
+    const digits = this.view[1] - this.view[0] < 2e6 ? 3 : 1;
+    const [from, to] = this.view.map((time) => grouped(time / 1e6, digits));
+    this.range.textContent = `${from} to ${to} ms`;
+  }
+
+  drawFrame(pen) {
+    pen.font = "600 13px system-ui, sans-serif";
+    for (const title of this.titles) {
+      pen.fillStyle = INK;
+      pen.textAlign = "left";
+      pen.fillText(title.text, GUTTER, title.top);
+      const width = pen.measureText(title.text).width;
+      pen.fillStyle = MUTED;
+      pen.font = "13px system-ui, sans-serif";
+      pen.fillText(title.makespan, GUTTER + width + 10, title.top);
+      pen.font = "600 13px system-ui, sans-serif";
+    }
+    pen.textAlign = "right";
+    for (const row of this.rows) {
+      const isCompute = row.lane.label === "compute";
+      pen.fillStyle = isCompute ? "#f4f5f7" : "#f9fafb";
+      pen.fillRect(GUTTER, row.top, this.width - GUTTER - MARGIN, row.height);
+      pen.fillStyle = isCompute ? INK : MUTED;
+      pen.font = (isCompute ? "12.5px" : "10px") + " system-ui, sans-serif";
+      pen.fillText(isCompute ? row.rank : row.lane.label, GUTTER - 10, row.top + row.height / 2 + 0.5);
+    }
+    this.drawAxis(pen);
+  }
+
+  drawAxis(pen) {
+    const { values, digits } = ticks(this.view[0] / 1e6, this.view[1] / 1e6, 12);
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "center";
+    for (const value of values) {
+      const x = Math.round(this.x(value * 1e6)) + 0.5;
+      pen.fillStyle = "#dfe4e9";
+      for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
+      pen.fillStyle = MUTED;
+      pen.fillRect(x - 0.5, this.bottom, 1, 4);
+      pen.fillText(grouped(value, digits), x, this.bottom + 14);
+    }
+    pen.fillStyle = "#b6bec8";
+    pen.fillRect(GUTTER, this.bottom, this.width - GUTTER - MARGIN, 1);
+    pen.textAlign = "right";
+    pen.fillStyle = MUTED;
+    pen.fillText("time (ms)", GUTTER - 10, this.bottom + 14);
+  }
+
+  // Number of compute boxes that are in view.
+  drawRow(pen, row) {
+    const isCompute = row.lane.label === "compute";
+    let drawn = 0;
+    pen.font = "11px system-ui, sans-serif";
+    pen.textAlign = "center";
+    const isClose = this.view[1] - this.view[0] < this.data.end / 2;
+    for (const box of row.lane.boxes) {
+      const [, , microbatch, , start, duration, color] = box;
+      if (start + duration < this.view[0] || start > this.view[1]) continue;
+      const left = this.x(start);
+      const width = Math.max(this.x(start + duration) - left, 0.75);
+      const [fill, ink] = this.data.palette[color];
+      pen.fillStyle = fill;
+      pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
+      drawn += isCompute;
+      const from = Math.max(left, GUTTER);
+      const seen = Math.min(left + width, this.width - MARGIN) - from;
+      const text = isClose && width > 34 ? this.name(box) : String(microbatch);
+      if (isCompute && seen > 3 + 6 * text.length && microbatch !== null) {
+        pen.fillStyle = ink;
+        pen.fillText(text, from + seen / 2, row.top + row.height / 2 + 0.5);
+      }
+    }
+    return drawn;
+  }
+
+  drawHover(pen) {
+    if (this.hovered === null) return;
+    const name = this.name(this.hovered.box);
+    pen.strokeStyle = INK;
+    pen.lineWidth = 2;
+    for (const row of this.rows) {
+      if (row.rank !== this.hovered.row.rank || row.lane.label !== this.hovered.row.lane.label) continue;
+      const box = this.where.get(row.panel + ":" + name + ":" + row.rank);
+      if (box === undefined) continue;
+      const left = this.x(box[4]);
+      pen.strokeRect(left, row.top, Math.max(this.x(box[4] + box[5]) - left, 1), row.height);
+    }
+  }
+
+  find(x, y) {
+    const row = this.rows.find((one) => y >= one.top - 1 && y <= one.top + one.height + 1);
+    if (row === undefined || x < GUTTER) return null;
+    const time = this.time(x);
+    const slack = this.time(x + 2) - time;
+    let best = null;
+    for (const box of row.lane.boxes) {
+      if (box[4] > time + slack) break;
+      if (box[4] - slack <= time && time <= box[4] + box[5] + slack) best = box;
+      if (best !== null && box[4] <= time && time < box[4] + box[5]) break;
+    }
+    return best && { row, box: best };
+  }
+
+  hover(event) {
+    const found = this.find(event.offsetX, event.offsetY);
+    const same = (found && found.box) === (this.hovered && this.hovered.box);
+    this.hovered = found;
+    if (!same) this.draw();
+    this.tip.style.display = found ? "block" : "none";
+    if (!found) return;
+    this.tip.replaceChildren(...this.describe(found));
+    const left = Math.min(event.offsetX + 14, this.width - this.tip.offsetWidth - 4);
+    this.tip.style.left = left + "px";
+    this.tip.style.top = event.offsetY + 18 + "px";
+  }
+
+  describe({ row, box }) {
+    const [kind, stage, microbatch, slice] = box;
+    const lines = [element("b", {}, this.name(box)), ` \u2002${this.data.kinds[kind][1]}, stage ${stage}`];
+    if (microbatch !== null) lines.push(`, micro-batch ${microbatch}` + (slice ? `, slice ${slice}` : ""));
+    lines.push(element("br"), element("span", {}, `${row.rank}, ${row.lane.label}`));
+    this.data.panels.forEach((panel, number) => {
+      const one = this.where.get(number + ":" + this.name(box) + ":" + row.rank);
+      if (one === undefined) return;
+      const [start, duration] = [one[4], one[5]].map((time) => grouped(time / 1e6, 3));
+      lines.push(element("br"), element("span", {}, panel.name + " "), `starts at ${start} ms, takes ${duration} ms`);
+    });
+    return lines;
+  }
+
+  show(from, to) {
+    const end = this.data.end;
+    const width = Math.min(Math.max(to - from, 1000), end);
+    const start = Math.min(Math.max(from, 0), end - width);
+    this.view = [start, start + width];
+    this.draw();
+  }
+
+  zoom(factor, around = (this.view[0] + this.view[1]) / 2) {
+    this.show(around - (around - this.view[0]) * factor, around + (this.view[1] - around) * factor);
+  }
+
+  pan(pixels) {
+    const by = this.time(pixels) - this.time(0);
+    this.show(this.view[0] + by, this.view[1] + by);
+  }
+
+  listen() {
+    let held = null;
+    this.canvas.addEventListener("pointerdown", (event) => {
+      held = event.clientX;
+      this.canvas.setPointerCapture(event.pointerId);
+    });
+    this.canvas.addEventListener("pointermove", (event) => {
+      if (held !== null) {
+        this.pan(held - event.clientX);
+        held = event.clientX;
+      }
+      this.hover(event);
+    });
+    for (const name of ["pointerup", "pointercancel"]) this.canvas.addEventListener(name, () => (held = null));
+    this.canvas.addEventListener("pointerleave", () => {
+      this.hovered = null;
+      this.tip.style.display = "none";
+      this.draw();
+    });
+    this.canvas.addEventListener("dblclick", () => this.show(0, this.data.end));
+    this.canvas.addEventListener(
+      "wheel",
+      (event) => {
+        const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+        if (!event.ctrlKey && !event.metaKey && !sideways) return; // the page scrolls
+        event.preventDefault();
+        if (sideways) this.pan(event.deltaX);
+        else this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 150))), this.time(event.offsetX));
+      },
+      { passive: false },
+    );
+    this.canvas.addEventListener("keydown", (event) => {
+      const acts = {
+        ArrowLeft: () => this.pan(-80),
+        ArrowRight: () => this.pan(80),
+        "+": () => this.zoom(0.7),
+        "=": () => this.zoom(0.7),
+        "-": () => this.zoom(1 / 0.7),
+        0: () => this.show(0, this.data.end),
+      };
+      if (!(event.key in acts) || event.ctrlKey || event.metaKey) return;
+      event.preventDefault();
+      acts[event.key]();
+    });
+    window.addEventListener("resize", () => this.resize());
+  }
+}
+
+function timelines(data) {
+  const timeline = new Timeline(data);
+  const num = data.legend.length;
+  const kinds = new Set(data.legend.map(([text]) => text.replace(/^\d+/, ""))).size;
+  const legend = keys(data.legend.map(([name, color]) => ({ name, color })));
+  legend.classList.add("stages");
+  legend.style.gridTemplateColumns = `repeat(${num / kinds}, max-content)`;
+  const node = section(
+    "The step",
+    "A row for each rank, color by stage, forward light and backward dark, the micro-batch in each box.",
+    timeline.toolbar(),
+    timeline.box,
+    legend,
+  );
+  return { node, timeline };
+}
+
+// ---------------------------------------------------------------- bubble account
+
+function bars(data) {
+  const [left, width, height, gap] = [150, 850, 15, 14];
+  const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
+  let top = 4;
+  for (const group of [...data.groups, data.total]) {
+    if (group === data.total) top += 10;
+    const middle = top + (data.traces.length * (height + 2)) / 2;
+    picture.append(svg("text", { class: "strong", x: 0, y: middle + 3 }, group.label));
+    group.bars.forEach((bar, number) => {
+      picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
+      let x = left;
+      bar.forEach(([share, text], cause) => {
+        const { name, color } = data.causes[cause];
+        const words = `${group.label}, ${data.traces[number]}: ${name} ${text}`;
+        const attributes = { x, y: top, width: share * width, height, fill: color };
+        picture.append(svg("rect", attributes, svg("title", {}, words)));
+        x += share * width;
+      });
+      top += height + 2;
+    });
+    top += gap;
+  }
+  picture.setAttribute("viewBox", `0 0 ${left + width + 6} ${top - gap + 4}`);
+  return picture;
+}
+
+function meanings(causes) {
+  const list = element("dl", { class: "causes" });
+  for (const { name, color, meaning } of causes) {
+    const sign = element("i");
+    sign.style.background = color;
+    list.append(element("div", {}, element("dt", {}, sign, name), element("dd", {}, meaning)));
+  }
+  return list;
+}
+
+function pairedHeads(traces, groups) {
+  const first = element("tr", {}, element("th", { class: "text" }));
+  const second = element("tr", {}, element("th", { class: "text" }));
+  for (const group of groups) {
+    first.append(element("th", { class: "group first", colspan: traces.length }, group));
+    traces.forEach((trace, number) => second.append(element("th", { class: trace + (number ? "" : " first") }, trace)));
+  }
+  return traces.length > 1 ? [first, second] : [first];
+}
+
+function account(data) {
+  const head = element("thead", {}, ...pairedHeads(data.traces, data.causes.map((cause) => cause.name)));
+  const body = element("tbody");
+  data.rows.forEach((cells, number) => {
+    const row = element("tr", number >= data.groups.length ? { class: "total" } : {});
+    cells.forEach((text, column) => {
+      const trace = (column - 1) % data.traces.length;
+      const kind = column === 0 ? "text" : data.traces[trace] + (trace === 0 ? " first" : "");
+      row.append(element("td", { class: kind }, text));
+    });
+    body.append(row);
+  });
+  return section(
+    "Where the time goes",
+    "Every rank's step by cause; the causes add up to the whole step.",
+    meanings(data.causes),
+    bars(data),
+    element("div", { class: "scroll" }, element("table", {}, head, body)),
+    element("p", { class: "note" }, "Milliseconds, and their share of all ranks' steps."),
+  );
+}
+
+// ---------------------------------------------------------------- communication
+
+function communication(data) {
+  const title = "Communication";
+  if (data.rows.length === 0) return section(title, "One rank: nothing is sent.");
+  const columns = ["busy", "hidden", "exposed", "hidden share"];
+  const first = element("tr", {}, ...["", "", ""].map(() => element("th", { class: "text" })));
+  const second = element("tr", {}, element("th", { class: "text" }, "rank"), element("th", { class: "text" }, "lane"));
+  second.append(element("th", {}, "messages"));
+  for (const trace of data.traces) {
+    first.append(element("th", { class: "group first", colspan: columns.length }, trace));
+    columns.forEach((name, number) => second.append(element("th", { class: number ? "" : "first" }, name)));
+  }
+  const body = element("tbody");
+  let before = "";
+  for (const cells of [...data.rows, data.total]) {
+    const row = element("tr", cells === data.total ? { class: "total" } : {});
+    cells.forEach((text, column) => {
+      const kind = column < 2 ? "text" : (column - 3) % columns.length === 0 ? "first" : "";
+      row.append(element("td", { class: kind }, column === 0 && text === before ? "" : text));
+    });
+    before = cells[0];
+    body.append(row);
+  }
+  return section(
+    title,
+    "Milliseconds for each lane: busy while something is under way, hidden while the rank computes meanwhile, exposed " +
+      "the rest." + (data.traces.length > 1 ? " Predicted transfers are carried by the receive; their sends take no time." : ""),
+    element("div", { class: "scroll" }, element("table", {}, element("thead", {}, first, second), body)),
+  );
+}
+
+// ---------------------------------------------------------------- curves
+
+const WIDE = 620;
+
+function frame(height, title) {
+  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${height}`, role: "img", "aria-label": title });
+  const node = element("div", {}, element("h3", {}, title), picture);
+  return { node, picture };
+}
+
+function path(points, x, y, attributes) {
+  let text = "";
+  let open = false;
+  for (const [at, value] of points) {
+    if (value === null) open = false;
+    else {
+      text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;
+      open = true;
+    }
+  }
+  return svg("path", { d: text, fill: "none", "stroke-width": 1.6, "stroke-linejoin": "round", ...attributes });
+}
+
+function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
+  for (const value of up.values) {
+    picture.append(
+      svg("line", { class: "axis", x1: left, x2: right, y1: y(value), y2: y(value) }),
+      svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, grouped(value, up.digits)),
+    );
+  }
+  for (const value of across.values) {
+    picture.append(svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, grouped(value, across.digits)));
+  }
+  picture.append(svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, unit));
+}
+
+function inputs(data) {
+  const [height, left, right, top] = [150, 40, WIDE - 12, 8];
+  const bottom = height - 38;
+  const x = (time) => left + (time / data.end) * (right - left);
+  const y = (held) => bottom - (held / Math.max(data.most, 1)) * (bottom - top);
+  const styles = { measured: { stroke: MEASURED }, predicted: { stroke: PREDICTED, "stroke-dasharray": "5 3" } };
+  const panels = data.ranks.map((rank) => {
+    const { node, picture } = frame(height, `${rank.label}, ${rank.peak}`);
+    const up = ticks(0, Math.max(data.most, 1), 4);
+    axes(picture, { x, y, across: ticks(0, data.end, 6), up: { ...up, digits: 0 }, bottom, left, right, unit: "time (ms)" });
+    rank.curves.forEach((points, number) => {
+      const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
+      const trace = data.traces[number];
+      if (trace === "measured") {
+        const area = path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, { stroke: "none" });
+        area.setAttribute("fill", "#2f5f8f1c");
+        picture.append(area);
+      }
+      picture.append(path(steps, x, y, styles[trace]));
+    });
+    return node;
+  });
+  const legend = keys(data.traces.map((name) => ({ name, color: styles[name].stroke, line: name === "predicted" ? "dashed" : "solid" })));
+  return section(
+    "Stage inputs held",
+    "What a rank keeps of each stage and micro-batch from the start of its forward to the end of its backward.",
+    legend,
+    element("div", { class: "grid" }, ...panels),
+  );
+}
+
+function curve(data) {
+  const [height, left, right, top] = [270, 52, WIDE - 14, 12];
+  const bottom = height - 40;
+  const { node, picture } = frame(height, `${data.title}, ${data.unit}`);
+  const values = [...data.points.map((point) => point[1]), ...data.levels.map((l) => l.value), ...data.marks.map((m) => m.at[1])];
+  const known = values.filter((value) => value !== null);
+  const low = data.from_zero ? 0 : Math.min(...known);
+  const high = Math.max(...known);
+  const room = (high - low || Math.abs(high) || 1) * 0.05;
+  const range = [data.from_zero ? 0 : low - room, high + room];
+  const ends = [data.points[0][0], data.points.at(-1)[0]];
+  const x = (step) => (ends[0] === ends[1] ? (left + right) / 2 : left + ((step - ends[0]) / (ends[1] - ends[0])) * (right - left));
+  const y = (value) => bottom - ((value - range[0]) / (range[1] - range[0])) * (bottom - top);
+  const across = ends[0] === ends[1] ? { values: [ends[0]], digits: 0 } : { ...ticks(ends[0], ends[1], 8), digits: 0 };
+  across.values = across.values.filter(Number.isInteger);
+  axes(picture, { x, y, across, up: ticks(...range, 6), bottom, left, right, unit: "step" });
+  const colors = { reference: MUTED, measured: MEASURED, predicted: PREDICTED };
+  const legend = [{ name: data.title.toLowerCase(), color: MEASURED, line: "solid" }];
+  for (const { name, value, style } of data.levels) {
+    if (value === null) continue;
+    const dash = { stroke: colors[style], "stroke-dasharray": "5 3", "stroke-width": 1.3 };
+    picture.append(svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), ...dash }, svg("title", {}, name)));
+    legend.push({ name, color: colors[style], line: "dashed" });
+  }
+  picture.append(path(data.points, x, y, { stroke: MEASURED }));
+  if (data.points.length < 40) {
+    for (const [step, value] of data.points) {
+      if (value !== null) picture.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, fill: MEASURED }));
+    }
+  }
+  for (const { name, at } of data.marks) {
+    if (at[1] === null) continue;
+    picture.append(svg("circle", { cx: x(at[0]), cy: y(at[1]), r: 5, fill: PREDICTED, stroke: "#fff", "stroke-width": 1.5 }));
+    legend.push({ name, color: PREDICTED, dot: true });
+  }
+  node.insertBefore(keys(legend), picture);
+  return node;
+}
+
+// ---------------------------------------------------------------- the rest
+
+function sample(text) {
+  return section("Sample", "Text from the trained model.", element("pre", { class: "sample" }, text));
+}
+
+function config(parts) {
+  const blocks = parts.map((part) => {
+    const [first, ...rest] = part.split("\n");
+    return element("pre", {}, element("b", {}, first), "\n" + rest.join("\n"));
+  });
+  return section("Configuration", "Complete; `pipeloom train config.toml` runs it again.", element("div", { class: "config" }, ...blocks));
+}
+
+function build() {
+  const contents = JSON.parse(document.getElementById("contents").textContent);
+  const page = document.getElementById("page");
+  const step = timelines(contents.timeline);
+  page.replaceChildren(...head(contents), step.node, account(contents.bubble), communication(contents.communication));
+  page.append(inputs(contents.inputs));
+  page.append(section("Training", "", element("div", { class: "grid" }, ...contents.curves.map(curve))));
+  if (contents.sample !== null) page.append(sample(contents.sample));
+  page.append(config(contents.config));
+  step.timeline.resize();
+  root.dataset.expected = contents.timeline.boxes;
+  root.dataset.state = "ready";
+}
+
+build();
