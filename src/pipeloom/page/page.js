@@ -576,6 +576,10 @@ function curve(data) {
   const { node, picture } = frame(height, `${data.title}, ${data.unit}`);
   const values = [...data.points.map((point) => point[1]), ...data.levels.map((l) => l.value), ...data.marks.map((m) => m.at[1])];
   const known = values.filter((value) => value !== null);
+  if (known.length === 0) {
+    picture.replaceWith(element("p", { class: "note" }, "No value is finite."));
+    return node;
+  }
   const low = data.from_zero ? 0 : Math.min(...known);
   const high = Math.max(...known);
   const room = (high - low || Math.abs(high) || 1) * 0.05;

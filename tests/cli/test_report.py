@@ -1,0 +1,41 @@
+"""``pipeloom report``."""
+
+import subprocess
+import sys
+
+from run_files import write_run
+
+from pipeloom.cli import main
+
+
+def test_the_page_is_written_into_the_run_folder_and_named(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    page = run / "report.html"
+    assert capsys.readouterr().out == f"report     {page}\n"
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["report", str(run)]) == 0  # and again
+
+
+def test_the_page_can_go_elsewhere(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    assert not (run / "report.html").exists()
+
+
+def test_a_folder_that_holds_no_run_is_one_clear_message(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pipeloom report: ")
+    assert "it lacks config.toml, metrics.jsonl, schedule.txt, trace.json, summary.json" in error
+    assert "Traceback" not in error
+
+
+def test_a_report_needs_no_torch(tmp_path):
+    run = write_run(tmp_path / "run")
+    code = (
+        "import sys; from pipeloom.cli import main; status = main(['report', sys.argv[1]]); "
+        "assert not {'torch', 'matplotlib'} & set(sys.modules); sys.exit(status)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, timeout=60)

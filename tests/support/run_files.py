@@ -1,0 +1,59 @@
+"""A finished run's folder without a run: both traces simulated, the numbers invented."""
+
+import json
+import math
+from pathlib import Path
+
+from pipeloom import run_folder
+from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig
+from pipeloom.config_file import format_run
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.generate import make_schedule
+from pipeloom.layout import Layout
+from pipeloom.schedule import format_schedule, lower
+from pipeloom.simulate import simulate
+from pipeloom.trace import to_chrome
+
+
+def write_run(
+    folder: Path,
+    *,
+    family: str = "breadth-first",
+    pp: int = 2,
+    loops: int = 2,
+    num_microbatches: int = 4,
+    predicted: bool = True,
+    validation_loss: float | None = 2.25,
+    sample: str | None = "def f():\n    return 1 < 2 & 3\n",
+    loss: float = 3.0,
+    steps: int = 5,
+) -> Path:
+    """Write a run folder as ``pipeloom train`` leaves it; the measured step takes twice as long as predicted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    layout = Layout(pp=pp, loops=loops, num_microbatches=num_microbatches, microbatch_size=2)
+    config = RunConfig(layout=layout, schedule=ScheduleConfig(family=family), output=OutputConfig(trace_step=3))
+    (folder / run_folder.CONFIG).write_text(format_run(config))
+    schedule = make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches)
+    schedule = lower(schedule) if pp > 1 else schedule
+    (folder / run_folder.SCHEDULE).write_text(format_schedule(schedule))
+    measured = simulate(schedule, UniformCosts(0.002, 0.004, 0.001))
+    (folder / run_folder.TRACE).write_text(to_chrome(measured, "measured"))
+    if predicted:
+        trace = simulate(schedule, UniformCosts(0.001, 0.002, 0.0005))
+        (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
+    lines = [{"step": step, "loss": loss - step / 8, "step_time_s": 0.1 + step / 100} for step in range(1, steps + 1)]
+    (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if sample is not None:
+        (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")
+    summary = {
+        "num_parameters": 3640896,
+        "steps": steps,
+        "train_loss": loss - steps / 8,
+        "validation_loss": validation_loss,
+        "unigram_loss": 3.0957 if math.isfinite(loss) else loss,
+        "step_time_s": 0.12,
+        "predicted_step_time_s": 0.09 if predicted else None,
+        "tokens_per_s": 12345.6,
+    }
+    (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
+    return folder
