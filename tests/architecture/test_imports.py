@@ -14,6 +14,9 @@ LIGHT = [
     "pipeloom.config",
     "pipeloom.config_file",
     "pipeloom.report",
+    "pipeloom.bubble",
+    "pipeloom.run_folder",
+    "pipeloom.page",
     "pipeloom.plot",
     "pipeloom.cli",
     "pipeloom.catalog",
@@ -22,6 +25,7 @@ LIGHT = [
     "pipeloom.validate.fit",
     "pipeloom.cli.schedule",
     "pipeloom.cli.validate",
+    "pipeloom.cli.report",
 ]
 HEAVY = {"torch", "matplotlib"}
 
