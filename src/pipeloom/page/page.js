@@ -63,10 +63,11 @@ function grouped(value, digits) {
 
 function head(contents) {
   const cards = contents.headline.map((row) => {
-    const pair = (name, value, kind) => element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value));
+    const pair = (name, value, kind, title = "") =>
+      element("div", { title }, element("dt", {}, name), element("dd", { class: kind }, value));
     const list = element("dl", {}, pair("measured", row.measured, "measured"));
     if (row.predicted !== null) {
-      list.append(pair("predicted", row.predicted, "predicted"), pair("predicted / measured", row.ratio, "ratio"));
+      list.append(pair("predicted", row.predicted, "predicted"), pair("ratio", row.ratio, "ratio", "predicted / measured"));
     }
     return element("div", { class: "card" }, element("h3", {}, row.name), element("p", { class: "note" }, row.note), list);
   });
