@@ -243,3 +243,20 @@ def test_what_is_no_trace_is_refused(tree, words):
         tree = {"traceEvents": tree}
     with pytest.raises(UserError, match=re.escape(words)):
         from_chrome(tree if isinstance(tree, str) else json.dumps(tree))
+
+
+class Counted(tuple):
+    """Spans that count how often someone goes through them."""
+
+    count = 0
+
+    def __iter__(self):
+        Counted.count += 1
+        return super().__iter__()
+
+
+def test_writing_a_trace_goes_through_its_spans_a_few_times_however_many_there_are():
+    trace = example()
+    Counted.count = 0
+    to_chrome(Trace(Counted(trace.spans), 3), "test")
+    assert 0 < Counted.count < 20 < len(trace.spans)

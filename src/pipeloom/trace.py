@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -42,12 +43,12 @@ class Trace:
     spans: tuple[Span, ...]
     num_ranks: int
 
-    @property
+    @cached_property
     def start_s(self) -> float:
         """When the first action began."""
         return min((span.start_s for span in self.spans), default=0.0)
 
-    @property
+    @cached_property
     def end_s(self) -> float:
         """When the last action ended."""
         return max((span.end_s for span in self.spans), default=0.0)
