@@ -10,6 +10,7 @@ from pipeloom.page.timeline import timeline_contents
 from pipeloom.report import LaneUse, communication, stage_inputs, summarize
 from pipeloom.run_folder import Run
 from pipeloom.trace import Trace
+from pipeloom.words import count
 
 _Text = Callable[[float], str]
 
@@ -35,11 +36,10 @@ def page_contents(run: Run) -> dict[str, Any]:
     if run.predicted is not None:
         traces["predicted"] = run.predicted
     layout, family = run.config.layout, run.config.schedule.family
-    loops = f"{layout.loops} loop{'s' if layout.loops > 1 else ''}"
     step = min(run.config.output.trace_step, len(run.metrics))
     return {
-        "title": f"{family}: {layout.pp} rank{'s' if layout.pp > 1 else ''} x {loops}, "
-        f"{layout.num_microbatches} micro-batches",
+        "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
+        f"{count(layout.num_microbatches, 'micro-batch')}",
         "folder": run.folder.resolve().name,
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
@@ -76,7 +76,7 @@ def _headline(run: Run, traces: Mapping[str, Trace], step: int) -> list[dict[str
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
     steps = {"measured": run.summary["step_time_s"], "predicted": run.summary["predicted_step_time_s"]}
     return [
-        _compared("step time", f"median of {run.summary['steps']} steps, optimizer included", steps, _ms),
+        _compared("step time", f"median of {count(run.summary['steps'], 'step')}, optimizer included", steps, _ms),
         _compared("pipeline", f"first to last action of step {step}", makespans, _ms),
         _compared("bubble fraction", f"idle share of the ranks in step {step}", fractions, _percent),
     ]
@@ -141,11 +141,13 @@ def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
     rows = []
     for rank, lane in lanes:
         found = [by_lane.get((rank, lane)) for by_lane in uses.values()]
-        count = next(use.num_actions for use in found if use is not None)
-        rows.append([f"rank {rank}", str(lane), str(count), *(cell for use in found for cell in _use_cells([use]))])
+        num_actions = next(use.num_actions for use in found if use is not None)
+        rows.append(
+            [f"rank {rank}", str(lane), str(num_actions), *(cell for use in found for cell in _use_cells([use]))]
+        )
     totals = [cell for by_lane in uses.values() for cell in _use_cells(list(by_lane.values()))]
-    num_actions = sum(int(row[2]) for row in rows)
-    return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_actions), *totals]}
+    num_messages = sum(int(row[2]) for row in rows)
+    return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_messages), *totals]}
 
 
 def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
