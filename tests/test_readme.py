@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
+from pipeloom.config_file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.report import summarize
@@ -56,6 +57,12 @@ def test_the_numbers_in_the_readme_are_those_of_its_commands():
     assert f"{numbers['1f1b'][0]:.3f}" in README
     assert f"{numbers['breadth-first'][0]:.3f}" in README
     assert f"{numbers['breadth-first'][1]} instead of at most {4 * numbers['1f1b'][1]}" in README
+
+
+def test_the_example_of_a_run_file_is_right():
+    config, problems = read_run_file(Path(__file__).parents[1] / "examples" / "run.toml")
+    assert problems + config.problems() == []
+    assert config.layout.num_stages == config.model.num_layers + 2
 
 
 def test_every_link_to_a_file_leads_somewhere():
