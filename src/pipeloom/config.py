@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeloom.generate import request_problems
+from pipeloom.generate import Choice
 from pipeloom.layout import Layout
 
 
@@ -151,6 +151,17 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
+    def choice(self) -> Choice:
+        """The schedule that the run trains with."""
+        return Choice(
+            family=self.schedule.family,
+            pp=self.layout.pp,
+            num_microbatches=self.layout.num_microbatches,
+            loops=self.layout.loops,
+            group_size=self.schedule.group_size,
+            placement=self.schedule.placement,
+        )
+
     def problems(self) -> list[str]:
         """Everything that is wrong with the values, one sentence each; empty if nothing is."""
         return [*_range_problems(self), *_model_problems(self), *_pipeline_problems(self), *_text_problems(self)]
@@ -251,14 +262,7 @@ def _model_problems(config: RunConfig) -> list[str]:
 
 def _pipeline_problems(config: RunConfig) -> list[str]:
     layout, schedule = config.layout, config.schedule
-    found = request_problems(
-        schedule.family,
-        pp=layout.pp,
-        num_microbatches=layout.num_microbatches,
-        loops=layout.loops,
-        group_size=schedule.group_size,
-        placement=schedule.placement,
-    )
+    found = config.choice().problems()
     names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
     problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeloom.errors import ConfigError
-from pipeloom.generate import FAMILIES, family, make_schedule, request_problems
+from pipeloom.generate import FAMILIES, Choice, family, make_schedule
 from pipeloom.schedule import PLACEMENTS, Kind, Level
 
 PLAIN = {"pp": 4, "num_microbatches": 8, "loops": 1, "group_size": None, "placement": None}
@@ -72,8 +72,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("sentence", PROBLEMS)
 def test_a_request_is_told_what_is_wrong(sentence):
     name, change = PROBLEMS[sentence]
-    assert request_problems(name, **PLAIN) == [] or name == "zzz"
-    (problem,) = request_problems(name, **(PLAIN | change))
+    assert Choice(family=name, **PLAIN).problems() == [] or name == "zzz"
+    (problem,) = Choice(family=name, **(PLAIN | change)).problems()
     assert sentence in problem
     with pytest.raises(ConfigError) as refused:
         make_schedule(name, **(PLAIN | change))
@@ -81,10 +81,10 @@ def test_a_request_is_told_what_is_wrong(sentence):
 
 
 def test_a_request_is_told_everything_at_once():
-    problems = request_problems("1f1b", pp=0, num_microbatches=0, loops=2, group_size=3, placement="ring")
+    problems = Choice(family="1f1b", pp=0, num_microbatches=0, loops=2, group_size=3, placement="ring").problems()
     assert len(problems) == 5
 
 
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_ends_of_the_group_sizes_are_allowed(size):
-    assert request_problems("hybrid", **(PLAIN | {"group_size": size})) == []
+    assert Choice(family="hybrid", **(PLAIN | {"group_size": size})).problems() == []

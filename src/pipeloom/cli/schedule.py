@@ -9,7 +9,7 @@ import tyro
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.generate import FAMILIES, make_schedule, request_problems
+from pipeloom.generate import FAMILIES, Choice
 from pipeloom.report import Summary, summarize
 from pipeloom.schedule import Schedule, format_schedule, format_torch_csv, lower, parse_schedule, parse_torch_csv
 from pipeloom.simulate import simulate
@@ -117,26 +117,20 @@ def _option_problems(options: Options) -> list[str]:
 def _schedule(options: Options) -> Schedule:
     file, problems = Path(options.family), _option_problems(options)
     is_family = options.family in FAMILIES or not (_is_file(file) or file.suffix or len(file.parts) > 1)
+    choice = Choice(
+        family=options.family,
+        pp=options.pp,
+        num_microbatches=options.microbatches,
+        loops=options.loops,
+        group_size=options.group_size,
+        placement=options.placement,
+    )
     if is_family:
-        problems += request_problems(
-            options.family,
-            pp=options.pp,
-            num_microbatches=options.microbatches,
-            loops=options.loops,
-            group_size=options.group_size,
-            placement=options.placement,
-        )
+        problems += choice.problems()
     if problems:
         raise ConfigError(problems, "the command line")
     if is_family:
-        return make_schedule(
-            options.family,
-            pp=options.pp,
-            loops=options.loops,
-            num_microbatches=options.microbatches,
-            group_size=options.group_size,
-            placement=options.placement,
-        )
+        return choice.make()
     _refuse_family_options(options, file)
     try:
         text = file.read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ A new family is one file in this folder: a function that returns each rank's com
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipeloom.errors import ConfigError
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Schedule
@@ -103,74 +104,76 @@ def family(
     return register
 
 
-def make_schedule(
-    name: str,
-    *,
-    pp: int,
-    num_microbatches: int,
-    loops: int = 1,
-    group_size: int | None = None,
-    placement: str | None = None,
-) -> Schedule:
-    """Make a compute-only schedule.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which schedule is wanted: a family and its sizes.
 
-    Args:
-        name: a key of ``FAMILIES``.
+    Attributes:
+        family: a key of ``FAMILIES``.
         pp: pipeline ranks, at least 1.
         num_microbatches: micro-batches of a step, at least 1.
         loops: stages for each rank, at least 1.
         group_size: for grouped families, between ``pp`` and ``num_microbatches``; ``None`` for ``pp``.
         placement: a key of ``PLACEMENTS``; ``None`` for looped.
-
-    Raises:
-        ConfigError: with everything that is wrong with the request.
-        ScheduleError: the family's rows break a rule, which is a fault of the family.
     """
-    problems = request_problems(
-        name, pp=pp, num_microbatches=num_microbatches, loops=loops, group_size=group_size, placement=placement
-    )
-    if problems:
-        raise ConfigError(problems, f"schedule '{name}'")
-    chosen = FAMILIES[name]
-    request = Request(
-        placement=PLACEMENTS[placement or "looped"](pp, loops),
-        num_microbatches=num_microbatches,
-        group_size=group_size or pp,
-    )
-    answer = chosen.rule(request)
-    return Schedule(
-        rows=tuple(tuple(row) for row in answer.rows),
-        placement=request.placement,
-        num_microbatches=num_microbatches,
-        first_backward_stage=0 if chosen.has_backward else request.placement.num_stages,
-        max_stage_inputs=tuple(answer.max_stage_inputs),
-    )
 
+    family: str
+    pp: int
+    num_microbatches: int
+    loops: int = 1
+    group_size: int | None = None
+    placement: str | None = None
 
-def request_problems(
-    name: str, *, pp: int, num_microbatches: int, loops: int, group_size: int | None, placement: str | None
-) -> list[str]:
-    """Everything that is wrong with a request, one sentence each; empty if nothing is."""
-    problems = [
-        f"{what} must be at least 1, found {value}"
-        for what, value in (("pp", pp), ("loops", loops), ("the number of micro-batches", num_microbatches))
-        if value < 1
-    ]
-    if placement is not None and placement not in PLACEMENTS:
-        problems.append(_unknown("placement", placement, PLACEMENTS))
-    if name not in FAMILIES:
-        return [*problems, _unknown("schedule", name, FAMILIES)]
-    chosen = FAMILIES[name]
-    if loops > 1 and not chosen.is_looped:
-        problems.append(f"{name} runs one stage on each rank, found loops {loops}; use {chosen.instead} or loops 1")
-    if group_size is not None and not chosen.is_grouped:
-        problems.append(f"{name} takes no group size, found {group_size}; use hybrid or leave it out")
-    elif group_size is not None and not problems and not pp <= group_size <= num_microbatches:
-        problems.append(
-            f"the group size must lie between pp {pp} and the number of micro-batches {num_microbatches}, "
-            f"found {group_size}"
+    def problems(self) -> list[str]:
+        """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
+        sizes = (("pp", self.pp), ("loops", self.loops), ("the number of micro-batches", self.num_microbatches))
+        problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
+        if self.placement is not None and self.placement not in PLACEMENTS:
+            problems.append(_unknown("placement", self.placement, PLACEMENTS))
+        if self.family not in FAMILIES:
+            return [*problems, _unknown("schedule", self.family, FAMILIES)]
+        return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
+        problems: list[str] = []
+        name, size = self.family, self.group_size
+        if self.loops > 1 and not chosen.is_looped:
+            instead = f"use {chosen.instead} or loops 1"
+            problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
+        if size is not None and not chosen.is_grouped:
+            problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
+        elif size is not None and are_sizes_right and not self.pp <= size <= self.num_microbatches:
+            problems.append(
+                f"the group size must lie between pp {self.pp} and the number of micro-batches "
+                f"{self.num_microbatches}, found {size}"
+            )
+        return problems
+
+    def make(self) -> Schedule:
+        """The compute-only schedule.
+
+        Raises:
+            ConfigError: with everything that is wrong with the choice.
+            ScheduleError: the family's rows break a rule, which is a fault of the family.
+        """
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems, f"schedule '{self.family}'")
+        chosen = FAMILIES[self.family]
+        placement = PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+        answer = chosen.rule(Request(placement, self.num_microbatches, self.group_size or self.pp))
+        return Schedule(
+            rows=tuple(tuple(row) for row in answer.rows),
+            placement=placement,
+            num_microbatches=self.num_microbatches,
+            first_backward_stage=0 if chosen.has_backward else placement.num_stages,
+            max_stage_inputs=tuple(answer.max_stage_inputs),
         )
-    return problems
+
+
+def make_schedule(name: str, **sizes: Any) -> Schedule:
+    """``Choice(family=name, ...).make()``: a compute-only schedule."""
+    return Choice(family=name, **sizes).make()
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from pipeloom.execute.profile import Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
-from pipeloom.generate import make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import Schedule, lower
 from pipeloom.train.batch import Batch
@@ -23,28 +23,13 @@ from pipeloom.train.batch import Batch
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    schedule, layout = config.schedule, config.layout
-    compute_only = make_schedule(
-        schedule.family,
-        pp=layout.pp,
-        loops=layout.loops,
-        num_microbatches=layout.num_microbatches,
-        group_size=schedule.group_size,
-        placement=schedule.placement,
-    )
-    return lower(compute_only, schedule.receive_buffers)
+    return lower(config.choice().make(), config.schedule.receive_buffers)
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    compute_only = make_schedule(
-        "forward-only",
-        pp=config.layout.pp,
-        loops=config.layout.loops,
-        num_microbatches=num_microbatches,
-        placement=config.schedule.placement,
-    )
-    return lower(compute_only, config.schedule.receive_buffers)
+    choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
+    return lower(choice.make(), config.schedule.receive_buffers)
 
 
 class Pipeline:
