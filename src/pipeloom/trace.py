@@ -66,22 +66,22 @@ class Trace:
 def merge(traces: Iterable[Trace]) -> Trace:
     """One trace from those that several ranks recorded of the same step.
 
-    A rank knows when a transfer was asked for and when it saw its end, not when the other side was ready, and it sees
-    the end of a send later than the other side may have the tensor. Only together the ranks know more: a send begins
-    no later than its tensor has arrived, and a receive no earlier than its send.
+    A rank knows when a transfer was asked for and when it saw its end. When a tensor moved, only both ranks know
+    together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
     """
     parts = list(traces)
-    spans = [span for part in parts for span in part.spans]
-    arrived_s = {matching_send(span.action): span.end_s for span in spans if span.action.kind in RECEIVE_KINDS}
-    for number, span in enumerate(spans):
-        if span.action.kind in SEND_KINDS:
-            spans[number] = span._replace(start_s=min(span.start_s, arrived_s.get(span.action, span.start_s)))
-    sent_s = {span.action: span.start_s for span in spans if span.action.kind in SEND_KINDS}
-    for number, span in enumerate(spans):
-        if span.action.kind in RECEIVE_KINDS:
-            start_s = max(span.start_s, sent_s.get(matching_send(span.action), span.start_s))
-            spans[number] = span._replace(start_s=min(start_s, span.end_s))
-    return Trace(tuple(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
+    spans = {(span.rank, span.action): span for part in parts for span in part.spans}
+    arrivals = {matching_send(span.action): key for key, span in spans.items() if span.action.kind in RECEIVE_KINDS}
+    free_s: dict[tuple[int, int], float] = {}
+    sends = [key for key, span in spans.items() if span.action.kind in SEND_KINDS and span.action in arrivals]
+    for key in sorted(sends, key=lambda key: spans[key].start_s):
+        send, receive = spans[key], spans[arrivals[key[1]]]
+        edge = (send.rank, receive.rank)
+        begin_s = min(max(send.start_s, free_s.get(edge, send.start_s)), receive.end_s)
+        spans[key] = send._replace(start_s=begin_s, end_s=max(begin_s, send.end_s))
+        spans[arrivals[key[1]]] = receive._replace(start_s=min(max(begin_s, receive.start_s), receive.end_s))
+        free_s[edge] = receive.end_s
+    return Trace(tuple(_one_at_a_time(list(spans.values()))), max(part.num_ranks for part in parts))
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:

@@ -166,17 +166,14 @@ class _Lane:
         self._queue.put(None)
 
     def _serve(self) -> None:
-        free_s = 0.0
         while (entry := self._queue.get()) is not None:
             work, tensor, transfer = entry
-            transfer.start_s = max(transfer.start_s, free_s)
             try:
                 work.wait()
             except RuntimeError as error:
                 transfer.fail(PeerLostError(f"rank {self._peer} went away: {error}"))
             else:
                 transfer.finish(tensor if self._is_receive else None)
-            free_s = transfer.end_s
             del entry, work, tensor, transfer  # the queue may stay empty for long
 
 

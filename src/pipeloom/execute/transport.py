@@ -17,7 +17,7 @@ class Transfer(Protocol):
     """A message under way.
 
     Attributes:
-        start_s: when the lane took it on: it was asked for, and the message before it had left the lane.
+        start_s: when it was asked for; it moves later, when both sides are ready and the edge is free.
         end_s: when it was done, on the same clock.
     """
 
