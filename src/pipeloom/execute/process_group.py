@@ -105,17 +105,18 @@ class ProcessGroupTransport:
         return self._start("recv", peer, buffer, lambda: dist.irecv(buffer, peer, group=group))
 
     def _start(self, direction: str, peer: int, tensor: Tensor, post: Callable[[], dist.Work | None]) -> Transfer:
+        asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
         try:
             work = post()
         except RuntimeError as error:
             raise PeerLostError(f"rank {peer} went away: {error}") from error
         assert work is not None, "a process never sends to itself"
         if self._device.type == "cuda":
-            return _StreamTransfer(work, tensor, direction == "recv")
+            return _StreamTransfer(work, tensor, direction == "recv", asked_s)
         lane = self._lanes.get((direction, peer))
         if lane is None:
             lane = self._lanes[direction, peer] = _Lane(direction, peer)
-        return lane.add(work, tensor)
+        return lane.add(work, tensor, asked_s)
 
     def close(self) -> None:
         """Let the lanes' threads end."""
@@ -130,9 +131,8 @@ class _StreamTransfer:
     work: dist.Work
     tensor: Tensor | None
     is_receive: bool
-
-    def __post_init__(self) -> None:
-        self.start_s = self.end_s = time.perf_counter()
+    start_s: float
+    end_s: float = 0.0
 
     def is_done(self) -> bool:
         if self.is_receive:
@@ -157,8 +157,8 @@ class _Lane:
         self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, _ThreadTransfer] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"{direction} {peer}", daemon=True).start()
 
-    def add(self, work: dist.Work, tensor: Tensor) -> "_ThreadTransfer":
-        transfer = _ThreadTransfer()
+    def add(self, work: dist.Work, tensor: Tensor, asked_s: float) -> "_ThreadTransfer":
+        transfer = _ThreadTransfer(asked_s)
         self._queue.put((work, tensor, transfer))
         return transfer
 
@@ -180,11 +180,11 @@ class _Lane:
 class _ThreadTransfer:
     """A transfer that a lane's thread waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked_s: float) -> None:
         self._done = threading.Event()
         self._tensor: Tensor | None = None
         self._error: PeerLostError | None = None
-        self.start_s = self.end_s = time.perf_counter()
+        self.start_s = self.end_s = asked_s
 
     def finish(self, tensor: Tensor | None) -> None:
         self._tensor = tensor
