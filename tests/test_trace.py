@@ -260,3 +260,10 @@ def test_writing_a_trace_goes_through_its_spans_a_few_times_however_many_there_a
     Counted.count = 0
     to_chrome(Trace(Counted(trace.spans), 3), "test")
     assert 0 < Counted.count < 20 < len(trace.spans)
+
+
+def test_actions_that_repeat_are_all_kept():
+    """A stage may be gathered several times in a step."""
+    lane = Lane("data-parallel")
+    gathers = [Span(Action.parse("0UNSHARD"), 0, lane, start_s, start_s + 1) for start_s in (0.0, 5.0)]
+    assert merge([Trace(tuple(gathers), 2), Trace((), 2)]).spans == tuple(gathers)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
+from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_receive, matching_send
 
 
 class Span(NamedTuple):
@@ -70,18 +70,19 @@ def merge(traces: Iterable[Trace]) -> Trace:
     together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
     """
     parts = list(traces)
-    spans = {(span.rank, span.action): span for part in parts for span in part.spans}
-    arrivals = {matching_send(span.action): key for key, span in spans.items() if span.action.kind in RECEIVE_KINDS}
+    spans = [span for part in parts for span in part.spans]
+    place_of = {span.action: number for number, span in enumerate(spans)}
+    sends = [span for span in spans if span.action.kind in SEND_KINDS and matching_receive(span.action) in place_of]
     free_s: dict[tuple[int, int], float] = {}
-    sends = [key for key, span in spans.items() if span.action.kind in SEND_KINDS and span.action in arrivals]
-    for key in sorted(sends, key=lambda key: spans[key].start_s):
-        send, receive = spans[key], spans[arrivals[key[1]]]
+    for send in sorted(sends, key=lambda span: span.start_s):
+        arrival = place_of[matching_receive(send.action)]
+        receive = spans[arrival]
         edge = (send.rank, receive.rank)
         begin_s = min(max(send.start_s, free_s.get(edge, send.start_s)), receive.end_s)
-        spans[key] = send._replace(start_s=begin_s, end_s=max(begin_s, send.end_s))
-        spans[arrivals[key[1]]] = receive._replace(start_s=min(max(begin_s, receive.start_s), receive.end_s))
+        spans[place_of[send.action]] = send._replace(start_s=begin_s, end_s=max(begin_s, send.end_s))
+        spans[arrival] = receive._replace(start_s=min(max(begin_s, receive.start_s), receive.end_s))
         free_s[edge] = receive.end_s
-    return Trace(tuple(_one_at_a_time(list(spans.values()))), max(part.num_ranks for part in parts))
+    return Trace(tuple(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:

@@ -4,7 +4,7 @@ It runs the same schedule value that the simulator runs, by the same dependency 
 same kind of trace.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -105,23 +105,24 @@ class Executor:
             self._slot = slot
             source = self._source[action]
             transfer = self._transfers.get(source) if source is not None else None
-            if transfer is not None and not transfer.is_done():
-                self._waits_for = source
-                yield transfer
-                self._waits_for = None
+            if transfer is not None:
+                yield from self._until_done(source, transfer)
             self._run(action)
         self._slot = len(self._row)
         for action, transfer in self._transfers.items():
-            if not transfer.is_done():
-                self._waits_for = action
-                yield transfer
-                self._waits_for = None
+            yield from self._until_done(action, transfer)
             transfer.take()
             self._note(action, transfer)
         result = StepResult(self._results_of_objective, self._trace())
         self._begin([], None)
         self._slot = len(self._row)
         return result
+
+    def _until_done(self, action: Action | None, transfer: Transfer) -> Iterator[Transfer]:
+        if not transfer.is_done():
+            self._waits_for = action
+            yield transfer
+            self._waits_for = None
 
     def position(self) -> str:
         """Where the rank stands, for people: slot, action, and what it waits for."""

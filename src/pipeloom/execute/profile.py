@@ -125,13 +125,9 @@ Run = Callable[[], tuple[float, float]]
 def _runner(
     stage: Stage, outputs: Sequence[TensorSpec], tokens: Tensor, objective: Objective, device: torch.device
 ) -> Run:
-    tensor = tokens if stage.index == 0 else torch.randn(outputs[stage.index - 1].shape, device=device)
-    if stage.index > 0:
-        tensor = tensor.to(outputs[stage.index - 1].dtype)
+    tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
     is_last = stage.index == len(outputs) - 1
-    gradient = None if is_last else torch.randn(outputs[stage.index].shape, device=device)
-    if gradient is not None:
-        gradient = gradient.to(outputs[stage.index].dtype) * 1e-6
+    gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
     def run() -> tuple[float, float]:
         begin = _now(device)
@@ -141,6 +137,10 @@ def _runner(
         return middle - begin, _now(device) - middle
 
     return run
+
+
+def _random(spec: TensorSpec, device: torch.device) -> Tensor:
+    return torch.randn(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _now(device: torch.device) -> float:

@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import asdict, dataclass
+from statistics import median_high
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
-from pipeloom.train.data import Data, unigram_loss
+from pipeloom.train.data import Data, TokenWindows, unigram_loss
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
@@ -127,15 +128,14 @@ class Trainer:
         config = self._config
         if not config.training.predict:
             return
-        batch = self._batch(0)
+        batch = self._batch(self._data.train, 0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
         if self._prediction is not None:
             self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
 
-    def _batch(self, index: int) -> Batch:
+    def _batch(self, windows: TokenWindows, index: int) -> Batch:
         layout = self._config.layout
-        windows = self._data.train.batch(index, layout.batch_size)
-        return Batch.of(windows, layout.num_microbatches, self._world.device)
+        return Batch.of(windows.batch(index, layout.batch_size), layout.num_microbatches, self._world.device)
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
@@ -143,7 +143,7 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
         self._optimizer.zero_grad(set_to_none=True)
-        result = self._pipeline.train_step(self._batch(step - 1))
+        result = self._pipeline.train_step(self._batch(self._data.train, step - 1))
         loss, squares = self._world.sum([_total(result), squared_gradient_norm(self._parameters)])
         if not math.isfinite(loss + squares):
             raise RunError(
@@ -164,19 +164,19 @@ class Trainer:
 
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
-        median = sorted(times)[len(times) // 2]
+        step_time_s = median_high(times)
         sizes = sum(p.numel() for p in self._parameters)
         bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
-        num_parameters, bubble = self._world.sum([sizes, bubble])
+        (num_parameters,) = self._world.sum([sizes])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=len(times),
             train_loss=loss,
             validation_loss=self._validate(),
             unigram_loss=self._unigram_loss(),
-            step_time_s=median,
+            step_time_s=step_time_s,
             predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
-            tokens_per_s=config.layout.batch_size * config.data.seq_len / median,
+            tokens_per_s=config.layout.batch_size * config.data.seq_len / step_time_s,
             bubble_fraction=bubble,
             predicted_bubble_fraction=(
                 None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
@@ -193,11 +193,8 @@ class Trainer:
         num_batches = self._config.training.validation_batches
         if num_batches == 0:
             return None
-        total = 0.0
-        layout = self._config.layout
-        for index in range(num_batches):
-            windows = self._data.validation.batch(index, layout.batch_size)
-            total += _total(self._pipeline.evaluate(Batch.of(windows, layout.num_microbatches, self._world.device)))
+        batches = (self._batch(self._data.validation, index) for index in range(num_batches))
+        total = sum(_total(self._pipeline.evaluate(batch)) for batch in batches)
         return self._world.sum([total / num_batches])[0]
 
     def _unigram_loss(self) -> float:
