@@ -19,7 +19,7 @@ SECTIONS = get_type_hints(RunConfig)
 def class_trees():
     for module in (config_module, layout_module):
         for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and is_dataclass(getattr(module, node.name)):
                 yield getattr(module, node.name), node
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.partition import balanced_partition, default_partition
+from pipeloom.cost.partition import balanced_partition
+from pipeloom.planner.partition import default_partition
 
 
 def slowest(costs, sizes):
