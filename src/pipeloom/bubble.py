@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS
 from pipeloom.schedule.depend import data_dependencies
 from pipeloom.trace import Span, Trace
 
@@ -26,7 +26,7 @@ class BubbleAccount:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
     - *exposed p2p*: that has ended, and its result has not arrived;
-    - *exposed data-parallel*: the stage's weights are not gathered;
+    - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
     Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
@@ -110,20 +110,20 @@ def _match(schedule: Schedule, trace: Trace) -> list[Span]:
 
 
 def _needs(node: int, schedule: Schedule, spans: Sequence[Span], ends: dict[Action, float]) -> tuple[float, ...]:
-    """When a compute action's tensor from another rank was computed, when it arrived, when weights were gathered."""
+    """When a compute action's tensor was computed on another rank, when it arrived, when the collectives were done."""
     graph = schedule.graph
-    computed = arrived = gathered = float("-inf")
+    computed = arrived = collected = float("-inf")
     for needed in graph.waits[node]:
         action, end_s = graph.actions[needed], spans[needed].end_s
-        if action.kind is Kind.UNSHARD:
-            gathered = max(gathered, end_s)
+        if action.kind in STAGE_KINDS:
+            collected = max(collected, end_s)
         elif action.kind in RECEIVE_KINDS:
             (send,) = data_dependencies(action, schedule)
             (producer,) = data_dependencies(send, schedule)
             computed, arrived = max(computed, ends[producer]), max(arrived, end_s)
         elif graph.ranks[needed] != graph.ranks[node]:
             computed, arrived = max(computed, end_s), max(arrived, end_s)
-    return computed, arrived, gathered
+    return computed, arrived, collected
 
 
 def _account(rank: int, row: Sequence[tuple[Span, Sequence[float]]], trace: Trace, reduced_s: float) -> BubbleAccount:

@@ -2,6 +2,7 @@
 
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.lower import lower
+from pipeloom.schedule.lower_sharding import add_reduce_grad, add_unshard
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
@@ -13,6 +14,8 @@ __all__ = [
     "Level",
     "Placement",
     "Schedule",
+    "add_reduce_grad",
+    "add_unshard",
     "format_schedule",
     "format_torch_csv",
     "lower",

@@ -4,6 +4,8 @@ An action starts when its lane is free and what it waits for has ended. The veri
 simulator and the executor all ask here. An action waits for
 
 - *data*: the actions whose results it uses (``data_dependencies``);
+- *a buffer*: where gradient buffers are limited, the first backward of a stage's gradient waits for the
+  reduction that frees its buffer (``Schedule.gradient_buffers``);
 - *its lane*: the action before it on the same lane of the same rank;
 - *its place in the row*, if it is communication: the compute action before it in the row. A receive stands
   in the row where its buffer becomes free, a gather where its prefetch begins; they start no earlier. Compute
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
 from pipeloom.schedule.placement import Placement
+from pipeloom.schedule.sharding import gradient_waits
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
@@ -153,7 +156,7 @@ class Graph:
     Attributes:
         actions: the action of each node.
         ranks: the pipeline rank of each node.
-        waits: for each node the nodes that have to end before it starts: data, lane, place in the row.
+        waits: for each node the nodes that have to end before it starts: data, lane, place in the row, gradient buffer.
         missing: (node, action) for each dependency that the schedule lacks.
     """
 
@@ -165,6 +168,7 @@ class Graph:
         self._first_node = _offsets([len(row) for row in schedule.rows])
         self._add_data(schedule)
         self._add_lanes_and_places(schedule)
+        self._add_gradient_buffers(schedule)
 
     def place(self, node: int) -> tuple[int, int]:
         """Rank and slot of a node."""
@@ -197,6 +201,14 @@ class Graph:
                 if action.kind is Kind.UNSHARD:
                     last_unshard[action.stage] = node
                 node += 1
+
+    def _add_gradient_buffers(self, schedule: "Schedule") -> None:
+        if schedule.gradient_buffers is None:
+            return
+        for rank, row in enumerate(schedule.rows):
+            offset = self._first_node[rank]
+            for slot, reduction in gradient_waits(row, schedule.gradient_buffers):
+                self.waits[offset + slot].append(offset + reduction)
 
     @cached_property
     def followers(self) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from bisect import insort
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.depend import consumer_of, matching_receive
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.verify import messages_of
@@ -48,28 +48,6 @@ def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
             lowered.append(action)
             lowered.extend(messages_of(action, schedule)[:1])
         rows.append(lowered)
-    return schedule.with_rows(rows, Level.COMMUNICATION)
-
-
-def add_reduce_grad(schedule: Schedule) -> Schedule:
-    """Add a gradient reduction for each stage that trains, right after the last action that adds to its gradient.
-
-    Stages whose reduction is there already keep it.
-    """
-    adds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    rows: list[list[Action]] = []
-    for row in schedule.rows:
-        last = {action.stage: slot for slot, action in enumerate(row) if action.kind in adds}
-        for action in row:
-            if action.kind is Kind.REDUCE_GRAD:
-                last.pop(action.stage, None)
-        stage_at = {slot: stage for stage, slot in last.items()}
-        reduced: list[Action] = []
-        for slot, action in enumerate(row):
-            reduced.append(action)
-            if slot in stage_at:
-                reduced.append(Action(Kind.REDUCE_GRAD, stage_at[slot]))
-        rows.append(reduced)
     return schedule.with_rows(rows, Level.COMMUNICATION)
 
 

@@ -39,6 +39,10 @@ class Schedule:
             evaluate, in between when the first stages are frozen.
         max_stage_inputs: for each rank the most (stage, micro-batch) inputs that it may hold at once;
             ``None`` for no limit.
+        max_gathered: the most stages that a rank may have gathered at once, those being gathered included;
+            ``None`` for no limit.
+        gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
+            further one waits for a reduction to end. ``None`` for room for all.
 
     Raises:
         ScheduleError: the rows break a rule.
@@ -51,6 +55,8 @@ class Schedule:
     level: Level = Level.COMPUTE
     first_backward_stage: int = 0
     max_stage_inputs: tuple[int, ...] | None = None
+    max_gathered: int | None = None
+    gradient_buffers: int | None = None
 
     def __post_init__(self) -> None:
         """Verify: there is no unverified schedule."""
@@ -67,9 +73,9 @@ class Schedule:
         """Number of stages."""
         return self.placement.num_stages
 
-    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level) -> "Schedule":
-        """The same step with other rows, verified at ``level``."""
-        return replace(self, rows=tuple(tuple(row) for row in rows), level=level)
+    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level, **promises: int | None) -> "Schedule":
+        """The same step with other rows and other ``promises`` (attributes by name), verified at ``level``."""
+        return replace(self, rows=tuple(tuple(row) for row in rows), level=level, **promises)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
         """Every action with its rank and slot, row by row."""
