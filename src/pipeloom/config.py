@@ -199,31 +199,19 @@ class RunConfig:
             placement=self.schedule.placement,
         )
 
-    def problems(self) -> list[str]:
-        """Everything that is wrong with the values, one sentence each; empty if nothing is."""
-        found = [*_range_problems(self), *_model_problems(self), *_pipeline_problems(self), *_axes_problems(self)]
-        return found + _text_problems(self)
+    def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
+        """Everything that is wrong with the values, one sentence each; empty if nothing is.
 
-    def not_trainable(self) -> list[str]:
-        """Settings that simulate understands and train cannot run yet, one sentence each."""
-        wanted: dict[str, Any] = {
-            "layout.dp": 1,
-            "layout.tp": 1,
-            "layout.replicate": None,
-            "layout.shard": "none",
-            "layout.sequence_parallel": False,
-            "layout.recompute": "none",
-            "schedule.residency": None,
-            "schedule.prefetch": None,
-            "schedule.gradient_buffers": None,
-            "model.tied": False,
-        }
-        return [
-            f"{name} {_as_written(_value(self, name))} is for simulate only so far: "
-            + ("leave it out" if only is None else f"use {_as_written(only)}")
-            for name, only in wanted.items()
-            if _value(self, name) != only
-        ]
+        Args:
+            trains: whether the run is trained here, so that its text has to be there and settings that only simulate
+                understands are refused.
+            is_model_known: whether the sizes of the model are what the run will have.
+        """
+        found = _range_problems(self)
+        if is_model_known:
+            found += [*_model_problems(self), *_pipeline_problems(self), *_tensor_problems(self)]
+        found += _data_parallel_problems(self)
+        return [*found, *_text_problems(self), *_not_trainable(self)] if trains else found
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -351,9 +339,30 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def _axes_problems(config: RunConfig) -> list[str]:
-    """What is wrong with tensor and data parallelism."""
-    layout, model, schedule = config.layout, config.model, config.schedule
+def _not_trainable(config: RunConfig) -> list[str]:
+    """Settings that simulate understands and train cannot run yet."""
+    wanted: dict[str, Any] = {
+        "layout.dp": 1,
+        "layout.tp": 1,
+        "layout.replicate": None,
+        "layout.shard": "none",
+        "layout.sequence_parallel": False,
+        "layout.recompute": "none",
+        "schedule.residency": None,
+        "schedule.prefetch": None,
+        "schedule.gradient_buffers": None,
+        "model.tied": False,
+    }
+    return [
+        f"{name} {_as_written(_value(config, name))} is for simulate only so far; "
+        + ("leave it out" if only is None else f"use {_as_written(only)}")
+        for name, only in wanted.items()
+        if _value(config, name) != only
+    ]
+
+
+def _tensor_problems(config: RunConfig) -> list[str]:
+    layout, model = config.layout, config.model
     problems: list[str] = []
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp:
@@ -362,6 +371,12 @@ def _axes_problems(config: RunConfig) -> list[str]:
         problems.append("layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1")
     elif layout.sequence_parallel and layout.tp > 1 and config.data.seq_len % layout.tp:
         problems.append(f"layout.tp must divide data.seq_len, found {layout.tp} and {config.data.seq_len}")
+    return problems
+
+
+def _data_parallel_problems(config: RunConfig) -> list[str]:
+    layout, schedule = config.layout, config.schedule
+    problems: list[str] = []
     if layout.replicate is not None and layout.replicate > 0:
         if layout.shard == "none":
             problems.append("layout.replicate makes copies of what layout.shard shares out, found layout.shard none")

@@ -14,6 +14,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict import FAMILY_OF
 
 _T = TypeVar("_T")
+_Config = TypeVar("_Config", bound=RunConfig)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Described:
     software: Software
 
 
-def with_model_sizes(config: RunConfig) -> tuple[RunConfig, list[str]]:
+def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     """The configuration with the sizes of ``model.preset`` or ``model.file`` in place, and what is wrong with them.
 
     A size that the configuration says as well, and differently, is a problem; one that has its default is not.
@@ -62,6 +63,11 @@ def _sizes(shape: ModelShape) -> dict[str, str | int | bool]:
     }
 
 
+def machine_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the cluster and the training program of a configuration."""
+    return _machine(config)[2]
+
+
 def describe(config: RunConfig) -> Described:
     """What the cost model has to know.
 
@@ -71,6 +77,13 @@ def describe(config: RunConfig) -> Described:
     Raises:
         ConfigError: cluster or program are unknown or wrong, or do not fit the run; all problems together.
     """
+    cluster, software, problems = _machine(config)
+    if problems or cluster is None or software is None:
+        raise ConfigError(problems)
+    return Described(_run(config), cluster, software)
+
+
+def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[str]]:
     machine = config.machine
     problems: list[str] = []
     cluster = _load(load_cluster, machine.cluster, problems)
@@ -80,9 +93,7 @@ def describe(config: RunConfig) -> Described:
         problems.append(
             f"machine.precision must be one that {cluster.device.name} computes in: {known}, found {machine.precision}"
         )
-    if problems or cluster is None or software is None:
-        raise ConfigError(problems)
-    return Described(_run(config), cluster, software)
+    return cluster, software, problems
 
 
 def _load(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:

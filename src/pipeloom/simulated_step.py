@@ -1,0 +1,299 @@
+"""A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeloom.bubble import BubbleAccount, account_bubble
+from pipeloom.cost.analytic import drain_s, stage_costs, stage_layers, stage_parameters, step_terms
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.flops import hardware_flops, shape_model_flops
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.memory import (
+    Memory,
+    kept_bytes,
+    logits_bytes,
+    rank_memory,
+    stage_input_bytes,
+    state_bytes,
+    working_bytes,
+)
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.generate import Choice
+from pipeloom.memory_over_time import HeldBytes, MemoryCurve, memory_over_time
+from pipeloom.predict import Prediction
+from pipeloom.schedule import Level, Schedule, add_reduce_grad, add_unshard, lower
+from pipeloom.schedule.action import Kind
+from pipeloom.simulate import simulate
+from pipeloom.trace import Trace
+
+_KEPT_LOGIT_BYTES = 4.0
+"""Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which schedule a step runs, and how it is lowered.
+
+    Attributes:
+        choice: family and sizes.
+        receive_buffers: receives posted ahead, for each directed edge.
+        residency: stages gathered at once where weights are sharded at all times.
+        prefetch: visits of stages by which a gather starts early.
+        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+    """
+
+    choice: Choice
+    receive_buffers: int = 2
+    residency: int = 2
+    prefetch: int = 1
+    gradient_buffers: int | None = None
+
+
+@dataclass(frozen=True)
+class StepAccount:
+    """Where one rank's step went; the parts add up to the step time.
+
+    Attributes:
+        pipeline: the bubble account of the pipeline. Where a program stands still while it exchanges tensors, that
+            time counts as exposed p2p; an observed longer drain counts as drain.
+        data_parallel_s: collectives after the pipeline.
+        optimizer_s: update of the weights.
+        host_s: everything else after the pipeline.
+    """
+
+    pipeline: BubbleAccount
+    data_parallel_s: float
+    optimizer_s: float
+    host_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Part -> seconds; what follows the pipeline is with its like."""
+        account = self.pipeline
+        return {
+            "compute_s": account.compute_s,
+            "startup_s": account.startup_s,
+            "imbalance_s": account.imbalance_s,
+            "exposed_p2p_s": account.exposed_p2p_s,
+            "exposed_data_parallel_s": account.exposed_data_parallel_s + self.data_parallel_s,
+            "host_s": account.host_s + self.host_s,
+            "drain_s": account.drain_s,
+            "optimizer_s": self.optimizer_s,
+        }
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step as it is expected, with everything that the expectation rests on.
+
+    Attributes:
+        run, cluster, software: what was asked.
+        order: which schedule.
+        schedule: as it was simulated.
+        trace: of the pipeline.
+        prediction: times and memory.
+        drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
+        blocked_s: for each rank the seconds of its compute actions in which it stands still to exchange tensors.
+    """
+
+    run: Run
+    cluster: Cluster
+    software: Software
+    order: Order
+    schedule: Schedule
+    trace: Trace
+    prediction: Prediction
+    drain_s: float
+    blocked_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole run, for each second of a step."""
+        return self.run.global_batch * self.run.seq / self.prediction.step_time_s
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Of all devices."""
+        return self.run.num_devices * self.cluster.device.peak_flops_per_s[self.run.precision]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
+        return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization, a fraction: with what is recomputed."""
+        flops = hardware_flops(self.run.shape, self.run.seq, self.run.recompute)
+        return self.tokens_per_s * flops / self.peak_flops_per_s
+
+    @cached_property
+    def accounts(self) -> tuple[StepAccount, ...]:
+        """For each pipeline rank where its step went."""
+        terms = self.prediction.terms
+        return tuple(
+            StepAccount(
+                replace(
+                    account,
+                    compute_s=account.compute_s - blocked_s,
+                    exposed_p2p_s=account.exposed_p2p_s + blocked_s,
+                    drain_s=account.drain_s + self.drain_s,
+                ),
+                terms.reduce_s + terms.tied_s,
+                terms.optimizer_s,
+                terms.fixed_s,
+            )
+            for account, blocked_s in zip(account_bubble(self.schedule, self.trace), self.blocked_s, strict=True)
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the pipeline's time in which ranks do not compute."""
+        idle = sum(account.pipeline.idle_s for account in self.accounts)
+        whole = len(self.accounts) * self.prediction.pipeline_s
+        return idle / whole if whole else 0.0
+
+    @cached_property
+    def memory_over_time(self) -> tuple[MemoryCurve, ...]:
+        """For each pipeline rank the bytes that a device of it holds during the pipeline."""
+        return memory_over_time(self.schedule, self.trace, _held_bytes(self))
+
+
+def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
+    """The step of a run: its schedule with all communication, on the clock of its costs.
+
+    Raises:
+        UserError: the schedule cannot be made.
+    """
+    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    schedule = _lowered(run, software, order)
+    trace = simulate(schedule, costs)
+    more_s = drain_s(run, software, costs)
+    terms = step_terms(run, cluster, software, max(costs.backward_s))
+    memory = tuple(_memory(run, software, order, schedule, rank) for rank in range(run.pp))
+    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
+    pipeline_s = trace.end_s + more_s
+    prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, fits)
+    blocked_s = _blocked_s(run, cluster, software, costs, schedule)
+    return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+
+
+def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
+    if not software.has_reduction_lane or run.dp == 1:
+        return costs
+    by_stage = stage_parameters(run, software)
+    return replace(
+        costs,
+        unshard_s=tuple(gather_s(run, cluster, software, held) for held in by_stage),
+        reduce_s=tuple(reduce_s(run, cluster, software, held) for held in by_stage),
+    )
+
+
+def _lowered(run: Run, software: Software, order: Order) -> Schedule:
+    """The schedule with what the program runs on other lanes than compute."""
+    schedule = order.choice.make()
+    if software.is_blocking:
+        return schedule
+    schedule = lower(schedule, order.receive_buffers)
+    if not software.has_reduction_lane or run.dp == 1:
+        return schedule
+    if run.shard != "none":
+        schedule = add_unshard(schedule, order.residency if run.shard == "full" else None, order.prefetch)
+    buffers = order.gradient_buffers if run.shard in ("gradients", "full") else None
+    return add_reduce_grad(schedule, buffers)
+
+
+def _blocked_s(
+    run: Run, cluster: Cluster, software: Software, costs: StageCosts, schedule: Schedule
+) -> tuple[float, ...]:
+    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
+    if not software.is_blocking:
+        return (0.0,) * run.pp
+    free = stage_costs(run, cluster, replace(software, is_blocking=False))
+    by_stage = [
+        (f + b - free_f - free_b) * schedule.num_microbatches
+        for f, b, free_f, free_b in zip(
+            costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True
+        )
+    ]
+    return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
+
+
+def _memory(run: Run, software: Software, order: Order, schedule: Schedule, rank: int) -> Memory:
+    """``rank_memory`` with what this schedule holds beside it."""
+    stages = schedule.placement.stages_of(rank)
+    memory = rank_memory(run, software, rank, schedule.peak_stage_inputs[rank], stages)
+    _, head = stage_layers(run, software)
+    logits = memory.head_bytes
+    if head in stages:
+        logits += (_held_at_once(schedule, rank, head) - 1) * _kept_logits(run, software)
+    gathered, unreduced = _whole_bytes(run, software)
+    largest = max(stages, key=lambda stage: gathered[stage])
+    most_gathered = min(schedule.max_gathered or len(stages), len(stages))
+    most_unreduced = min(schedule.gradient_buffers or len(stages), len(stages))
+    received = _num_peers(schedule, stages) * order.receive_buffers * stage_input_bytes(run)
+    return replace(
+        memory,
+        weights_bytes=memory.weights_bytes + most_gathered * gathered[largest],
+        gradients_bytes=memory.gradients_bytes + most_unreduced * unreduced[largest],
+        head_bytes=logits,
+        buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
+        fragmentation_bytes=software.fragmentation * (memory.activations_bytes + logits),
+    )
+
+
+def _kept_logits(run: Run, software: Software) -> float:
+    return logits_bytes(run, software) / software.logit_bytes * _KEPT_LOGIT_BYTES
+
+
+def _held_at_once(schedule: Schedule, rank: int, stage: int) -> int:
+    """Most micro-batches of one stage between forward and backward."""
+    held = most = 0
+    for action in schedule.rows[rank]:
+        if action.stage == stage:
+            held += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+            most = max(most, held)
+    return max(1, most)
+
+
+def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
+    """Other ranks from which a rank receives."""
+    owner = schedule.placement.rank_by_stage
+    near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
+    return len({owner[stage] for stage in near} - {owner[stages[0]]})
+
+
+def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
+    """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
+    by_stage = stage_parameters(run, software)
+    whole = [state_bytes(replace(run, shard="none"), held, software) for held in by_stage]
+    weights = [state.weights_bytes if run.shard == "full" and run.dp > 1 else 0.0 for state in whole]
+    is_lane = software.has_reduction_lane and run.shard in ("gradients", "full") and run.dp > 1
+    return weights, [state.gradients_bytes if is_lane else 0.0 for state in whole]
+
+
+def _held_bytes(step: SimulatedStep) -> HeldBytes:
+    run, software, schedule = step.run, step.software, step.schedule
+    counts, head = stage_layers(run, software)
+    inputs = [count * kept_bytes(run, software) for count in counts]
+    working = [working_bytes(run, software) if count else 0.0 for count in counts]
+    inputs[0] += stage_input_bytes(run)
+    inputs[head] += _kept_logits(run, software)
+    working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
+    gathered, unreduced = _whole_bytes(run, software)
+    by_stage = stage_parameters(run, software)
+    always = [
+        state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
+        + software.reserve_bytes
+        for rank in range(run.pp)
+    ]
+    return HeldBytes(
+        always_bytes=tuple(always),
+        input_bytes=tuple(inputs),
+        working_bytes=tuple(working),
+        gathered_bytes=tuple(gathered),
+        gradient_bytes=tuple(unreduced),
+        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+    )
