@@ -1,14 +1,14 @@
 """A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import ModelShape, Run, shape_of
+from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict import FAMILY_OF
@@ -38,29 +38,25 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     shape = _load(load_model, model.preset or str(model.file), problems)
     if shape is None:
         return config, problems
-    sizes = _sizes(shape)
-    default = ModelConfig()
+    sized = replace(
+        model,
+        family="llama" if shape.mlp == "swiglu" else "gpt2",
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        ffn_size=shape.ffn,
+        vocab_size=shape.vocab,
+        tied=shape.tied,
+    )
     source = "model.preset" if model.preset else "model.file"
-    for name, size in sizes.items():
-        found = getattr(model, name)
-        if found not in (size, getattr(default, name)):
+    for item in fields(ModelConfig):
+        found, size = getattr(model, item.name), getattr(sized, item.name)
+        if found not in (size, item.default):
             problems.append(
-                f"model.{name} must be {size}, as {source} {shape.name} says, found {found}; leave one of them out"
+                f"model.{item.name} must be {size}, as {source} {shape.name} says, found {found}; leave one of them out"
             )
-    return replace(config, model=replace(model, **sizes)), problems
-
-
-def _sizes(shape: ModelShape) -> dict[str, str | int | bool]:
-    return {
-        "family": "llama" if shape.mlp == "swiglu" else "gpt2",
-        "num_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "num_heads": shape.heads,
-        "num_kv_heads": shape.kv_heads,
-        "ffn_size": shape.ffn,
-        "vocab_size": shape.vocab,
-        "tied": shape.tied,
-    }
+    return replace(config, model=sized), problems
 
 
 def machine_problems(config: RunConfig) -> list[str]:

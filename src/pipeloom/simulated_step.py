@@ -26,6 +26,7 @@ from pipeloom.memory_over_time import HeldBytes, MemoryCurve, memory_over_time
 from pipeloom.predict import Prediction
 from pipeloom.schedule import Level, Schedule, add_reduce_grad, add_unshard, lower
 from pipeloom.schedule.action import Kind
+from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -214,48 +215,69 @@ def _blocked_s(
     free = stage_costs(run, cluster, replace(software, is_blocking=False))
     by_stage = [
         (f + b - free_f - free_b) * schedule.num_microbatches
-        for f, b, free_f, free_b in zip(
-            costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True
-        )
+        for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)
     ]
     return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
 
 
 def _memory(run: Run, software: Software, order: Order, schedule: Schedule, rank: int) -> Memory:
-    """``rank_memory`` with what this schedule holds beside it."""
+    """``rank_memory`` with what the rows of this schedule hold."""
     stages = schedule.placement.stages_of(rank)
     memory = rank_memory(run, software, rank, schedule.peak_stage_inputs[rank], stages)
+    activations = _most_held(schedule, rank, _input_bytes(run, software)) + working_bytes(run, software)
     _, head = stage_layers(run, software)
     logits = memory.head_bytes
     if head in stages:
-        logits += (_held_at_once(schedule, rank, head) - 1) * _kept_logits(run, software)
+        only_head = [float(stage == head) for stage in range(schedule.num_stages)]
+        logits += (_most_held(schedule, rank, only_head) - 1) * _kept_logits(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     largest = max(stages, key=lambda stage: gathered[stage])
     most_gathered = min(schedule.max_gathered or len(stages), len(stages))
-    most_unreduced = min(schedule.gradient_buffers or len(stages), len(stages))
+    most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
     received = _num_peers(schedule, stages) * order.receive_buffers * stage_input_bytes(run)
     return replace(
         memory,
         weights_bytes=memory.weights_bytes + most_gathered * gathered[largest],
         gradients_bytes=memory.gradients_bytes + most_unreduced * unreduced[largest],
+        activations_bytes=activations,
         head_bytes=logits,
         buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
-        fragmentation_bytes=software.fragmentation * (memory.activations_bytes + logits),
+        fragmentation_bytes=software.fragmentation * (activations + logits),
     )
+
+
+def _input_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
+    counts, _ = stage_layers(run, software)
+    inputs = [count * kept_bytes(run, software) for count in counts]
+    inputs[0] += stage_input_bytes(run)
+    return inputs
+
+
+def _most_unreduced(schedule: Schedule, rank: int) -> int:
+    """Whole gradients at once: those of the row, and one more that is being reduced while the next one begins."""
+    counts = [count for _, count in unreduced_counts(schedule.rows[rank])]
+    room = schedule.gradient_buffers or len(schedule.placement.stages_of(rank))
+    return min(max(counts, default=0) + 1, room)
 
 
 def _kept_logits(run: Run, software: Software) -> float:
     return logits_bytes(run, software) / software.logit_bytes * _KEPT_LOGIT_BYTES
 
 
-def _held_at_once(schedule: Schedule, rank: int, stage: int) -> int:
-    """Most micro-batches of one stage between forward and backward."""
-    held = most = 0
+def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:
+    """The most that a rank's row holds at once of what micro-batches keep between forward and backward."""
+    sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
+    if len(sizes) == 1:
+        return schedule.peak_stage_inputs[rank] * sizes.pop()
+    held = most = 0.0
     for action in schedule.rows[rank]:
-        if action.stage == stage:
-            held += (action.kind is Kind.FORWARD) - (action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+        if action.kind is Kind.FORWARD:
+            held += bytes_by_stage[action.stage] / schedule.num_slices
             most = max(most, held)
-    return max(1, most)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= bytes_by_stage[action.stage] / schedule.num_slices
+    return most
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -277,9 +299,8 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def _held_bytes(step: SimulatedStep) -> HeldBytes:
     run, software, schedule = step.run, step.software, step.schedule
     counts, head = stage_layers(run, software)
-    inputs = [count * kept_bytes(run, software) for count in counts]
+    inputs = _input_bytes(run, software)
     working = [working_bytes(run, software) if count else 0.0 for count in counts]
-    inputs[0] += stage_input_bytes(run)
     inputs[head] += _kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
@@ -297,3 +318,26 @@ def _held_bytes(step: SimulatedStep) -> HeldBytes:
         gradient_bytes=tuple(unreduced),
         message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
     )
+
+
+def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
+    """Settings that lower the peak of the fullest rank, each alone and all with the same rows -> bytes then."""
+    run, now = step.run, step.prediction.memory.total_bytes
+    changes: dict[str, Run] = {}
+    levels = ("optimizer", "gradients", "full")
+    if run.dp > 1:
+        open_levels = levels[levels.index(run.shard) + 1 :] if run.shard in levels else levels
+        changes |= {f"layout.shard {level}": replace(run, shard=level) for level in open_levels}
+    if run.tp > 1 and not run.sequence_parallel:
+        changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
+    if run.recompute == "none":
+        changes["layout.recompute selective"] = replace(run, recompute="selective")
+    if run.recompute != "full":
+        changes["layout.recompute full"] = replace(run, recompute="full")
+    totals = {name: _fullest_bytes(changed, step) for name, changed in changes.items()}
+    return {name: total for name, total in totals.items() if total < now}
+
+
+def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
+    ranks = range(run.pp)
+    return max(_memory(run, step.software, step.order, step.schedule, rank).total_bytes for rank in ranks)

@@ -140,9 +140,7 @@ def logits_bytes(run: Run, software: Software) -> float:
     return run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
 
 
-def rank_memory(
-    run: Run, software: Software, rank: int, in_flight: int, stages: Sequence[int] | None = None
-) -> Memory:
+def rank_memory(run: Run, software: Software, rank: int, in_flight: int, stages: Sequence[int] | None = None) -> Memory:
     """Memory of one pipeline rank; no receive buffers and no gathered weights, which its schedule tells.
 
     Args:
@@ -161,8 +159,13 @@ def rank_memory(
     logits = logits_bytes(run, software) if head in stages else 0.0
     by_stage = stage_parameters(run, software)
     state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
-    lost = software.fragmentation * (activations + logits)
     return Memory(
-        *astuple(state), activations, logits, buffers_bytes=0.0, reserve_bytes=software.reserve_bytes,
-        fragmentation_bytes=lost,
-    )  # fmt: skip
+        weights_bytes=state.weights_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_bytes=state.optimizer_bytes,
+        activations_bytes=activations,
+        head_bytes=logits,
+        buffers_bytes=0.0,
+        reserve_bytes=software.reserve_bytes,
+        fragmentation_bytes=software.fragmentation * (activations + logits),
+    )
