@@ -1,7 +1,9 @@
 """Gathers and reductions: how few, where they stand, and that nothing is lost, on every level of sharding."""
 
 import itertools
+import re
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -324,3 +326,14 @@ def test_text_and_csv_read_back(schedule, residency, buffers):
 def test_wrong_knobs_are_refused(change, words):
     with pytest.raises(UserError, match=words):
         change(lower(make_schedule("1f1b", pp=2, num_microbatches=2)))
+
+
+def test_the_table_of_gathers_in_the_design_is_what_the_pass_makes():
+    page = (Path(__file__).parents[2] / "docs" / "design.md").read_text(encoding="utf-8")
+    numbers = r"\| (\d+) \| (\d+) \| ([\d, ]+) \| ([\d, ]+) \|\n"
+    table = re.findall(numbers, page)
+    assert len(table) == 3
+    for loops, count, *shown in table:
+        for name, text in zip(("breadth-first", "depth-first"), shown, strict=True):
+            sizes = {"pp": 4, "loops": int(loops), "num_microbatches": int(count)}
+            assert [int(cell) for cell in text.split(",")] == [gathers(sharded(name, r, **sizes))[0] for r in (1, 2, 3)]
