@@ -190,4 +190,5 @@ def test_a_stage_may_be_gathered_again():
 
 def test_every_communication_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
+    named |= {"gathered-bound", "gradient-bound"}  # test_rules_sharding.py
     assert named == {rule_name(rule) for rule in COMMUNICATION_RULES}
