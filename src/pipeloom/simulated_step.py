@@ -1,37 +1,23 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeloom.bubble import BubbleAccount, account_bubble
-from pipeloom.cost.analytic import drain_s, stage_costs, stage_layers, stage_parameters, step_terms
+from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import (
-    Memory,
-    kept_bytes,
-    logits_bytes,
-    rank_memory,
-    stage_input_bytes,
-    state_bytes,
-    working_bytes,
-)
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.memory_over_time import HeldBytes, MemoryCurve, memory_over_time
+from pipeloom.memory_over_time import MemoryCurve, memory_over_time
 from pipeloom.predict import Prediction
-from pipeloom.schedule import Level, Schedule, add_reduce_grad, add_unshard, lower
-from pipeloom.schedule.action import Kind
-from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.schedule import Schedule, add_reduce_grad, add_unshard, lower
 from pipeloom.simulate import simulate
+from pipeloom.step_memory import held_bytes, rank_memory_of
 from pipeloom.trace import Trace
-
-_KEPT_LOGIT_BYTES = 4.0
-"""Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +145,7 @@ class SimulatedStep:
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
-        return memory_over_time(self.schedule, self.trace, _held_bytes(self))
+        return memory_over_time(self.schedule, self.trace, held_bytes(self.run, self.software, self.schedule))
 
 
 def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
@@ -173,7 +159,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     trace = simulate(schedule, costs)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = tuple(_memory(run, software, order, schedule, rank) for rank in range(run.pp))
+    memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))
     fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, fits)
@@ -220,106 +206,6 @@ def _blocked_s(
     return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
 
 
-def _memory(run: Run, software: Software, order: Order, schedule: Schedule, rank: int) -> Memory:
-    """``rank_memory`` with what the rows of this schedule hold."""
-    stages = schedule.placement.stages_of(rank)
-    memory = rank_memory(run, software, rank, schedule.peak_stage_inputs[rank], stages)
-    activations = _most_held(schedule, rank, _input_bytes(run, software)) + working_bytes(run, software)
-    _, head = stage_layers(run, software)
-    logits = memory.head_bytes
-    if head in stages:
-        only_head = [float(stage == head) for stage in range(schedule.num_stages)]
-        logits += (_most_held(schedule, rank, only_head) - 1) * _kept_logits(run, software)
-    gathered, unreduced = _whole_bytes(run, software)
-    largest = max(stages, key=lambda stage: gathered[stage])
-    most_gathered = min(schedule.max_gathered or len(stages), len(stages))
-    most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
-    received = _num_peers(schedule, stages) * order.receive_buffers * stage_input_bytes(run)
-    return replace(
-        memory,
-        weights_bytes=memory.weights_bytes + most_gathered * gathered[largest],
-        gradients_bytes=memory.gradients_bytes + most_unreduced * unreduced[largest],
-        activations_bytes=activations,
-        head_bytes=logits,
-        buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
-        fragmentation_bytes=software.fragmentation * (activations + logits),
-    )
-
-
-def _input_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
-    counts, _ = stage_layers(run, software)
-    inputs = [count * kept_bytes(run, software) for count in counts]
-    inputs[0] += stage_input_bytes(run)
-    return inputs
-
-
-def _most_unreduced(schedule: Schedule, rank: int) -> int:
-    """Whole gradients at once: those of the row, and one more that is being reduced while the next one begins."""
-    counts = [count for _, count in unreduced_counts(schedule.rows[rank])]
-    room = schedule.gradient_buffers or len(schedule.placement.stages_of(rank))
-    return min(max(counts, default=0) + 1, room)
-
-
-def _kept_logits(run: Run, software: Software) -> float:
-    return logits_bytes(run, software) / software.logit_bytes * _KEPT_LOGIT_BYTES
-
-
-def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward."""
-    sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == 1:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
-    held = most = 0.0
-    for action in schedule.rows[rank]:
-        if action.kind is Kind.FORWARD:
-            held += bytes_by_stage[action.stage] / schedule.num_slices
-            most = max(most, held)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= bytes_by_stage[action.stage] / schedule.num_slices
-    return most
-
-
-def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
-    """Other ranks from which a rank receives."""
-    owner = schedule.placement.rank_by_stage
-    near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
-    return len({owner[stage] for stage in near} - {owner[stages[0]]})
-
-
-def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
-    """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
-    by_stage = stage_parameters(run, software)
-    whole = [state_bytes(replace(run, shard="none"), held, software) for held in by_stage]
-    weights = [state.weights_bytes if run.shard == "full" and run.dp > 1 else 0.0 for state in whole]
-    is_lane = software.has_reduction_lane and run.shard in ("gradients", "full") and run.dp > 1
-    return weights, [state.gradients_bytes if is_lane else 0.0 for state in whole]
-
-
-def _held_bytes(step: SimulatedStep) -> HeldBytes:
-    run, software, schedule = step.run, step.software, step.schedule
-    counts, head = stage_layers(run, software)
-    inputs = _input_bytes(run, software)
-    working = [working_bytes(run, software) if count else 0.0 for count in counts]
-    inputs[head] += _kept_logits(run, software)
-    working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
-    gathered, unreduced = _whole_bytes(run, software)
-    by_stage = stage_parameters(run, software)
-    always = [
-        state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
-        + software.reserve_bytes
-        for rank in range(run.pp)
-    ]
-    return HeldBytes(
-        always_bytes=tuple(always),
-        input_bytes=tuple(inputs),
-        working_bytes=tuple(working),
-        gathered_bytes=tuple(gathered),
-        gradient_bytes=tuple(unreduced),
-        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
-    )
-
-
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     """Settings that lower the peak of the fullest rank, each alone and all with the same rows -> bytes then."""
     run, now = step.run, step.prediction.memory.total_bytes
@@ -340,4 +226,5 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
     ranks = range(run.pp)
-    return max(_memory(run, step.software, step.order, step.schedule, rank).total_bytes for rank in ranks)
+    memories = (rank_memory_of(run, step.software, step.schedule, rank, step.order.receive_buffers) for rank in ranks)
+    return max(memory.total_bytes for memory in memories)
