@@ -48,7 +48,8 @@ class MemoryCurve:
     """What one rank holds over time.
 
     Attributes:
-        points: (seconds from the start of the step, bytes held from then on), ascending, from 0 on.
+        points: (seconds from the start of the step, bytes held from then on), ascending, from 0 on; each holds other
+            bytes than the one before.
         peak_bytes: the most.
         peak_s: when it is first held.
         peak_parts: what it is then made of, by ``PARTS``.
@@ -90,7 +91,8 @@ def _curve(always: float, changes: Iterable[Change], origin_s: float) -> MemoryC
             points[-1] = (points[-1][0], total)
         else:
             points.append((time_s - origin_s, total))
-    return MemoryCurve(tuple(points), peak[0], peak[1] - origin_s, peak[2])
+    differing = [point for number, point in enumerate(points) if number == 0 or point[1] != points[number - 1][1]]
+    return MemoryCurve(tuple(differing), peak[0], peak[1] - origin_s, peak[2])
 
 
 def _changes(

@@ -43,19 +43,23 @@ def rank_memory_of(run: Run, software: Software, schedule: Schedule, rank: int, 
         only_head = [float(stage == head) for stage in range(schedule.num_stages)]
         logits += (_most_held(schedule, rank, only_head) - 1) * _kept_logits(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    largest = max(stages, key=lambda stage: gathered[stage])
     most_gathered = min(schedule.max_gathered or len(stages), len(stages))
     most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
     received = _num_peers(schedule, stages) * receive_buffers * stage_input_bytes(run)
     return replace(
         memory,
-        weights_bytes=memory.weights_bytes + most_gathered * gathered[largest],
-        gradients_bytes=memory.gradients_bytes + most_unreduced * unreduced[largest],
+        weights_bytes=memory.weights_bytes + _largest(gathered, stages, most_gathered),
+        gradients_bytes=memory.gradients_bytes + _largest(unreduced, stages, most_unreduced),
         activations_bytes=activations,
         head_bytes=logits,
         buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
         fragmentation_bytes=software.fragmentation * (activations + logits),
     )
+
+
+def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> float:
+    """The sum of the largest few of a rank's stages."""
+    return sum(sorted((by_stage[stage] for stage in stages), reverse=True)[:number])
 
 
 def _input_bytes(run: Run, software: Software) -> list[float]:
