@@ -135,7 +135,7 @@ def test_a_step_that_does_not_fit_says_where_of_what_and_what_helps(capsys, monk
     assert most == found["memory"][found["fullest_rank"]]["total_bytes"] > found["device_memory_bytes"]
     shown = text(capsys, monkeypatch, *words)
     assert (
-        f"does not fit: pipeline rank {found['fullest_rank']} needs {most / 1e9:.1f} GB of 34; most of it: activ."
+        f"does not fit: pipeline rank {found['fullest_rank']} needs {most / 1e9:.1f} GB of 34; most of it: activations"
         in shown
     )
     assert set(found["help"]) == {

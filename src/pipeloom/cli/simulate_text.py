@@ -130,7 +130,7 @@ _MEMORY = {
     "weights_bytes": "weights",
     "gradients_bytes": "grads",
     "optimizer_bytes": "optim.",
-    "activations_bytes": "activ.",
+    "activations_bytes": "activations",
     "head_bytes": "logits",
     "buffers_bytes": "recv",
     "reserve_bytes": "reserve",
