@@ -1,15 +1,20 @@
 """Schedule + costs -> trace: the schedule, run on a clock of costs."""
 
-import heapq
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pipeloom.cost.costs import Costs
-from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.depend import Graph, lane_of
-from pipeloom.trace import Span, Trace
+from pipeloom.schedule import Action, Kind, Row, Schedule
+from pipeloom.schedule.action import STAGE_KINDS
+from pipeloom.schedule.compiled import kernel
+from pipeloom.schedule.facts import Facts
+from pipeloom.schedule.graph import Graph, Seconds
+from pipeloom.schedule.kernels.walk import walk_sharing
+from pipeloom.schedule.row import KINDS
+from pipeloom.trace import Spans, Trace
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class Sharing:
     from the costs are those it takes alone.
 
     Attributes:
-        resource_of: (action, rank) -> the resource that the action draws on, or ``None``.
+        resource_of: (action, rank) -> the resource that the action draws on, or ``None``; the same for all micro-batches.
         capacity: resource -> actions that it serves at full speed.
     """
 
@@ -43,81 +48,49 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None) -
     Returns:
         A trace that begins at 0, spans in row order.
     """
-    graph = schedule.graph
-    seconds = [costs.seconds(action) for action in graph.actions]
-    starts, ends = _walk(graph, seconds) if sharing is None else _Clock(graph, seconds, sharing).run()
-    spans = [
-        Span(action, rank, lane_of(action, schedule.placement), start, end)
-        for action, rank, start, end in zip(graph.actions, graph.ranks, starts, ends, strict=True)
-    ]
-    return Trace(tuple(spans), schedule.num_ranks)
+    facts, graph = schedule.facts, schedule.graph
+    seconds = _seconds(facts, costs)
+    starts, ends = graph.times(seconds) if sharing is None else _times_sharing(graph, seconds, sharing)
+    lanes = tuple(dict.fromkeys(lane for _, lane in facts.lanes))
+    number = np.array([lanes.index(lane) for _, lane in facts.lanes], np.int32)
+    spans = Spans(Row(*facts.columns[:4]), facts.ranks, number[facts.lane], lanes, starts, ends)
+    return Trace(spans, schedule.num_ranks)
 
 
-def _walk(graph: Graph, seconds: list[float]) -> tuple[list[float], list[float]]:
-    """Starts and ends where nothing is shared: every start is the latest of some ends, found in one walk."""
-    starts = [0.0] * len(seconds)
-    ends = [0.0] * len(seconds)
-    for node in graph.order:
-        starts[node] = max((ends[needed] for needed in graph.waits[node]), default=0.0)
-        ends[node] = starts[node] + seconds[node]
-    return starts, ends
+def _seconds(facts: Facts, costs: Costs) -> Seconds:
+    """Seconds of every action."""
+    if not costs.ignores_microbatch:
+        return np.array([costs.seconds(action) for row in facts.rows for action in row], np.float64)
+    kind, stage, _, part = facts.columns[:4]
+    table = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]))
+    for where in np.argwhere(_occurs(facts, table.shape)).tolist():
+        table[tuple(where)] = costs.seconds(_example(*where))
+    return table[kind, stage, part]
 
 
-class _Clock:
-    """Discrete events: the next action that ends, at the speed that the shared resources allow until then.
+def _occurs(facts: Facts, shape: tuple[int, ...]) -> np.ndarray:
+    kind, stage, _, part = facts.columns[:4]
+    occurs = np.zeros(shape, np.bool_)
+    occurs[kind, stage, part] = True
+    return occurs
 
-    Actions on one resource progress alike, so each resource keeps its own time, the work that it has done
-    for each of its actions; an action ends when that has grown by its seconds.
-    """
 
-    def __init__(self, graph: Graph, seconds: list[float], sharing: Sharing) -> None:
-        self._graph = graph
-        self._seconds = seconds
-        self._sharing = sharing
-        self._resource = [sharing.resource_of(a, r) for a, r in zip(graph.actions, graph.ranks, strict=True)]
-        self._starts = [0.0] * len(seconds)
-        self._ends = [0.0] * len(seconds)
-        self._num_open = [len(nodes) for nodes in graph.waits]
-        self._now = 0.0
-        self._work: dict[Hashable, float] = defaultdict(float)
-        self._running: dict[Hashable, list[tuple[float, int]]] = defaultdict(list)  # heaps of (work at the end, node)
+def _example(code: int, stage: int, part: int) -> Action:
+    kind: Kind = KINDS[code]
+    return Action(kind, stage, None if kind in STAGE_KINDS else 0, part)
 
-    def run(self) -> tuple[list[float], list[float]]:
-        """Starts and ends of all nodes."""
-        followers = self._graph.followers
-        for node, num_open in enumerate(self._num_open):
-            if num_open == 0:
-                self._start(node)
-        while any(self._running.values()):
-            node = self._advance()
-            self._ends[node] = self._now
-            for follower in followers[node]:
-                self._num_open[follower] -= 1
-                if self._num_open[follower] == 0:
-                    self._start(follower)
-        return self._starts, self._ends
 
-    def _start(self, node: int) -> None:
-        resource = self._resource[node]
-        self._starts[node] = self._now
-        heapq.heappush(self._running[resource], (self._work[resource] + self._seconds[node], node))
-
-    def _advance(self) -> int:
-        """Move the time on to the next end; the node that ends then. Ties go to the smaller node."""
-        candidates = [
-            (self._now + (heap[0][0] - self._work[resource]) / self._speed(resource), heap[0][1], resource)
-            for resource, heap in self._running.items()
-            if heap
-        ]
-        end_s, node, first = min(candidates, key=lambda candidate: candidate[:2])
-        for resource, heap in self._running.items():
-            if heap:
-                self._work[resource] += (end_s - self._now) * self._speed(resource)
-        self._work[first] = heapq.heappop(self._running[first])[0]
-        self._now = end_s
-        return node
-
-    def _speed(self, resource: Hashable) -> float:
-        if resource is None:
-            return 1.0
-        return min(1.0, self._sharing.capacity[resource] / len(self._running[resource]))
+def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Seconds, Seconds]:
+    """Starts and ends where actions slow each other down."""
+    facts = graph.facts
+    kind, stage = facts.columns[:2]
+    resources: dict[Hashable, int] = {None: 0}
+    table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
+    for code, place in np.argwhere(_occurs(facts, (*table.shape, facts.shape[2])).any(axis=2)).tolist():
+        resource = sharing.resource_of(_example(code, place, 0), int(facts.owner[place]))
+        table[code, place] = resources.setdefault(resource, len(resources))
+    capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
+    begin, followers = graph.followers
+    num_open = (graph.waits >= 0).sum(axis=1)
+    walk = kernel(walk_sharing, graph.num_nodes)
+    return walk(num_open, begin, followers, table[kind, stage], np.array(capacity, np.float64), seconds)

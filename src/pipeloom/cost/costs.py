@@ -1,13 +1,19 @@
 """How long an action takes."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
 
 
 class Costs(Protocol):
-    """Action -> seconds."""
+    """Action -> seconds.
+
+    Attributes:
+        ignores_microbatch: whether the seconds are the same for every micro-batch, so that one of them is asked about.
+    """
+
+    ignores_microbatch: ClassVar[bool]
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -24,6 +30,8 @@ class UniformCosts:
         transfer_s: seconds from the moment both sides of a message are ready until it has arrived. It is
             carried by the receive, so that one edge moves one message at a time.
     """
+
+    ignores_microbatch: ClassVar[bool] = True
 
     forward_s: float
     backward_s: float
@@ -52,6 +60,8 @@ class StageCosts:
         backward_s: for each stage, seconds of its full backward; a split backward is two halves of it.
         transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
     """
+
+    ignores_microbatch: ClassVar[bool] = True
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]

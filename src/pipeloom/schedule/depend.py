@@ -11,13 +11,15 @@ simulator and the executor all ask here. An action waits for
 """
 
 import re
-from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.kernels.waits import needs
 from pipeloom.schedule.placement import Placement
+from pipeloom.schedule.row import CODE
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
@@ -100,141 +102,10 @@ def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:
 
     That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it.
     """
+    found = np.zeros(3, np.int64)
     kind, stage, microbatch, part = action
-    match kind:
-        case Kind.FORWARD:
-            return _forward(action, schedule)
-        case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-            return _backward(action, schedule)
-        case Kind.BACKWARD_WEIGHT:
-            return [action._replace(kind=Kind.BACKWARD_INPUT)]
-        case Kind.SEND_F:
-            return [action._replace(kind=Kind.FORWARD)]
-        case Kind.SEND_B:
-            return [schedule.input_gradient(stage, microbatch, part)]
-        case Kind.RECV_F | Kind.RECV_B:
-            return [matching_send(action)]
-    return []
-
-
-def _forward(action: Action, schedule: "Schedule") -> list[Action]:
-    needs = []
-    if action.stage > 0:
-        if _received(action.stage - 1, schedule):
-            needs.append(action._replace(kind=Kind.RECV_F))
-        else:
-            needs.append(action._replace(stage=action.stage - 1))
-    if action.slice > 0:  # keys and values of the earlier slice, on the same stage
-        needs.append(action._replace(slice=action.slice - 1))
-    return needs
-
-
-def _backward(action: Action, schedule: "Schedule") -> list[Action]:
-    _, stage, microbatch, part = action
-    needs = [Action(Kind.FORWARD, stage, microbatch, part)]
-    if stage + 1 < schedule.num_stages:
-        if _received(stage, schedule):
-            needs.append(Action(Kind.RECV_B, stage, microbatch, part))
-        else:
-            needs.append(schedule.input_gradient(stage + 1, microbatch, part))
-    if part + 1 < schedule.num_slices:  # gradients for keys and values from the later slice
-        needs.append(schedule.input_gradient(stage, microbatch, part + 1))
-    return needs
-
-
-def _received(stage: int, schedule: "Schedule") -> bool:
-    """Whether the tensor between ``stage`` and ``stage + 1`` arrives by a receive."""
-    return schedule.level != "compute" and schedule.placement.crosses(stage)
-
-
-class Graph:
-    """A schedule's actions as numbered nodes, row by row, with what each waits for.
-
-    Attributes:
-        actions: the action of each node.
-        ranks: the pipeline rank of each node.
-        waits: for each node the nodes that have to end before it starts: data, lane, place in the row.
-        missing: (node, action) for each dependency that the schedule lacks.
-    """
-
-    def __init__(self, schedule: "Schedule") -> None:
-        self.actions = [action for row in schedule.rows for action in row]
-        self.ranks = [rank for rank, row in enumerate(schedule.rows) for _ in row]
-        self.waits: list[list[int]] = [[] for _ in self.actions]
-        self.missing: list[tuple[int, Action]] = []
-        self._first_node = _offsets([len(row) for row in schedule.rows])
-        self._add_data(schedule)
-        self._add_lanes_and_places(schedule)
-
-    def place(self, node: int) -> tuple[int, int]:
-        """Rank and slot of a node."""
-        rank = self.ranks[node]
-        return rank, node - self._first_node[rank]
-
-    def _add_data(self, schedule: "Schedule") -> None:
-        node_of = {action: node for node, action in enumerate(self.actions) if action.kind not in STAGE_KINDS}
-        for node, action in enumerate(self.actions):
-            for needed in data_dependencies(action, schedule):
-                if needed in node_of:
-                    self.waits[node].append(node_of[needed])
-                else:
-                    self.missing.append((node, needed))
-
-    def _add_lanes_and_places(self, schedule: "Schedule") -> None:
-        node = 0
-        for row in schedule.rows:
-            last_on_lane: dict[Lane, int] = {}
-            last_unshard: dict[int, int] = {}
-            for action in row:
-                lane = lane_of(action, schedule.placement)
-                earlier = {last_on_lane.get(lane)}
-                if action.kind in COMPUTE_KINDS:
-                    earlier.add(last_unshard.get(action.stage))
-                else:
-                    earlier.add(last_on_lane.get(COMPUTE_LANE))
-                self.waits[node].extend(other for other in earlier if other is not None)
-                last_on_lane[lane] = node
-                if action.kind is Kind.UNSHARD:
-                    last_unshard[action.stage] = node
-                node += 1
-
-    @cached_property
-    def followers(self) -> list[list[int]]:
-        """For each node the nodes that wait for it."""
-        followers: list[list[int]] = [[] for _ in self.actions]
-        for node, nodes in enumerate(self.waits):
-            for needed in nodes:
-                followers[needed].append(node)
-        return followers
-
-    @cached_property
-    def order(self) -> list[int]:
-        """Nodes so that each comes after all that it waits for; nodes on or behind a cycle are left out."""
-        num_open = [len(nodes) for nodes in self.waits]
-        ready = [node for node, count in enumerate(num_open) if count == 0]
-        for node in ready:  # grows while it is read
-            for follower in self.followers[node]:
-                num_open[follower] -= 1
-                if num_open[follower] == 0:
-                    ready.append(follower)
-        return ready
-
-    def cycle(self) -> list[int]:
-        """Nodes of one cycle, each waiting for the next; empty if there is none."""
-        stuck = set(range(len(self.actions))).difference(self.order)
-        if not stuck:
-            return []
-        path, seen = [min(stuck)], {min(stuck): 0}
-        while True:
-            following = next(needed for needed in self.waits[path[-1]] if needed in stuck)
-            if following in seen:
-                return path[seen[following] :]
-            seen[following] = len(path)
-            path.append(following)
-
-
-def _offsets(lengths: Sequence[int]) -> list[int]:
-    offsets = [0]
-    for length in lengths:
-        offsets.append(offsets[-1] + length)
-    return offsets
+    if microbatch is None:
+        return []
+    facts = schedule.facts
+    count = needs(CODE[kind], stage, microbatch, part, facts.shape, facts.is_received, facts.is_split, found)
+    return [facts.action_of(int(key)) for key in found[:count]]
