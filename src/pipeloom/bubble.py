@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.schedule import Row, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
+from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.row import Ints
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
@@ -80,7 +81,7 @@ def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...
 
 def _match(schedule: Schedule, trace: Trace) -> Spans:
     """The span of each action, in row order; where an action recurs, in the order of time."""
-    facts, found = schedule.facts, trace.spans
+    facts, found = schedule.facts, trace.spans.take(~trace.spans.on(HOST_LANE.name))
     columns, ranks = Row(*facts.columns[:4]), facts.ranks
     if trace.num_ranks != schedule.num_ranks:
         what = f"{trace.num_ranks} ranks"
@@ -108,9 +109,9 @@ def _refuse(schedule: Schedule, found: Spans) -> None:
     """
     wanted = [(action, rank) for rank, _, action in schedule.actions()]
     present = [(span.action, span.rank) for span in found]
-    for (action, rank), _ in (Counter(wanted) - Counter(present)).items():
+    for action, rank in Counter(wanted) - Counter(present):
         raise UserError(f"the trace is not one of this schedule: it lacks {action} on rank {rank}")
-    for (action, rank), _ in (Counter(present) - Counter(wanted)).items():
+    for action, rank in Counter(present) - Counter(wanted):
         what = f"{action} on rank {rank}"
         raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
 

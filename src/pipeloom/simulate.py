@@ -5,14 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.cost.costs import Costs
-from pipeloom.schedule import Action, Kind, Row, Schedule
-from pipeloom.schedule.action import STAGE_KINDS
+from pipeloom.errors import UserError
+from pipeloom.schedule import Action, Row, Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS
 from pipeloom.schedule.compiled import kernel
+from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph, Seconds
-from pipeloom.schedule.kernels.walk import walk_sharing
+from pipeloom.schedule.kernels.walk import walk, walk_sharing
 from pipeloom.schedule.row import KINDS
 from pipeloom.trace import Spans, Trace
 
@@ -25,7 +28,8 @@ class Sharing:
     from the costs are those it takes alone.
 
     Attributes:
-        resource_of: (action, rank) -> the resource that the action draws on, or ``None``; the same for all micro-batches.
+        resource_of: (action, rank) -> the resource that the action draws on, or ``None``; the same for all
+            micro-batches.
         capacity: resource -> actions that it serves at full speed.
     """
 
@@ -33,7 +37,30 @@ class Sharing:
     capacity: Mapping[Any, float]
 
 
-def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None) -> Trace:
+@dataclass(frozen=True)
+class Host:
+    """The processor of each rank, which launches the rank's actions one after the other, in the order of its row.
+
+    Attributes:
+        launch_s: action -> seconds of the host; the same for all micro-batches. The action starts no earlier than their
+            end.
+        run_ahead: most compute actions of a rank that are launched and have not ended; the host waits for one of them
+            before it launches anything more. ``None`` for no limit.
+
+    Raises:
+        UserError: ``run_ahead`` is below 1.
+    """
+
+    launch_s: Callable[[Action], float]
+    run_ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a host that may launch nothing."""
+        if self.run_ahead is not None and self.run_ahead < 1:
+            raise UserError(f"run_ahead must be at least 1, found {self.run_ahead}")
+
+
+def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
     """Run a schedule on a clock.
 
     An action starts when everything it waits for has ended: the actions whose results it uses, the action
@@ -44,31 +71,46 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None) -
         schedule: at any level. Without communication, tensors arrive at once.
         costs: seconds of each action.
         sharing: resources that slow actions down when several draw on them; ``None`` if there are none.
+        host: what launches the actions; ``None`` if that takes no time.
 
     Returns:
-        A trace that begins at 0, spans in row order.
+        A trace that begins at 0, spans in row order. With ``host``, behind them a span of the host's lane for each
+        action, in the same order.
+
+    Raises:
+        UserError: both ``sharing`` and ``host`` are given.
     """
     facts, graph = schedule.facts, schedule.graph
-    seconds = _seconds(facts, costs)
-    starts, ends = graph.times(seconds) if sharing is None else _times_sharing(graph, seconds, sharing)
-    lanes = tuple(dict.fromkeys(lane for _, lane in facts.lanes))
-    number = np.array([lanes.index(lane) for _, lane in facts.lanes], np.int32)
-    spans = Spans(Row(*facts.columns[:4]), facts.ranks, number[facts.lane], lanes, starts, ends)
-    return Trace(spans, schedule.num_ranks)
+    seconds = _seconds(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
+    if sharing is not None and host is not None:
+        raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
+    row, rank, lane = Row(*facts.columns[:4]), facts.ranks, facts.lane
+    if host is not None:
+        starts, ends = _times_launched(graph, seconds, host)
+        row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(len(facts.lanes))])
+    elif sharing is not None:
+        starts, ends = _times_sharing(graph, seconds, sharing)
+    else:
+        starts, ends = graph.times(seconds)
+    every = [*(lane for _, lane in facts.lanes), *([HOST_LANE] * schedule.num_ranks)]
+    lanes = tuple(dict.fromkeys(every))
+    number = np.array([lanes.index(one) for one in every], np.int32)
+    return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
 
 
-def _seconds(facts: Facts, costs: Costs) -> Seconds:
+def _seconds(facts: Facts, seconds_of: Callable[[Action], float], *, ignores_microbatch: bool = True) -> Seconds:
     """Seconds of every action."""
-    if not costs.ignores_microbatch:
-        return np.array([costs.seconds(action) for row in facts.rows for action in row], np.float64)
+    if not ignores_microbatch:
+        return np.array([seconds_of(action) for row in facts.rows for action in row], np.float64)
     kind, stage, _, part = facts.columns[:4]
     table = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]))
     for where in np.argwhere(_occurs(facts, table.shape)).tolist():
-        table[tuple(where)] = costs.seconds(_example(*where))
+        table[tuple(where)] = seconds_of(_example(*where))
     return table[kind, stage, part]
 
 
-def _occurs(facts: Facts, shape: tuple[int, ...]) -> np.ndarray:
+def _occurs(facts: Facts, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """[kind, stage, slice] whether the schedule has such an action."""
     kind, stage, _, part = facts.columns[:4]
     occurs = np.zeros(shape, np.bool_)
     occurs[kind, stage, part] = True
@@ -76,8 +118,35 @@ def _occurs(facts: Facts, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _example(code: int, stage: int, part: int) -> Action:
-    kind: Kind = KINDS[code]
+    kind = KINDS[code]
     return Action(kind, stage, None if kind in STAGE_KINDS else 0, part)
+
+
+def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:
+    """Starts and ends of the actions, then of their launches.
+
+    A launch is a node like any other: it waits for the launch before it in the row and, where the host must not run
+    ahead any more, for the compute action ``run_ahead`` places before; the action waits for its launch.
+    """
+    facts, size = graph.facts, graph.num_nodes
+    nodes, first = np.arange(size), facts.columns.first
+    waits = np.full((2 * size, graph.waits.shape[1] + 1), -1, np.int32)
+    waits[:size, :-1], waits[:size, -1] = graph.waits, nodes + size
+    waits[size:, 0] = np.where(nodes > first[facts.ranks], nodes + size - 1, -1)
+    if host.run_ahead is not None:
+        waits[size:, 1] = _throttled_by(facts, host.run_ahead)
+    lane = np.concatenate([facts.lane, facts.ranks + np.int32(len(facts.lanes))])
+    both = np.concatenate([seconds, _seconds(facts, host.launch_s)])
+    return kernel(walk, 2 * size)(waits, lane, len(facts.lanes) + facts.placement.num_ranks, both)
+
+
+def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
+    """For each action the compute action of its rank that has to end before it is launched; -1 for none."""
+    is_compute = Row(*facts.columns[:4]).is_kind(*COMPUTE_KINDS)
+    computes = np.append(np.flatnonzero(is_compute), -1)
+    num_before = np.cumsum(is_compute) - is_compute
+    own = num_before - num_before[facts.columns.first[facts.ranks]]
+    return computes[np.where(own >= run_ahead, num_before - run_ahead, -1)]
 
 
 def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Seconds, Seconds]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import starmap
 from typing import NamedTuple, overload
 
@@ -76,6 +77,15 @@ class Spans(Sequence[Span]):
     def on(self, name: str) -> NDArray[np.bool_]:
         """For each span whether its lane has this name, such as ``compute``."""
         return np.array([lane.name == name for lane in self.lanes] or [False], np.bool_)[self.lane]
+
+    @cached_property
+    def by_lane(self) -> dict[tuple[int, Lane], NDArray[np.intp]]:
+        """For each rank and lane that occurs, the places of its spans, ascending."""
+        key = self.rank.astype(np.int64) * max(len(self.lanes), 1) + self.lane
+        order = np.argsort(key, kind="stable")
+        begins = np.flatnonzero(np.diff(key[order], prepend=-1))
+        groups = np.split(order, begins[1:]) if len(order) else []
+        return {(int(self.rank[group[0]]), self.lanes[int(self.lane[group[0]])]): group for group in groups}
 
     def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> "Spans":
         """The spans at some places."""

@@ -11,7 +11,7 @@ from typing import Any
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
 from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_receive, matching_send
+from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send
 from pipeloom.spans import Span, Spans
 
 __all__ = ["Span", "Spans", "Trace", "from_chrome", "merge", "to_chrome"]
@@ -45,12 +45,13 @@ class Trace:
 
     def compute(self, rank: int | None = None) -> Spans:
         """Spans of compute actions, of one rank or of all."""
-        is_wanted = self.spans.on(COMPUTE_LANE.name)
-        return self.spans.take(is_wanted if rank is None else is_wanted & (self.spans.rank == rank))
+        if rank is None:
+            return self.spans.take(self.spans.on(COMPUTE_LANE.name))
+        return self.spans.take(self.spans.by_lane.get((rank, COMPUTE_LANE), slice(0)))
 
     def lanes(self, rank: int) -> list[Lane]:
         """Lanes that a rank used, compute first."""
-        used = {self.spans.lanes[lane] for lane in set(self.spans.lane[self.spans.rank == rank].tolist())}
+        used = [lane for owner, lane in self.spans.by_lane if owner == rank]
         return sorted(used, key=lambda lane: (lane != COMPUTE_LANE, lane.name, lane.peer or 0))
 
 
@@ -129,9 +130,9 @@ def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
 
 
 def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, Any]]:
-    sends = {span.action: span for span in trace.spans}
+    sends = {span.action: span for span in trace.spans if span.action.kind in SEND_KINDS and span.lane != HOST_LANE}
     events: list[dict[str, Any]] = []
-    receives = [span for span in trace.spans if span.action.kind in RECEIVE_KINDS]
+    receives = [s for s in trace.spans if s.action.kind in RECEIVE_KINDS and s.lane != HOST_LANE]
     for number, receive in enumerate(receives):
         send = sends.get(matching_send(receive.action))
         if send is None:

@@ -51,7 +51,6 @@ def _keeps_order(schedule: "Schedule") -> bool:
         if not kernel(kernels.gathers, size)(kind, stage, schedule.num_stages, first_stage):
             return False
     is_within = all(
-        peak <= limit
-        for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
+        peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
     )
     return is_within and not schedule.graph.absent and schedule.graph.is_acyclic

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
 
 
-_LANE_PATTERN = re.compile(r"(compute|data-parallel)|send to (\d+)|recv from (\d+)")
+_LANE_PATTERN = re.compile(r"(compute|data-parallel|host)|send to (\d+)|recv from (\d+)")
 
 
 class Lane(NamedTuple):
-    """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``."""
+    """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``, ``host``."""
 
     name: str
     peer: int | None = None
 
     def __str__(self) -> str:
-        """``compute``, ``send to 1``, ``recv from 0``, ``data-parallel``."""
+        """``compute``, ``send to 1``, ``recv from 0``, ``data-parallel``, ``host``."""
         return self.name if self.peer is None else f"{self.name} {'to' if self.name == 'send' else 'from'} {self.peer}"
 
     @classmethod
@@ -47,7 +47,7 @@ class Lane(NamedTuple):
         """
         match = _LANE_PATTERN.fullmatch(text)
         if match is None:
-            known = "'compute', 'data-parallel', 'send to 1', 'recv from 0'"
+            known = "'compute', 'data-parallel', 'host', 'send to 1', 'recv from 0'"
             raise UserError(f"'{text}' is no lane: expected a text such as {known}")
         plain, send_peer, receive_peer = match.groups()
         if plain is not None:
@@ -57,6 +57,8 @@ class Lane(NamedTuple):
 
 COMPUTE_LANE = Lane("compute")
 DATA_PARALLEL_LANE = Lane("data-parallel")
+HOST_LANE = Lane("host")
+"""The processor that launches actions, one after the other in the order of the row. No action runs there."""
 
 
 def lane_of(action: Action, placement: Placement) -> Lane:
@@ -94,7 +96,8 @@ def consumer_of(receive: Action, schedule: "Schedule") -> Action:
     """The compute action on the same rank that uses the tensor of ``receive``."""
     if receive.kind is Kind.RECV_F:
         return receive._replace(kind=Kind.FORWARD)
-    return schedule.input_gradient(*receive[1:])
+    assert receive.microbatch is not None
+    return schedule.input_gradient(receive.stage, receive.microbatch, receive.slice)
 
 
 def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:

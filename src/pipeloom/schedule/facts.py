@@ -88,7 +88,8 @@ class Facts:
     @cached_property
     def _message_lanes(self) -> dict[tuple[Kind, int], tuple[int, Lane]]:
         """Lane of each send and receive by kind and stage."""
-        owner, found = self.placement.rank_by_stage, {}
+        owner = self.placement.rank_by_stage
+        found: dict[tuple[Kind, int], tuple[int, Lane]] = {}
         for stage in np.flatnonzero(self.crosses).tolist():
             here = (Kind.SEND_F, stage), (Kind.RECV_B, stage), (Kind.RECV_F, stage + 1), (Kind.SEND_B, stage + 1)
             found.update({key: (owner[key[1]], lane_of(Action(*key, 0), self.placement)) for key in here})

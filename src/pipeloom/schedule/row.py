@@ -86,7 +86,7 @@ class Row(Sequence[Action]):
         """Kind, stage, micro-batch and slice of every action."""
         return self.kind, self.stage, self.microbatch, self.slice
 
-    def take(self, index: NDArray[np.intp] | slice) -> "Row":
+    def take(self, index: NDArray[np.intp] | NDArray[np.bool_] | slice) -> "Row":
         """The actions at some places."""
         return Row(*(array[index] for array in self.arrays))
 

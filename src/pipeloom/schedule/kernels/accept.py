@@ -6,11 +6,15 @@ fast form for large schedules; tests hold both equal.
 
 import numpy as np
 
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = range(11)
 NO_MICROBATCH = -(2**31)
 
 
-def belongs(kind, stage, microbatch, part, first, owner, shape, num_kinds):
+def belongs(
+    kind: Ints, stage: Ints, microbatch: Ints, part: Ints, first: Longs, owner: Ints, shape: Shape, num_kinds: int
+) -> bool:
     """Whether every action may be on its rank: kinds of the level, numbers in range, stages that the rank holds.
 
     Args:
@@ -31,7 +35,7 @@ def belongs(kind, stage, microbatch, part, first, owner, shape, num_kinds):
     return True
 
 
-def is_unique(kind, stage, microbatch, part, shape):
+def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> bool:
     """Whether no action recurs, but for gathers and drops."""
     seen = np.zeros(UNSHARD * shape[0] * shape[1] * shape[2], np.bool_)
     reduced = np.zeros(shape[0], np.bool_)
@@ -48,7 +52,7 @@ def is_unique(kind, stage, microbatch, part, shape):
     return True
 
 
-def computes(node_of, shape, first_backward_stage):
+def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
     """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank.
 
     Args:
@@ -76,7 +80,7 @@ def computes(node_of, shape, first_backward_stage):
     return True
 
 
-def sends(node_of, number_on_lane, shape, crosses, first_backward_stage):
+def sends(node_of: Ints, number_on_lane: Ints, shape: Shape, crosses: Bools, first_backward_stage: int) -> bool:
     """Whether the tensors that change rank, and no others, are sent after they are made, taken in the order sent, and
     received before they are used.
 
@@ -120,7 +124,7 @@ def sends(node_of, number_on_lane, shape, crosses, first_backward_stage):
     return not has_strangers(node_of, shape)
 
 
-def has_strangers(node_of, shape):
+def has_strangers(node_of: Ints, shape: Shape) -> bool:
     """Whether something is received by the first stage from before it, or by the last one from behind it."""
     last = shape[0] - 1
     for microbatch in range(shape[1]):
@@ -130,7 +134,7 @@ def has_strangers(node_of, shape):
     return False
 
 
-def gathers(kind, stage, num_stages, first_backward_stage):
+def gathers(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
     """Whether stages that are ever gathered are gathered when they compute, and reductions follow what they reduce."""
     is_sharded = np.zeros(num_stages, np.bool_)
     for node in range(kind.size):
@@ -160,7 +164,7 @@ def gathers(kind, stage, num_stages, first_backward_stage):
     return True
 
 
-def number_on_lanes(lane, num_lanes):
+def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:
     """For each node how many stand before it on its lane."""
     count = np.zeros(num_lanes, np.int32)
     numbers = np.zeros(lane.size, np.int32)

@@ -2,10 +2,12 @@
 
 import numpy as np
 
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs
+
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
 
 
-def message_of(kind, stage, crosses, first_backward_stage):
+def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int) -> tuple[int, int]:
     """The kind of the send that follows a compute action, -1 for none; and the stage that receives."""
     if kind == FORWARD:
         if crosses[stage]:
@@ -15,7 +17,17 @@ def message_of(kind, stage, crosses, first_backward_stage):
     return -1, stage
 
 
-def find_messages(kind, stage, microbatch, part, first, owner, crosses, first_backward_stage, user_of):
+def find_messages(
+    kind: Ints,
+    stage: Ints,
+    microbatch: Ints,
+    part: Ints,
+    first: Longs,
+    owner: Ints,
+    crosses: Bools,
+    first_backward_stage: int,
+    user_of: Ints,
+) -> tuple[Ints, Ints, Longs]:
     """The messages of a compute-only schedule, edge by edge, on each in the order in which they are sent.
 
     Args:
@@ -58,7 +70,7 @@ def find_messages(kind, stage, microbatch, part, first, owner, crosses, first_ba
     return makers, users, begin
 
 
-def post(users, begin, first_node, receive_buffers):
+def post(users: Ints, begin: Longs, first_node: Longs, receive_buffers: int) -> Ints:
     """For each message the node before which its receive is posted.
 
     Receive ``k`` of an edge needs a buffer: all but ``receive_buffers - 1`` of the earlier ones are used. It must
@@ -86,7 +98,7 @@ def post(users, begin, first_node, receive_buffers):
     return posted
 
 
-def remember(largest, count, value):
+def remember(largest: Ints, count: int, value: int) -> None:
     """Insert a value into the ascending largest values, of which there are ``count``; the smallest falls out."""
     if count == largest.size:
         if value <= largest[0]:
@@ -103,7 +115,9 @@ def remember(largest, count, value):
     largest[place] = value
 
 
-def insert(kind, stage, microbatch, part, first, makers, users, posted):
+def insert(
+    kind: Ints, stage: Ints, microbatch: Ints, part: Ints, first: Longs, makers: Ints, users: Ints, posted: Ints
+) -> tuple[Ints, Longs]:
     """The rows with sends and receives in them.
 
     Args:
@@ -137,7 +151,7 @@ def insert(kind, stage, microbatch, part, first, makers, users, posted):
     return columns, begin[first]
 
 
-def put(columns, place, kind, stage, microbatch, part):
+def put(columns: Ints, place: int, kind: int, stage: int, microbatch: int, part: int) -> None:
     """Write one action."""
     columns[0, place] = kind
     columns[1, place] = stage

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD = range(9)
 """Codes of kinds (``pipeloom.schedule.row.CODE``)."""
 NUM_KEYED = 8
@@ -12,7 +14,7 @@ NUM_WAITS = 5
 """Most actions that one action waits for: three for data, the one before it on its lane, one for its place."""
 
 
-def key_of(kind, stage, microbatch, part, shape):
+def key_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape) -> int:
     """The number of an action among all that name a micro-batch.
 
     Args:
@@ -23,7 +25,7 @@ def key_of(kind, stage, microbatch, part, shape):
     return ((kind * shape[0] + stage) * shape[1] + microbatch) * shape[2] + part
 
 
-def place(kind, stage, microbatch, part, shape):
+def place(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> Ints:
     """For each key the node of its action, ``ABSENT`` where there is none."""
     node_of = np.full(NUM_KEYED * shape[0] * shape[1] * shape[2], ABSENT, np.int32)
     for node in range(kind.size):
@@ -32,13 +34,15 @@ def place(kind, stage, microbatch, part, shape):
     return node_of
 
 
-def input_gradient(stage, microbatch, part, shape, is_split):
+def input_gradient(stage: int, microbatch: int, part: int, shape: Shape, is_split: Bools) -> int:
     """The key of the action that makes the gradient for a stage's input: the backward, or its first half."""
     kind = BACKWARD_INPUT if is_split[stage, microbatch, part] else BACKWARD
     return key_of(kind, stage, microbatch, part, shape)
 
 
-def needs(kind, stage, microbatch, part, shape, is_received, is_split, found):
+def needs(
+    kind: int, stage: int, microbatch: int, part: int, shape: Shape, is_received: Bools, is_split: Bools, found: Longs
+) -> int:
     """Write the keys of the actions whose results an action uses to ``found``; their number.
 
     Args:
@@ -89,7 +93,19 @@ def needs(kind, stage, microbatch, part, shape, is_received, is_split, found):
     return count
 
 
-def find_waits(kind, stage, microbatch, part, first, lane, num_lanes, node_of, shape, is_received, is_split):
+def find_waits(
+    kind: Ints,
+    stage: Ints,
+    microbatch: Ints,
+    part: Ints,
+    first: Longs,
+    lane: Ints,
+    num_lanes: int,
+    node_of: Ints,
+    shape: Shape,
+    is_received: Bools,
+    is_split: Bools,
+) -> Ints:
     """For each node the nodes that have to end before it starts.
 
     Args:

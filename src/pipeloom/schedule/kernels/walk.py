@@ -2,8 +2,10 @@
 
 import numpy as np
 
+from pipeloom.schedule.kernels.types import Floats, Ints, Longs
 
-def walk(waits, lane, num_lanes, seconds):
+
+def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floats, Floats]:
     """Start every action when all that it waits for has ended.
 
     Lanes run ahead by turns: each until its next action waits for one that has not been reached yet. That one's lane
@@ -60,7 +62,9 @@ def walk(waits, lane, num_lanes, seconds):
     return starts, ends
 
 
-def walk_sharing(num_open, begin, followers, resource, capacity, seconds):
+def walk_sharing(
+    num_open: Longs, begin: Longs, followers: Longs, resource: Ints, capacity: Floats, seconds: Floats
+) -> tuple[Floats, Floats]:
     """As ``walk``, where actions on one resource slow each other down.
 
     While ``n`` actions run on a resource of capacity ``c``, each progresses at the speed ``min(1, c / n)``. They
@@ -74,49 +78,48 @@ def walk_sharing(num_open, begin, followers, resource, capacity, seconds):
         capacity: of each resource.
         seconds: of each node, alone on its resource.
     """
-    starts = np.full(seconds.size, -1.0)
-    ends = np.full(seconds.size, -1.0)
+    starts, ends = np.full(seconds.size, -1.0), np.full(seconds.size, -1.0)
     is_open = num_open.copy()
-    running = np.zeros(seconds.size, np.int64)
-    goal = np.zeros(seconds.size)
-    work = np.zeros(capacity.size)
-    count = np.zeros(capacity.size)
+    goal = np.zeros(seconds.size)  # the resource's work at which a node ends
+    work, count = np.zeros(capacity.size), np.zeros(capacity.size)
+    running = np.flatnonzero(is_open == 0)
+    num_running = running.size
+    running = np.append(running, np.zeros(seconds.size - num_running, running.dtype))
+    for node in running[:num_running]:
+        starts[node], goal[node] = 0.0, seconds[node]
+        count[resource[node]] += 1
     now = 0.0
-    num_running = 0
-    for node in range(seconds.size):
-        if is_open[node] == 0:
-            starts[node] = now
-            goal[node] = seconds[node]
-            running[num_running] = node
-            num_running += 1
-            count[resource[node]] += 1
     while num_running > 0:
-        place = 0
-        end = np.inf
-        for number in range(num_running):
-            node = running[number]
-            here = resource[node]
-            at = now + (goal[node] - work[here]) / min(1.0, capacity[here] / count[here])
-            if at < end or (at == end and node < running[place]):
-                place, end = number, at
+        place, end = next_end(now, running[:num_running], resource, capacity, count, work, goal)
         node = running[place]
         for here in range(capacity.size):
             if count[here] > 0:
                 work[here] += (end - now) * min(1.0, capacity[here] / count[here])
         work[resource[node]] = goal[node]
-        now = end
-        ends[node] = now
+        now = ends[node] = end
         num_running -= 1
         running[place] = running[num_running]
         count[resource[node]] -= 1
-        for number in range(begin[node], begin[node + 1]):
-            follower = followers[number]
+        for follower in followers[begin[node] : begin[node + 1]]:
             is_open[follower] -= 1
             if is_open[follower] == 0:
                 here = resource[follower]
-                starts[follower] = now
-                goal[follower] = work[here] + seconds[follower]
+                starts[follower], goal[follower] = now, work[here] + seconds[follower]
                 running[num_running] = follower
                 num_running += 1
                 count[here] += 1
     return starts, ends
+
+
+def next_end(
+    now: float, running: Longs, resource: Ints, capacity: Floats, count: Floats, work: Floats, goal: Floats
+) -> tuple[int, float]:
+    """The place among the running nodes of the one that ends first, and when."""
+    place, end = 0, np.inf
+    for number in range(running.size):
+        node = running[number]
+        here = resource[node]
+        at = now + (goal[node] - work[here]) / min(1.0, capacity[here] / count[here])
+        if at < end or (at == end and node < running[place]):
+            place, end = number, at
+    return place, end
