@@ -134,12 +134,21 @@ def test_collectives_are_exposed_as_far_as_the_rank_stands_still_for_them():
 
 
 def test_what_other_ranks_do_after_a_ranks_own_reduction_is_drain():
-    text = "0F0 0SEND_F0 0RECV_B0 0B0\n1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD\n"
+    text = "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1RECV_F0 1UNSHARD 1F0 1B0 1SEND_B0 1REDUCE_GRAD\n"
     schedule = parse_schedule(text)
     first, second = account_bubble(schedule, simulate(schedule, WithCollectives(2, 1)))
-    # 0F0 0-1, the tensor arrives at 1.5, the weights at 2; 1F0 2-3, 1B0 3-5, reduction 5-6; 0B0 5.5-7.5
-    assert astuple(second) == (3, 1.5, 0, 0, 0.5 + 1, 0, 1.5)
-    assert astuple(first) == (3, 0, 4, 0.5, 0, 0, 0)
+    # 0F0 0-1, the tensor arrives at 1.5, the weights at 2; 1F0 2-3, 1B0 3-5, reduced 5-6; 0B0 5.5-7.5, reduced 7.5-8.5
+    assert astuple(second) == (3, 1.5, 0, 0, 0.5 + 1, 0, 2.5)
+    assert astuple(first) == (3, 0, 4, 0.5, 1, 0, 0)
+
+
+def test_a_wait_for_a_gradient_buffer_is_exposed():
+    rows = parse_schedule("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD")
+    schedule = rows.with_rows(rows.rows, rows.level, gradient_buffers=1)
+    (account,) = account_bubble(schedule, simulate(schedule, WithCollectives(0, 3)))
+    assert astuple(account) == (6, 0, 0, 0, 3 + 3, 0, 0)
+    (account,) = account_bubble(rows, simulate(rows, WithCollectives(0, 3)))
+    assert astuple(account) == (6, 0, 0, 0, 1 + 3, 0, 0)
 
 
 def test_repeated_gathers_are_told_apart_by_time():

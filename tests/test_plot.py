@@ -6,7 +6,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.plot import plot_timeline
-from pipeloom.schedule import lower, parse_schedule
+from pipeloom.schedule import add_reduce_grad, add_unshard, lower, parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -49,6 +49,18 @@ def test_every_compute_action_has_a_box_and_nothing_else_has(tmp_path):
     few, more = example(2), example(3)
     assert len(more.compute()) - len(few.compute()) == 8
     assert boxes(more, tmp_path) - boxes(few, tmp_path) == 8
+
+
+def test_collectives_that_take_time_have_a_box_each_and_a_word_below(tmp_path):
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=2))
+    schedule = add_reduce_grad(add_unshard(schedule, 1, 1))
+    without, gathered, both = (
+        simulate(schedule, UniformCosts(1, 2, 0.5, unshard_s, reduce_s))
+        for unshard_s, reduce_s in [(0, 0), (1, 0), (1, 1)]
+    )
+    assert boxes(gathered, tmp_path) - boxes(without, tmp_path) == 2 * 3
+    assert boxes(both, tmp_path) - boxes(gathered, tmp_path) == 2 * 2
+    assert "weights gathered (light), gradients reduced (dark)" in (tmp_path / "count.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["a.bmp", "a", "a.jpg", "png"])

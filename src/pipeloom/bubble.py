@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.row import Ints
 from pipeloom.spans import Seconds, Spans
@@ -30,7 +30,7 @@ class BubbleAccount:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
     - *exposed p2p*: that has ended, and its result has not arrived;
-    - *exposed data-parallel*: the stage's weights are not gathered;
+    - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
     Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
@@ -117,21 +117,21 @@ def _refuse(schedule: Schedule, found: Spans) -> None:
 
 
 class _Needs:
-    """For each action when its tensor from another rank was computed, when it arrived, when weights were gathered."""
+    """For each action when its tensor was computed on another rank, when it arrived, when collectives were done."""
 
     def __init__(self, schedule: Schedule, spans: Spans) -> None:
         self.spans, self.first = spans, schedule.facts.columns.first
         self.computes = spans.row.is_kind(*COMPUTE_KINDS)
         self.collects = spans.row.is_kind(*STAGE_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
-        is_receive, is_gather = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(Kind.UNSHARD)
-        self.computed, self.arrived, self.gathered = (np.full(len(spans), -np.inf) for _ in range(3))
+        is_receive = spans.row.is_kind(*RECEIVE_KINDS)
+        self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
         for needed in waits.T:
             exists = needed >= 0
             is_taken = exists & is_receive[needed]
             is_elsewhere = exists & ~is_taken & (spans.rank[needed] != spans.rank)
             producer = waits[waits[needed, 0], 0]  # of the send of the receive
-            _raise(self.gathered, exists & is_gather[needed], ends[needed])
+            _raise(self.collected, exists & self.collects[needed], ends[needed])
             _raise(self.computed, is_taken, ends[producer])
             _raise(self.computed, is_elsewhere, ends[needed])
             _raise(self.arrived, is_taken | is_elsewhere, ends[needed])
@@ -150,7 +150,7 @@ def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
     if early.size:
         action = needs.spans.row[int(index[early[0]])]
         raise UserError(f"the trace is not one of this schedule: on rank {rank}, {action} begins too early")
-    gaps = _cut(begins[:-1], starts, [array[index] for array in (needs.computed, needs.arrived, needs.gathered)])
+    gaps = _cut(begins[:-1], starts, [array[index] for array in (needs.computed, needs.arrived, needs.collected)])
     parts = dict.fromkeys(BubbleAccount.__dataclass_fields__, 0.0)
     parts["compute_s"] = float((ends - starts).sum())
     for startup, cause, lengths in zip(_STARTUP, _CAUSES, gaps, strict=True):

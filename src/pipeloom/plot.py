@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action, Kind
-from pipeloom.trace import Trace
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE
+from pipeloom.trace import Span, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 FORMATS = ("png", "svg", "pdf")
 _MOST_LABELS = 1200
 _ROW_HEIGHT = 0.86
+_STRIP_HEIGHT = 0.2
 
 
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
     """Draw a step the way the papers do: a row for each rank, color by stage, the micro-batch in each box.
 
-    Forwards are light, backwards dark. Only compute is drawn.
+    Forwards are light, backwards dark. Where collectives take time, a strip below each rank's compute shows them:
+    gathers of weights light, reductions of gradients dark.
 
     Args:
         trace: what to draw.
@@ -54,7 +57,10 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
         axes.set_xlim(0, max(longest, 1e-12))
         if number == 0:
             _add_legend(axes, trace)
-    panels[-1].set_xlabel(f"time ({unit}); number: micro-batch, color: stage, light: forward, dark: backward")
+    key = "number: micro-batch, color: stage, light: forward, dark: backward"
+    if any(_collectives(trace) for trace in traces.values()):
+        key += "; strip below: weights gathered (light), gradients reduced (dark)"
+    panels[-1].set_xlabel(f"time ({unit}); {key}")
     for file in files:
         try:
             figure.savefig(file, dpi=150)
@@ -76,24 +82,33 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
     num_stages = 1 + max((span.action.stage for span in spans), default=0)
     with_labels = len(spans) <= _MOST_LABELS
     shortest = longest / 170
-    for span in spans:
+    collectives = _collectives(trace)
+    height = _ROW_HEIGHT - _STRIP_HEIGHT if collectives else _ROW_HEIGHT
+    for span in [*spans, *collectives]:
+        is_compute = span.lane == COMPUTE_LANE
         begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
+        top = span.rank - _ROW_HEIGHT / 2 + (0 if is_compute else height)
+        tall = height if is_compute else _STRIP_HEIGHT
         color, ink = box_colors(span.action, num_stages)
         line = {"edgecolor": "white", "linewidth": 0.4 if with_labels else 0.0}
-        axes.barh(span.rank, width, left=begin, height=_ROW_HEIGHT, color=color, **line)
-        if with_labels and width >= shortest:
-            place = (begin + width / 2, span.rank)
+        axes.barh(top, width, left=begin, height=tall, align="edge", color=color, **line)
+        if is_compute and with_labels and width >= shortest:
+            place = (begin + width / 2, top + tall / 2)
             axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=7, ha="center", va="center")
 
 
+def _collectives(trace: Trace) -> list[Span]:
+    return [span for span in trace.spans if span.lane == DATA_PARALLEL_LANE and span.end_s > span.start_s]
+
+
 def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a compute action's box: the hue tells the stage, the shade the kind."""
+    """Fill and ink of a box, of compute or of a collective: the hue tells the stage, the shade the kind."""
     import colorsys
 
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
-    if action.kind is Kind.FORWARD:
+    if action.kind in (Kind.FORWARD, Kind.UNSHARD):
         return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
-    lightness = {Kind.BACKWARD: 0.42, Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34}[action.kind]
+    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34}.get(action.kind, 0.42)
     return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
 
 

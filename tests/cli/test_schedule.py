@@ -122,6 +122,8 @@ def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_pa
     again, direct = schedule_json(capsys, str(file)), schedule_json(capsys, *words)
     for row in again["rows"]:
         row[:] = [action for action in row if "REDUCE_GRAD" not in action]  # what PyTorch's format adds
+    assert again.pop("num_reductions") == [2] * 3
+    assert direct.pop("num_reductions") == [0] * 3
     assert again == direct
     assert again["level"] == "communication"
 
@@ -129,6 +131,29 @@ def test_an_exported_csv_file_is_read_back_with_its_communication(capsys, tmp_pa
 def test_transfers_cost_breadth_first_two_hops_for_each_boundary_between_ranks(capsys):
     words = ["breadth-first", "--pp", "4", "--loops", "4", "--microbatches", "8"]
     assert schedule_json(capsys, *words, "--transfer", "0.5")["makespan"] == 105 + 2 * 3 * 0.5
+
+
+SHARDED = ["--pp", "4", "--loops", "4", "--microbatches", "8", "--reduce-grad", "--gather", "8", "--reduce", "8"]
+
+
+@pytest.mark.parametrize(
+    ("unshard", "counts", "makespan"), [("2", [6] * 4, 121), ("1", [7] * 4, 169), ("all", [4] * 4, 121)]
+)
+def test_gathers_and_reductions_are_added_counted_and_priced(capsys, unshard, counts, makespan):
+    answer = schedule_json(capsys, "breadth-first", *SHARDED, "--unshard", unshard)
+    assert answer["num_unshards"] == counts
+    assert answer["num_reductions"] == [4] * 4
+    assert answer["makespan"] == makespan
+    assert answer["level"] == "communication"
+    assert any(answer["exposed_data_parallel"])
+
+
+def test_text_for_people_counts_gathers_and_reductions_where_there_are_any(capsys):
+    text = schedule(capsys, "depth-first", *SHARDED, "--unshard", "1", "--prefetch", "0", "--gradient-buffers", "1")
+    assert "# weight gathers     31 " in text
+    assert "# reductions         8 8 8 8 (by rank)" in text
+    assert "# exposed for them   " in text
+    assert "gathers" not in schedule(capsys, "depth-first", "--loops", "4")
 
 
 def test_forward_only_has_no_final_gradients(capsys):
@@ -163,6 +188,12 @@ REFUSALS = {
         ["gpipe", "--communication", "--receive-buffers", "0"],
         "receive_buffers must be at least 1, found 0",
     ),
+    "no stage resident is refused": (["gpipe", "--unshard", "0"], "residency must be at least 1, found 0"),
+    "a negative cost of a gather is refused": (["gpipe", "--gather", "-1"], "--gather must be at least 0, found -1"),
+    "a gather that is not there is refused": (["gpipe", "--gather", "1"], "the schedule has no UNSHARD; add --unshard"),
+    "a reduction that is not there is refused": (["gpipe", "--reduce", "1"], "has no REDUCE_GRAD; add --reduce-grad"),
+    "prefetch of nothing is refused": (["gpipe", "--prefetch", "2"], "--prefetch has no effect without --unshard"),
+    "buffers for nothing are refused": (["gpipe", "--gradient-buffers", "2"], "has no effect without --reduce-grad"),
     "an unknown picture format is refused": (["gpipe", "--plot", "a.bmp"], "expected a file ending in one of .png"),
 }
 

@@ -9,7 +9,7 @@ from unverified import unverified
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Action, Kind, compiled, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, add_reduce_grad, add_unshard, compiled, lower, parse_schedule
 from pipeloom.schedule import verify as rules
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import STAGE_KINDS
@@ -35,7 +35,12 @@ def schedules(draw):
     pp, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     placement = draw(st.sampled_from(["looped", "v", "linear"]))
     schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
-    return lower(schedule, draw(st.integers(1, 3))) if draw(st.booleans()) else schedule
+    if draw(st.booleans()):
+        return schedule
+    schedule = lower(schedule, draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        schedule = add_unshard(schedule, draw(st.one_of(st.none(), st.integers(1, 3))), draw(st.integers(0, 2)))
+    return add_reduce_grad(schedule, draw(st.one_of(st.none(), st.integers(1, 3)))) if draw(st.booleans()) else schedule
 
 
 @st.composite
@@ -117,6 +122,8 @@ def answers():
             yield name, schedule, simulate(schedule, costs, host=Host(lambda _: 0.125, 3))
             sharing = Sharing(lambda action, rank: rank % 2 if action.kind in ("F", "B") else None, {0: 1, 1: 2})
             yield name, schedule, simulate(schedule, costs, sharing)
+            sharded = add_reduce_grad(add_unshard(schedule, 2, 1), 1)
+            yield name, sharded, simulate(sharded, UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5))
             assert accepts(schedule)
     for text in (SHARDED, SPLIT):
         yield text, parse_schedule(text), simulate(parse_schedule(text), UniformCosts(1.0, 2.0, 0.25))

@@ -37,7 +37,13 @@ FAULTS = {
     "a send comes twice": (0, "0SEND_F0", "0SEND_F0 0SEND_F0", "unique", 0, 3, "0SEND_F0 appears a second time"),
     "a receive comes twice": (1, "1RECV_F0", "1RECV_F0 1RECV_F0", "unique", 1, 1, "appears a second time"),
     "a reduction comes twice": (
-        (1, "1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD", "unique", 1, 9, "1REDUCE_GRAD appears a second time")
+        (1, "1REDUCE_GRAD", "1REDUCE_GRAD 1REDUCE_GRAD", "reduce-each-contribution-once", 1, 9, "reduces nothing")
+    ),
+    "a reduction is missing": (
+        (1, " 1REDUCE_GRAD", "", "reduce-each-contribution-once", 1, 6, "1B1 adds to a gradient that no 1REDUCE_GRAD")
+    ),
+    "a reduction before the first backward": (
+        (0, "0F1", "0REDUCE_GRAD 0F1", "reduce-each-contribution-once", 0, 3, "0REDUCE_GRAD reduces nothing")
     ),
     "a forward comes twice": (0, "0F0", "0F0 0F0", "unique", 0, 2, "0F0 appears a second time"),
     "a backward is missing": (1, "1B1 ", "", "complete", 1, 2, "1B1 is missing"),
@@ -91,16 +97,16 @@ FAULTS = {
     "gathering twice": (0, "0B0", "0UNSHARD 0B0", "unshard-before-compute", 0, 6, "is gathered already"),
     "dropping what is not gathered": (1, "1F1", "1RESHARD 1F1", "unshard-before-compute", 1, 5, "is not gathered"),
     "reducing too early": (
-        (1, "1B1 1SEND_B1 1REDUCE_GRAD", "1REDUCE_GRAD 1B1 1SEND_B1", "reduce-after-last-backward", 1, 6, "before 1B1")
+        (1, "1B1 1SEND_B1 1REDUCE_GRAD", "1REDUCE_GRAD 1B1 1SEND_B1", "reduce-each-contribution-once", 1, 7, "1B1 adds")
     ),
     "reducing before the weights' half": (
         1,
         "1B1 1SEND_B1 1REDUCE_GRAD",
         "1I1 1SEND_B1 1REDUCE_GRAD 1W1",
-        "reduce-after-last-backward",
+        "reduce-each-contribution-once",
         1,
-        8,
-        "1REDUCE_GRAD stands before 1W1",
+        9,
+        "1W1 adds to a gradient that no 1REDUCE_GRAD reduces",
     ),
     "sending only after the answer": (
         (0, "0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1", "0RECV_B0 0B0 0RECV_B1 0B1 0SEND_F1", "acyclic", 0, 7, "deadlock")
@@ -185,4 +191,5 @@ def test_a_stage_may_be_gathered_again():
 
 def test_every_communication_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
+    named |= {"gathered-bound", "gradient-bound"}  # test_rules_sharding.py
     assert named == {rule_name(rule) for rule in COMMUNICATION_RULES}

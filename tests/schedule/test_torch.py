@@ -9,7 +9,8 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from pipeloom.errors import ScheduleError, ScheduleTextError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Level, format_torch_csv, lower, parse_torch_csv
+from pipeloom.schedule import Level, add_reduce_grad, add_unshard, format_torch_csv, lower, parse_torch_csv
+from pipeloom.schedule.action import COMPUTE_KINDS
 
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 SHAPES = [(2, 2, 2), (2, 2, 6), (2, 3, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)]
@@ -155,6 +156,45 @@ def test_torchs_deferred_receives_are_refused_where_they_take_tensors_in_another
     assert taken != matching
     with pytest.raises(ScheduleError, match="rule 'sends-match-receives' at rank 1"):
         parse_torch_csv(as_csv(texts))
+
+
+def gathers(rows):
+    return [sum(str(action).endswith("UNSHARD") for action in row) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["breadth-first", "depth-first"])
+@pytest.mark.parametrize(("pp", "loops", "count"), [(4, 4, 8), (4, 4, 32), (4, 8, 32), (2, 3, 4), (3, 2, 6)])
+def test_torch_gathers_as_often_with_one_stage_resident_and_never_less_often_with_more(name, pp, loops, count):
+    schedule = lower(make_schedule(name, pp=pp, loops=loops, num_microbatches=count))
+    compute = [[a for a in row if a.kind in COMPUTE_KINDS] for row in schedule.rows]
+    for residency in range(1, loops + 1):
+        theirs = gathers(
+            torch_schedules._add_unshard_reshard([torch_schedules._Action.from_str(str(a)) for a in row], residency)
+            for row in compute
+        )
+        ours = gathers(add_unshard(schedule, residency, 1).rows)
+        assert ours == theirs if residency == 1 else all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_torch_gathers_more_often_than_needed_where_two_stages_are_resident():
+    rows = make_schedule("depth-first", pp=4, loops=4, num_microbatches=32).rows
+    theirs = torch_schedules._add_unshard_reshard([torch_schedules._Action.from_str(str(a)) for a in rows[0]], 2)
+    ours = add_unshard(lower(make_schedule("depth-first", pp=4, loops=4, num_microbatches=32)), 2, 1).rows
+    assert gathers([theirs])[0] > gathers(ours)[0]
+
+
+@pytest.mark.parametrize(("residency", "buffers"), [(None, None), (2, None), (1, 1)])
+def test_torchs_runtime_loads_gathers_and_reductions_as_they_stand(tmp_path, residency, buffers):
+    schedule = lower(make_schedule("depth-first", pp=3, loops=2, num_microbatches=6))
+    schedule = add_reduce_grad(add_unshard(schedule, residency, 1), buffers)
+    file = tmp_path / "schedule.csv"
+    file.write_text(format_torch_csv(schedule), encoding="utf-8")
+    stage = visualizer.mock.create_autospec(visualizer.PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.submod, stage.num_stages = 0, 3, None, 6
+    runtime = torch_schedules._PipelineScheduleRuntime([stage, stage], 6)
+    runtime._load_csv(str(file), format="compute_comms")
+    loaded = runtime.pipeline_order_with_comms
+    assert [[str(a) for a in loaded[rank]] for rank in range(3)] == [list(map(str, row)) for row in schedule.rows]
 
 
 def test_an_overlapped_pair_of_dual_pipe_is_refused_with_a_clear_message():

@@ -1,17 +1,29 @@
 """``pipeloom schedule``: what a family's schedule looks like, before anything runs."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from pipeloom.bubble import account_bubble
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES, Choice
-from pipeloom.report import Summary, summarize
-from pipeloom.schedule import Schedule, format_schedule, format_torch_csv, lower, parse_schedule, parse_torch_csv
+from pipeloom.report import summarize
+from pipeloom.schedule import (
+    Kind,
+    Schedule,
+    add_reduce_grad,
+    add_unshard,
+    format_schedule,
+    format_torch_csv,
+    lower,
+    parse_schedule,
+    parse_torch_csv,
+)
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -39,10 +51,22 @@ class Options:
     """Cost of one stage's backward for one micro-batch."""
     transfer: float = 0.0
     """Cost of moving one tensor between two ranks; draws on the rank's lane for that edge, not on its compute."""
+    gather: float = 0.0
+    """Cost of gathering one stage's weights; draws on the rank's data-parallel lane."""
+    reduce: float = 0.0
+    """Cost of reducing one stage's gradient; draws on the rank's data-parallel lane."""
     communication: bool = False
     """Add the sends and receives."""
     receive_buffers: int = 2
     """Receives posted ahead for each directed edge; with --communication."""
+    unshard: int | Literal["all"] | None = None
+    """Gather sharded weights, with so many stages of a rank gathered at once; all: each once, and kept."""
+    prefetch: int = 1
+    """How many visits to other stages ahead a gather may start; with --unshard."""
+    reduce_grad: bool = False
+    """Add the gradient reductions."""
+    gradient_buffers: int | None = None
+    """Stages whose unreduced gradients a rank can hold; with --reduce-grad. None: all."""
     format: Literal["text", "json", "torch-csv"] = "text"
     """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
     json: bool = False
@@ -57,10 +81,9 @@ def run(words: list[str]) -> int:
     options = tyro.cli(
         Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
     )
-    schedule = _schedule(options)
-    if options.communication or options.transfer:
-        schedule = lower(schedule, options.receive_buffers)
-    costs = UniformCosts(options.forward, options.backward, options.transfer)
+    schedule = _lowered(_schedule(options), options)
+    _refuse_idle_costs(options, schedule)
+    costs = UniformCosts(options.forward, options.backward, options.transfer, options.gather, options.reduce)
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -68,19 +91,39 @@ def run(words: list[str]) -> int:
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
     elif form == "json":
-        print(_one_row_a_line(to_json(schedule, summarize(trace))))
+        print(_one_row_a_line(to_json(schedule, trace)))
     else:
-        _print_text(options, schedule, summarize(trace))
+        _print_text(options, schedule, trace)
     return 0
 
 
-def to_json(schedule: Schedule, summary: Summary) -> dict[str, Any]:
+def _lowered(schedule: Schedule, options: Options) -> Schedule:
+    if options.communication or options.transfer or options.unshard is not None or options.reduce_grad:
+        schedule = lower(schedule, options.receive_buffers)
+    if options.unshard is not None:
+        residency = None if options.unshard == "all" else options.unshard
+        schedule = add_unshard(schedule, residency, options.prefetch)
+    if options.reduce_grad:
+        schedule = add_reduce_grad(schedule, options.gradient_buffers)
+    return schedule
+
+
+def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
+    for name, pass_name, kind in (("gather", "unshard", Kind.UNSHARD), ("reduce", "reduce-grad", Kind.REDUCE_GRAD)):
+        if getattr(options, name) and not any(_counts(schedule, kind)):
+            raise UserError(f"--{name} has no effect: the schedule has no {kind}; add --{pass_name} or leave it out")
+
+
+def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     """What ``--json`` prints.
 
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
     ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
-    (for each rank), ``gradients_final_at`` (for each stage; null where nothing trains).
+    (for each rank), ``num_unshards``, ``num_reductions`` and ``exposed_data_parallel`` (for each rank: gathers,
+    reductions, and how long it stands still for them), ``gradients_final_at`` (for each stage; null where nothing
+    trains).
     """
+    summary = summarize(trace)
     return {
         "rows": [[str(action) for action in row] for row in schedule.rows],
         "rank_by_stage": list(schedule.placement.rank_by_stage),
@@ -90,8 +133,21 @@ def to_json(schedule: Schedule, summary: Summary) -> dict[str, Any]:
         "bubble_overhead": summary.bubble_overhead,
         "bubble_fraction": summary.bubble_fraction,
         "peak_stage_inputs": list(schedule.peak_stage_inputs),
+        "num_unshards": _counts(schedule, Kind.UNSHARD),
+        "num_reductions": _counts(schedule, Kind.REDUCE_GRAD),
+        "exposed_data_parallel": _exposed(schedule, trace),
         "gradients_final_at": [summary.gradients_final_s.get(stage) for stage in range(schedule.num_stages)],
     }
+
+
+def _counts(schedule: Schedule, kind: Kind) -> list[int]:
+    """For each rank the number of its actions of a kind."""
+    return [sum(action.kind is kind for action in row) for row in schedule.rows]
+
+
+def _exposed(schedule: Schedule, trace: Trace) -> list[float]:
+    """For each rank how long it stands still for collectives."""
+    return [account.exposed_data_parallel_s for account in account_bubble(schedule, trace)]
 
 
 def _one_row_a_line(tree: dict[str, Any]) -> str:
@@ -103,15 +159,19 @@ def _one_row_a_line(tree: dict[str, Any]) -> str:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
-    return problems + [
-        f"--{name} must be {'above' if name != 'transfer' else 'at least'} 0, found {value:g}"
-        for name, value in (
-            ("forward", options.forward),
-            ("backward", options.backward),
-            ("transfer", options.transfer),
-        )
-        if not (0 < value < float("inf") or (name == "transfer" and value == 0))
-    ]
+    may_be_zero = ("transfer", "gather", "reduce")
+    for name in ("forward", "backward", *may_be_zero):
+        value = getattr(options, name)
+        if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
+            least = "at least" if name in may_be_zero else "above"
+            problems.append(f"--{name} must be {least} 0, found {value:g}")
+    for name, needed, is_idle in (
+        ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
+        ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
+    ):
+        if is_idle:
+            problems.append(f"--{name} has no effect without --{needed}")
+    return problems
 
 
 def _schedule(options: Options) -> Schedule:
@@ -170,13 +230,25 @@ def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
     plot_timeline(trace, [options.plot], title=_title(options, schedule), unit="units of cost")
 
 
-def _print_text(options: Options, schedule: Schedule, summary: Summary) -> None:
+def _print_text(options: Options, schedule: Schedule, trace: Trace) -> None:
+    summary = summarize(trace)
+    lines = {
+        "makespan": f"{summary.makespan_s:g}",
+        "bubble overhead": f"{summary.bubble_overhead:.5g} (idle / ideal)",
+        "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
+        "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
+    }
+    counts = {"weight gathers": _counts(schedule, Kind.UNSHARD), "reductions": _counts(schedule, Kind.REDUCE_GRAD)}
+    lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
+    if any(any(values) for values in counts.values()):
+        lines["exposed for them"] = _by_rank(_exposed(schedule, trace))
+    if summary.gradients_final_s:
+        lines["gradients final at"] = f"{' '.join(f'{t:g}' for t in summary.gradients_final_s.values())} (by stage)"
     print(f"# {_title(options, schedule)}")
     print(format_schedule(schedule))
-    print(f"# makespan           {summary.makespan_s:g}")
-    print(f"# bubble overhead    {summary.bubble_overhead:.5g} (idle / ideal)")
-    print(f"# bubble fraction    {summary.bubble_fraction:.5g} (idle / total)")
-    print(f"# peak stage inputs  {' '.join(map(str, schedule.peak_stage_inputs))} (by rank)")
-    if summary.gradients_final_s:
-        final = " ".join(f"{time:g}" for time in summary.gradients_final_s.values())
-        print(f"# gradients final at {final} (by stage)")
+    for name, value in lines.items():
+        print(f"# {name:<18} {value}")
+
+
+def _by_rank(values: Sequence[float]) -> str:
+    return f"{' '.join(f'{value:g}' for value in values)} (by rank)"

@@ -29,6 +29,8 @@ class UniformCosts:
         backward_s: seconds of the full backward; a split backward is two halves of it.
         transfer_s: seconds from the moment both sides of a message are ready until it has arrived. It is
             carried by the receive, so that one edge moves one message at a time.
+        unshard_s: seconds of gathering one stage's weights; dropping them takes none.
+        reduce_s: seconds of reducing one stage's gradient.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -36,6 +38,8 @@ class UniformCosts:
     forward_s: float
     backward_s: float
     transfer_s: float = 0.0
+    unshard_s: float = 0.0
+    reduce_s: float = 0.0
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -48,6 +52,10 @@ class UniformCosts:
                 return self.backward_s / 2
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s
+            case Kind.UNSHARD:
+                return self.unshard_s
+            case Kind.REDUCE_GRAD:
+                return self.reduce_s
         return 0.0
 
 
@@ -59,6 +67,8 @@ class StageCosts:
         forward_s: for each stage, seconds of its forward for one micro-batch.
         backward_s: for each stage, seconds of its full backward; a split backward is two halves of it.
         transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
+        unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
+        reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -66,10 +76,17 @@ class StageCosts:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     transfer_s: float = 0.0
+    unshard_s: tuple[float, ...] = ()
+    reduce_s: tuple[float, ...] = ()
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
-        if action.kind is Kind.FORWARD:
-            return self.forward_s[action.stage]
-        uniform = UniformCosts(0.0, self.backward_s[action.stage], self.transfer_s)
+        stage = action.stage
+        uniform = UniformCosts(
+            self.forward_s[stage],
+            self.backward_s[stage],
+            self.transfer_s,
+            self.unshard_s[stage] if self.unshard_s else 0.0,
+            self.reduce_s[stage] if self.reduce_s else 0.0,
+        )
         return uniform.seconds(action)

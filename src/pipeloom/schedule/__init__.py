@@ -2,6 +2,7 @@
 
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.lower import lower
+from pipeloom.schedule.lower_sharding import add_reduce_grad, add_unshard
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
@@ -15,6 +16,8 @@ __all__ = [
     "Placement",
     "Row",
     "Schedule",
+    "add_reduce_grad",
+    "add_unshard",
     "format_schedule",
     "format_torch_csv",
     "lower",

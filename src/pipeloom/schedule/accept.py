@@ -47,10 +47,20 @@ def _keeps_order(schedule: "Schedule") -> bool:
         numbers = kernel(kernels.number_on_lanes, size)(facts.lane, len(facts.lanes))
         if not kernel(kernels.sends, size)(facts.node_of, numbers, facts.shape, facts.crosses, first_stage):
             return False
-        kind, stage = facts.columns[:2]
-        if not kernel(kernels.gathers, size)(kind, stage, schedule.num_stages, first_stage):
+        if not _keeps_sharding(schedule):
             return False
     is_within = all(
         peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
     )
     return is_within and not schedule.graph.absent and schedule.graph.is_acyclic
+
+
+def _keeps_sharding(schedule: "Schedule") -> bool:
+    facts, size = schedule.facts, schedule.num_actions
+    kind, stage, _, _, first = facts.columns
+    unlimited = schedule.num_stages
+    most_gathered = unlimited if schedule.max_gathered is None else schedule.max_gathered
+    most_unreduced = unlimited if schedule.gradient_buffers is None else schedule.gradient_buffers
+    return kernel(kernels.gathers, size)(kind, stage, first, schedule.num_stages, most_gathered) and kernel(
+        kernels.reduces, size
+    )(kind, stage, first, schedule.num_stages, most_unreduced)

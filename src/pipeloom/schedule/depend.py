@@ -4,6 +4,8 @@ An action starts when its lane is free and what it waits for has ended. The veri
 simulator and the executor all ask here. An action waits for
 
 - *data*: the actions whose results it uses (``data_dependencies``);
+- *a buffer*: where gradient buffers are limited, the first backward of a stage's gradient waits for the
+  reduction that frees its buffer (``Schedule.gradient_buffers``);
 - *its lane*: the action before it on the same lane of the same rank;
 - *its place in the row*, if it is communication: the compute action before it in the row. A receive stands
   in the row where its buffer becomes free, a gather where its prefetch begins; they start no earlier. Compute

@@ -11,19 +11,20 @@ from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kernels.waits import ABSENT, find_waits
 from pipeloom.schedule.kernels.walk import walk
 from pipeloom.schedule.row import Ints
+from pipeloom.schedule.sharding import gradient_waits
 
 Seconds = NDArray[np.float64]
 
 
 class Graph:
-    """What has to end before what: data, the action before on the same lane, the place in the row.
+    """What has to end before what: data, the action before on the same lane, the place in the row, a gradient's buffer.
 
     Attributes:
         facts: the schedule in arrays; its columns are the nodes.
         waits: [nodes, w] the nodes that have to end before each node starts; negative for none.
     """
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, gradient_buffers: int | None = None) -> None:
         self.facts = facts
         find = kernel(find_waits, len(facts.ranks))
         self.waits: Ints = find(
@@ -35,6 +36,8 @@ class Graph:
             facts.is_received,
             facts.is_split,
         )
+        if gradient_buffers is not None:
+            self.waits = np.column_stack([self.waits, _buffer_waits(facts, gradient_buffers)])
 
     @property
     def num_nodes(self) -> int:
@@ -94,3 +97,12 @@ class Graph:
                 return path[seen[following] :]
             seen[following] = len(path)
             path.append(following)
+
+
+def _buffer_waits(facts: Facts, gradient_buffers: int) -> Ints:
+    """For each node the reduction that frees the buffer for the gradient that it begins; -1 for none."""
+    waits = np.full(len(facts.ranks), -1, np.int32)
+    for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
+        for slot, reduction in gradient_waits(row, gradient_buffers):
+            waits[first + slot] = first + reduction
+    return waits

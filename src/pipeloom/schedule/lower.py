@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import messages as kernels
 from pipeloom.schedule.row import CODE, Row
@@ -51,26 +51,4 @@ def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
     columns, bounds = kernel(kernels.insert, size)(*facts.columns, makers, users, posted)
     lowered = Row(*columns)
     rows = [lowered[bounds[rank] : bounds[rank + 1]] for rank in range(schedule.num_ranks)]
-    return schedule.with_rows(rows, Level.COMMUNICATION)
-
-
-def add_reduce_grad(schedule: Schedule) -> Schedule:
-    """Add a gradient reduction for each stage that trains, right after the last action that adds to its gradient.
-
-    Stages whose reduction is there already keep it.
-    """
-    adds = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    rows: list[list[Action]] = []
-    for row in schedule.rows:
-        last = {action.stage: slot for slot, action in enumerate(row) if action.kind in adds}
-        for action in row:
-            if action.kind is Kind.REDUCE_GRAD:
-                last.pop(action.stage, None)
-        stage_at = {slot: stage for stage, slot in last.items()}
-        reduced: list[Action] = []
-        for slot, action in enumerate(row):
-            reduced.append(action)
-            if slot in stage_at:
-                reduced.append(Action(Kind.REDUCE_GRAD, stage_at[slot]))
-        rows.append(reduced)
     return schedule.with_rows(rows, Level.COMMUNICATION)

@@ -81,6 +81,17 @@ class Row(Sequence[Action]):
         pairs = zip(self.arrays, other.arrays, strict=True)
         return Row(*(np.stack([mine, theirs], axis=1).reshape(-1) for mine, theirs in pairs))
 
+    def insert(self, after: Sequence[int], actions: "Row") -> "Row":
+        """The row with an action behind each of some slots; -1 stands for before the first.
+
+        Args:
+            after: ascending slots.
+            actions: as many; those behind the same slot stand in their order.
+        """
+        places = np.asarray(after, np.intp) + 1
+        pairs = zip(self.arrays, actions.arrays, strict=True)
+        return Row(*(np.insert(mine, places, theirs) for mine, theirs in pairs))
+
     @property
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Kind, stage, micro-batch and slice of every action."""

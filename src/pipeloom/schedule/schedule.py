@@ -42,6 +42,10 @@ class Schedule:
             evaluate, in between when the first stages are frozen.
         max_stage_inputs: for each rank the most (stage, micro-batch) inputs that it may hold at once;
             ``None`` for no limit.
+        max_gathered: the most stages that a rank may have gathered at once, those being gathered included;
+            ``None`` for no limit.
+        gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
+            further one waits for a reduction to end. ``None`` for room for all.
 
     Raises:
         ScheduleError: the rows break a rule.
@@ -54,6 +58,8 @@ class Schedule:
     level: Level = Level.COMPUTE
     first_backward_stage: int = 0
     max_stage_inputs: tuple[int, ...] | None = None
+    max_gathered: int | None = None
+    gradient_buffers: int | None = None
 
     def __post_init__(self) -> None:
         """Verify: there is no unverified schedule."""
@@ -75,9 +81,9 @@ class Schedule:
         """Actions of all ranks."""
         return sum(map(len, self.rows))
 
-    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level) -> "Schedule":
-        """The same step with other rows, verified at ``level``."""
-        return replace(self, rows=tuple(Row.of(row) for row in rows), level=level)
+    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level, **promises: int | None) -> "Schedule":
+        """The same step with other rows and other ``promises`` (attributes by name), verified at ``level``."""
+        return replace(self, rows=tuple(Row.of(row) for row in rows), level=level, **promises)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
         """Every action with its rank and slot, row by row."""
@@ -94,7 +100,7 @@ class Schedule:
     @cached_property
     def graph(self) -> Graph:
         """The actions with what each waits for."""
-        return Graph(self.facts)
+        return Graph(self.facts, self.gradient_buffers)
 
     def input_gradient(self, stage: int, microbatch: int, part: int = 0) -> Action:
         """The action that makes the gradient for a stage's input: the backward, or its first half."""

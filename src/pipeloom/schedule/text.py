@@ -1,7 +1,8 @@
 """Schedules as text: one row a line, and PyTorch's schedule CSV.
 
 Both name every action as PyTorch does (``2F0``), so that files interchange. Placement, counts and level are
-read off the actions.
+read off the actions. What a schedule promises (``max_stage_inputs``, ``max_gathered``, ``gradient_buffers``) is not
+in them.
 """
 
 import csv
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
-from pipeloom.schedule.lower import add_reduce_grad
+from pipeloom.schedule.lower_sharding import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule

@@ -6,27 +6,18 @@ earlier ones. ``RULES`` is the specification: read it from top to bottom.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, Action, Kind
 from pipeloom.schedule.depend import consumer_of, data_dependencies, lane_of, matching_receive, matching_send
+from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
+from pipeloom.schedule.violation import Violation, Violations
 from pipeloom.schedule.window import window
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
-
-
-class Violation(NamedTuple):
-    """What is wrong, and where: a rank and a slot of its row, if one place is to blame."""
-
-    message: str
-    rank: int | None = None
-    slot: int | None = None
-
-
-Violations = Iterator[Violation]
 
 
 def row_for_each_rank(schedule: "Schedule") -> Violations:
@@ -79,12 +70,12 @@ def on_its_rank(schedule: "Schedule") -> Violations:
 
 
 def unique(schedule: "Schedule") -> Violations:
-    """Nothing is done twice. Unshard and reshard may repeat; a reduction may not."""
+    """Nothing is done twice. What concerns a whole stage may repeat; rules of its own say when."""
     seen: set[Action] = set()
     for rank, slot, action in schedule.actions():
         if action in seen:
             yield Violation(f"{action} appears a second time", rank, slot)
-        if action.kind not in (Kind.UNSHARD, Kind.RESHARD):
+        if action.kind not in STAGE_KINDS:
             seen.add(action)
 
 
@@ -223,19 +214,6 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
             yield Violation(f"{action} computes on stage {action.stage} while its weights are sharded", rank, slot)
 
 
-def reduce_after_last_backward(schedule: "Schedule") -> Violations:
-    """A stage's gradients are reduced after the last backward that adds to them, if there is any."""
-    reduced: dict[int, tuple[int, Action]] = {}
-    for rank, slot, action in schedule.actions():
-        if action.kind is Kind.REDUCE_GRAD:
-            reduced[action.stage] = (slot, action)
-            if action.stage < schedule.first_backward_stage:
-                yield Violation(f"{action} reduces a gradient that no backward makes", rank, slot)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and action.stage in reduced:
-            early_slot, reduction = reduced[action.stage]
-            yield Violation(f"{reduction} stands before {action}, which adds to the gradient", rank, early_slot)
-
-
 def acyclic(schedule: "Schedule") -> Violations:
     """No actions wait for each other in a circle, over all ranks: the step cannot deadlock."""
     graph = schedule.graph
@@ -292,7 +270,9 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     receive_before_compute,
     sends_match_receives,
     unshard_before_compute,
-    reduce_after_last_backward,
+    gathered_bound,
+    reduce_each_contribution_once,
+    gradient_bound,
     acyclic,
     in_flight_bound,
 )

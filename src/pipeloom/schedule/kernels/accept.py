@@ -36,19 +36,14 @@ def belongs(
 
 
 def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> bool:
-    """Whether no action recurs, but for gathers and drops."""
+    """Whether no action recurs, but for those that concern a whole stage."""
     seen = np.zeros(UNSHARD * shape[0] * shape[1] * shape[2], np.bool_)
-    reduced = np.zeros(shape[0], np.bool_)
     for node in range(kind.size):
         if kind[node] < UNSHARD:
             key = ((kind[node] * shape[0] + stage[node]) * shape[1] + microbatch[node]) * shape[2] + part[node]
             if seen[key]:
                 return False
             seen[key] = True
-        elif kind[node] == REDUCE:
-            if reduced[stage[node]]:
-                return False
-            reduced[stage[node]] = True
     return True
 
 
@@ -134,34 +129,66 @@ def has_strangers(node_of: Ints, shape: Shape) -> bool:
     return False
 
 
-def gathers(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
-    """Whether stages that are ever gathered are gathered when they compute, and reductions follow what they reduce."""
+def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered: int) -> bool:
+    """Whether stages that are ever gathered are so when they compute, and never more at once than promised.
+
+    Args:
+        kind, stage, first: columns of a schedule.
+        num_stages: of the pipeline.
+        max_gathered: the most stages that a rank may have gathered.
+    """
     is_sharded = np.zeros(num_stages, np.bool_)
     for node in range(kind.size):
         if kind[node] == UNSHARD:
             is_sharded[stage[node]] = True
     is_gathered = np.zeros(num_stages, np.bool_)
-    is_reduced = np.zeros(num_stages, np.bool_)
-    for node in range(kind.size):
-        here = stage[node]
-        if kind[node] == UNSHARD:
-            if is_gathered[here]:
-                return False
-            is_gathered[here] = True
-        elif kind[node] == RESHARD:
-            if not is_gathered[here]:
-                return False
-            is_gathered[here] = False
-        elif kind[node] == REDUCE:
-            if here < first_backward_stage:
-                return False
-            is_reduced[here] = True
-        elif kind[node] <= BACKWARD_WEIGHT:
-            if is_sharded[here] and not is_gathered[here]:
-                return False
-            if is_reduced[here] and kind[node] in (BACKWARD, BACKWARD_WEIGHT):
+    for rank in range(first.size - 1):
+        count = 0
+        for node in range(first[rank], first[rank + 1]):
+            here = stage[node]
+            if kind[node] == UNSHARD:
+                if is_gathered[here]:
+                    return False
+                is_gathered[here] = True
+                count += 1
+                if count > max_gathered:
+                    return False
+            elif kind[node] == RESHARD:
+                if not is_gathered[here]:
+                    return False
+                is_gathered[here] = False
+                count -= 1
+            elif kind[node] <= BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
                 return False
     return True
+
+
+def reduces(kind: Ints, stage: Ints, first: Longs, num_stages: int, gradient_buffers: int) -> bool:
+    """Whether every contribution is reduced once, if any is, and never more stages wait for it than there is room for.
+
+    Args:
+        kind, stage, first: columns of a schedule.
+        num_stages: of the pipeline.
+        gradient_buffers: the most stages that may have an unreduced gradient.
+    """
+    is_open = np.zeros(num_stages, np.bool_)  # whether a stage has an unreduced gradient
+    is_any = False
+    for rank in range(first.size - 1):
+        count = 0
+        for node in range(first[rank], first[rank + 1]):
+            here = stage[node]
+            if kind[node] == REDUCE:
+                if not is_open[here]:
+                    return False
+                is_open[here] = False
+                is_any = True
+                count -= 1
+            elif kind[node] in (BACKWARD, BACKWARD_WEIGHT) and not is_open[here]:
+                is_open[here] = True
+                count += 1
+                if count > gradient_buffers:
+                    return False
+    return not (is_any and is_open.any())
 
 
 def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:

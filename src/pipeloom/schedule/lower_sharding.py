@@ -1,0 +1,136 @@
+"""Passes of data parallelism: gather and drop sharded weights, reduce gradients. All work row by row."""
+
+from bisect import insort
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.errors import UserError
+from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
+from pipeloom.schedule.row import Row
+from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, Stay, fewest_stays
+
+
+def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
+    """Gather each stage's weights for the visits to it, and drop them in between, with the fewest gathers.
+
+    A *visit* is a run of a rank's compute actions on one stage. A gather stands in the row as early as a place for it
+    is free, but not more than ``prefetch`` visits before its own. A stage is dropped right after the last visit before
+    its place is needed by another whose next visit is nearer, or after its last visit of the step. Gathers keep
+    the order of the visits for which they are.
+
+    Run it before ``add_reduce_grad``, which places each reduction with regard to the gathers; a reduction that is there
+    already stands behind the gathers at the same place.
+
+    Args:
+        schedule: with all communication but gathers.
+        residency: stages of a rank that may be gathered at once, those being gathered included; at least 1. ``None``:
+            every stage is gathered once, for its first visit, and kept, as for a sharded optimizer state.
+        prefetch: how many visits ahead a gather may start; with 0 it starts when the visit before its own has ended.
+
+    Raises:
+        UserError: ``residency`` or ``prefetch`` is too small, or stages are gathered already.
+    """
+    if residency is not None and residency < 1:
+        raise UserError(f"residency must be at least 1, found {residency}")
+    if prefetch < 0:
+        raise UserError(f"prefetch must be at least 0, found {prefetch}")
+    if any(row.is_kind(Kind.UNSHARD, Kind.RESHARD).any() for row in schedule.rows):
+        raise UserError("the schedule gathers weights already; start from one without UNSHARD and RESHARD")
+    rows = [_with_gathers(row, residency, prefetch) for row in schedule.rows]
+    return schedule.with_rows(rows, Level.COMMUNICATION, max_gathered=residency)
+
+
+def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
+    firsts, lasts = _visits(row)
+    stages = row.stage[firsts].tolist()
+    places = len(stages) if residency is None else residency
+    stays = fewest_stays(stages, places)
+    added: list[tuple[int, int, Action]] = []  # (visit before which it stands, drops before gathers, what)
+    for stay, visit in zip(stays, _gather_visits(stays, places, prefetch), strict=True):
+        added.append((visit, 1, Action(Kind.UNSHARD, stages[stay.first])))
+        if residency is not None:
+            added.append((stay.last + 1, 0, Action(Kind.RESHARD, stages[stay.last])))
+    added.sort(key=lambda entry: entry[:2])
+    slots = [-1, *lasts.tolist()]
+    return row.insert([slots[visit] for visit, _, _ in added], Row.of(action for _, _, action in added))
+
+
+def _visits(row: Row) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First and last slots of the runs of compute actions on one stage."""
+    computes = np.flatnonzero(row.is_kind(*COMPUTE_KINDS))
+    is_first = np.diff(row.stage[computes], prepend=-1) != 0
+    return computes[is_first], computes[np.append(is_first[1:], True)[: len(computes)]]
+
+
+def _gather_visits(stays: Sequence[Stay], places: int, prefetch: int) -> list[int]:
+    """The visit before which the gather for each stay stands.
+
+    Gather ``k`` needs a place: all but ``places - 1`` of the stays before it have ended.
+    """
+    before: list[int] = []
+    ends: list[int] = []  # ascending
+    for number, stay in enumerate(stays):
+        has_place = ends[number - places] + 1 if number >= places else 0
+        before.append(max(has_place, stay.first - prefetch))
+        insort(ends, stay.last)
+    return before
+
+
+def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> Schedule:
+    """Add gradient reductions, the fewest that ``gradient_buffers`` allow; a schedule that has some keeps them.
+
+    With room for every gradient there is one reduction for each stage that trains, right after the last action that
+    adds to its gradient. With less, a stage is reduced early where its buffer is needed and its own next backward is
+    furthest ahead; that is right after its last backward before that, and what later backwards add is reduced
+    again. The first backward of a gradient then waits for the reduction that frees its buffer (``depend.Graph``).
+
+    A reduction stands behind gathers at the same place of the row that are needed before its buffer is.
+
+    Args:
+        schedule: with its other communication.
+        gradient_buffers: stages whose unreduced gradients a rank can hold at once, those being reduced included; at
+            least 1. ``None``: all.
+
+    Raises:
+        UserError: ``gradient_buffers`` is below 1, or the schedule has reductions already and they are to be limited.
+    """
+    if gradient_buffers is not None and gradient_buffers < 1:
+        raise UserError(f"gradient_buffers must be at least 1, found {gradient_buffers}")
+    if any(row.is_kind(Kind.REDUCE_GRAD).any() for row in schedule.rows):
+        if gradient_buffers is not None:
+            raise UserError("the schedule reduces gradients already; start from one without REDUCE_GRAD")
+        return schedule
+    rows = [_with_reductions(row, gradient_buffers) for row in schedule.rows]
+    return schedule.with_rows(rows, Level.COMMUNICATION, gradient_buffers=gradient_buffers)
+
+
+def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
+    slots = np.flatnonzero(row.is_kind(*ADDS_TO_GRADIENT)).tolist()
+    stages = row.stage[slots].tolist()
+    stays = fewest_stays(stages, max(1, len(slots)) if gradient_buffers is None else gradient_buffers)
+    begins = [slots[stay.first] for stay in stays]
+    buffers = len(stays) if gradient_buffers is None else gradient_buffers
+    added: list[tuple[int, Action]] = []
+    for number, last in enumerate(sorted(stay.last for stay in stays)):
+        needed_at = begins[number + buffers] if number + buffers < len(begins) else len(row)
+        added.append((_behind_gathers(row, slots[last], needed_at), Action(Kind.REDUCE_GRAD, stages[last])))
+    return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
+
+
+def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:
+    """The slot of the last of the drops and gathers right behind ``slot`` that are needed before ``needed_at``."""
+    while slot + 1 < len(row) and row[slot + 1].kind in (Kind.RESHARD, Kind.UNSHARD):
+        following = row[slot + 1]
+        if following.kind is Kind.UNSHARD and _next_compute(row, slot + 1) > needed_at:
+            break
+        slot += 1
+    return slot
+
+
+def _next_compute(row: Row, slot: int) -> int:
+    """The slot of the next compute action on the same stage."""
+    rest = row[slot:]
+    return slot + int((rest.is_kind(*COMPUTE_KINDS) & (rest.stage == rest.stage[0])).argmax())

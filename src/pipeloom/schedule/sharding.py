@@ -1,0 +1,104 @@
+"""What a row says about sharded weights and gradients: which stages are gathered, which gradients are not reduced.
+
+The passes (``lower_sharding``), the rules (``verify_sharding``) and the dependency relation (``depend``) read it here.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.schedule.action import Kind
+from pipeloom.schedule.row import KINDS, Row
+
+ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""Kinds that add a micro-batch's contribution to a stage's gradient."""
+
+
+class Stay(NamedTuple):
+    """For how long one of a rank's stages stays in its memory: from one of the rank's uses to a later one.
+
+    Attributes:
+        first: index of the use for which it comes.
+        last: index of the last use before it goes; ``first`` if there is no other.
+    """
+
+    first: int
+    last: int
+
+
+def fewest_stays(stages: Sequence[int], places: int) -> list[Stay]:
+    """How stages that are used one after the other share a number of places, with the fewest arrivals.
+
+    Where a place is needed, the stage goes whose next use is furthest ahead, which is optimal (Belady, IBM Systems
+    Journal 5 (2), 1966). It goes right after its last use before that.
+
+    Args:
+        stages: the stage of each use, in order.
+        places: stages that can be there at once; at least 1.
+
+    Returns:
+        The stays, in the order in which they begin. At most ``places`` of them hold any one use.
+    """
+    next_use = [len(stages)] * len(stages)
+    seen: dict[int, int] = {}
+    for use in range(len(stages) - 1, -1, -1):
+        next_use[use] = seen.get(stages[use], len(stages))
+        seen[stages[use]] = use
+    stays: list[Stay] = []
+    present: dict[int, int] = {}  # stage -> number of its stay
+    for use, stage in enumerate(stages):
+        if stage in present:
+            stays[present[stage]] = stays[present[stage]]._replace(last=use)
+            continue
+        if len(present) == places:
+            del present[max(present, key=lambda other: next_use[stays[present[other]].last])]
+        present[stage] = len(stays)
+        stays.append(Stay(use, use))
+    return stays
+
+
+def gathered_counts(row: Row) -> Iterator[tuple[int, int]]:
+    """(slot, number of stages gathered or being gathered from there on) for each ``UNSHARD`` of a row."""
+    gathered: set[int] = set()
+    for slot, kind, stage in _find(row, Kind.UNSHARD, Kind.RESHARD):
+        if kind is Kind.UNSHARD:
+            gathered.add(stage)
+            yield slot, len(gathered)
+        else:
+            gathered.discard(stage)
+
+
+def unreduced_counts(row: Row) -> Iterator[tuple[int, int]]:
+    """(slot, number of stages with an unreduced gradient from there on) for each action that begins one."""
+    unreduced: set[int] = set()
+    for slot, kind, stage in _find(row, *ADDS_TO_GRADIENT, Kind.REDUCE_GRAD):
+        if kind is Kind.REDUCE_GRAD:
+            unreduced.discard(stage)
+        elif stage not in unreduced:
+            unreduced.add(stage)
+            yield slot, len(unreduced)
+
+
+def gradient_waits(row: Row, buffers: int) -> Iterator[tuple[int, int]]:
+    """(slot of a backward that begins a gradient, slot of the reduction that has to end first).
+
+    A gradient takes a buffer when its first contribution is computed and gives it back when its reduction has ended.
+    Reductions end in the order of the row, so the gradient that begins as number ``k`` finds a buffer when reduction
+    number ``k - buffers`` has ended.
+
+    Args:
+        row: a rank's actions.
+        buffers: gradients of whole stages for which the rank has room.
+    """
+    reductions = [slot for slot, _, _ in _find(row, Kind.REDUCE_GRAD)]
+    for number, (slot, _) in enumerate(unreduced_counts(row)):
+        if buffers <= number < buffers + len(reductions):
+            yield slot, reductions[number - buffers]
+
+
+def _find(row: Row, *kinds: Kind) -> Iterator[tuple[int, Kind, int]]:
+    """(slot, kind, stage) of the actions of some kinds."""
+    slots = np.flatnonzero(row.is_kind(*kinds))
+    found = map(KINDS.__getitem__, row.kind[slots].tolist())
+    return zip(slots.tolist(), found, row.stage[slots].tolist(), strict=True)

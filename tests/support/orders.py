@@ -1,0 +1,44 @@
+"""Schedules to draw from: families and any legal order on one rank."""
+
+import hypothesis.strategies as st
+
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
+
+
+@st.composite
+def family_schedules(draw, trains=True):
+    """A family's schedule with its sends and receives."""
+    names = sorted(name for name, family in FAMILIES.items() if family.has_backward or not trains)
+    name = draw(st.sampled_from(names))
+    return lower(
+        make_schedule(
+            name,
+            pp=draw(st.integers(1, 4)),
+            loops=draw(st.integers(1, 4)) if FAMILIES[name].is_looped else 1,
+            num_microbatches=draw(st.integers(1, 9)),
+            placement=draw(st.sampled_from(["looped", "v", "linear"])),
+        ),
+        draw(st.integers(1, 3)),
+    )
+
+
+@st.composite
+def one_rank_schedules(draw, most_stages=4, most_microbatches=3):
+    """Any legal order of a few stages and micro-batches on one rank; some backwards split."""
+    stages, count = draw(st.integers(1, most_stages)), draw(st.integers(1, most_microbatches))
+    queues = []
+    for microbatch in range(count):
+        queue = [Action(Kind.FORWARD, stage, microbatch) for stage in range(stages)]
+        for stage in reversed(range(stages)):
+            is_split = draw(st.booleans())
+            queue.append(Action(Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD, stage, microbatch))
+        queues.append(queue)
+    row, weights = [], []
+    while any(queues) or weights:
+        source = draw(st.sampled_from([queue for queue in [*queues, weights] if queue]))
+        action = source.pop(0)
+        row.append(action)
+        if action.kind is Kind.BACKWARD_INPUT:
+            weights.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
+    return Schedule((tuple(row),), Placement.linear(1, stages), count)
