@@ -19,7 +19,7 @@ SECTIONS = get_type_hints(RunConfig)
 def class_trees():
     for module in (config_module, layout_module):
         for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and is_dataclass(getattr(module, node.name)):
                 yield getattr(module, node.name), node
 
 
@@ -110,6 +110,12 @@ TOO_SMALL = {
     "training__sample_tokens": -1,
     "training__stall_timeout_s": 0.5,
     "output__trace_step": 0,
+    "layout__tp": 0,
+    "layout__dp": 0,
+    "layout__replicate": 0,
+    "schedule__residency": 0,
+    "schedule__prefetch": -1,
+    "schedule__gradient_buffers": 0,
     "data__validation_fraction": 0.0,
     "optimizer__lr_min_fraction": -0.1,
 }
@@ -138,7 +144,10 @@ def test_a_value_out_of_range_is_named_with_what_was_found(name, value):
 def test_the_smallest_allowed_value_is_allowed(name):
     whole = isinstance(TOO_SMALL[name], int)
     least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
-    mine = [p for p in changed(**{name: least}).problems() if p.startswith(name.replace("__", "."))]
+    sharded = {"layout__shard": "full"} if name.startswith(("layout__replicate", "schedule__")) else {}
+    mine = [
+        p for p in changed(**{name: least}, **sharded).problems(trains=False) if p.startswith(name.replace("__", "."))
+    ]
     assert mine in ([], ["model.num_heads must divide model.hidden_size, found 6 and 1"])
 
 
@@ -183,7 +192,88 @@ MODEL = {
         {"data__path": Path("no-such-file")},
         "data.path must be a text file or a folder, found nothing at no-such-file",
     ),
+    "sizes from two places": (
+        {"model__preset": "gpt-1t", "model__file": Path("config.json")},
+        "model.preset and model.file both give the sizes; leave one out",
+    ),
 }
+AXES = {
+    "heads that tensor parallelism cannot share out": (
+        {"layout__tp": 4},
+        "layout.tp must divide model.num_heads, found 4 and 6",
+    ),
+    "key heads that it cannot share out": (
+        {"layout__tp": 3, "model__num_kv_heads": 2},
+        "layout.tp must divide model.num_kv_heads, found 3 and 2",
+    ),
+    "a sequence split over nobody": (
+        {"layout__sequence_parallel": True},
+        "layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1",
+    ),
+    "a sequence that does not split": (
+        {"layout__sequence_parallel": True, "layout__tp": 3},
+        "layout.tp must divide data.seq_len, found 3 and 128",
+    ),
+    "copies of nothing": (
+        {"layout__replicate": 2, "layout__dp": 4},
+        "layout.replicate makes copies of what layout.shard shares out, found layout.shard none",
+    ),
+    "copies that do not come out even": (
+        {"layout__replicate": 3, "layout__dp": 4, "layout__shard": "full"},
+        "layout.replicate must divide layout.dp, found 3 and 4",
+    ),
+    "a residency of what always stays": (
+        {"schedule__residency": 2, "layout__shard": "optimizer"},
+        "schedule.residency has no effect with layout.shard optimizer; it takes full",
+    ),
+    "a prefetch of nothing": (
+        {"schedule__prefetch": 2},
+        "schedule.prefetch has no effect with layout.shard none; it takes optimizer or gradients or full",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", AXES)
+def test_axes_that_do_not_fit_together_are_named(title):
+    values, sentence = AXES[title]
+    assert changed(**values).problems(trains=False) == [sentence]
+
+
+FOR_SIMULATE = {
+    "layout__dp": 2,
+    "layout__tp": 2,
+    "layout__shard": "full",
+    "layout__replicate": 2,
+    "layout__sequence_parallel": True,
+    "layout__recompute": "selective",
+    "schedule__residency": 3,
+    "schedule__prefetch": 2,
+    "schedule__gradient_buffers": 2,
+    "model__tied": True,
+}
+
+
+def test_training_refuses_all_at_once_what_only_simulate_understands():
+    config = changed(**FOR_SIMULATE)
+    assert config.problems(trains=False) == []
+    problems = config.problems()
+    assert {problem.split()[0] for problem in problems} == {name.replace("__", ".") for name in FOR_SIMULATE}
+    assert "layout.sequence_parallel true is for simulate only so far; use false" in problems
+    assert "schedule.residency 3 is for simulate only so far; leave it out" in problems
+
+
+def test_every_setting_of_the_layout_is_used_by_training_or_refused():
+    used = {"pp", "loops", "num_microbatches", "microbatch_size", "partition"}
+    refused = {name.removeprefix("layout__") for name in FOR_SIMULATE if name.startswith("layout__")}
+    assert {item.name for item in fields(layout_module.Layout)} == used | refused
+
+
+def test_what_is_only_simulated_needs_no_text_here():
+    assert changed(data__path=Path("no-such-file")).problems(trains=False) == []
+
+
+def test_a_model_that_is_not_known_is_not_judged():
+    assert changed(layout__tp=4, model__num_layers=1).problems(trains=False, is_model_known=False) == []
 
 
 @pytest.mark.parametrize("title", MODEL)

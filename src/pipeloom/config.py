@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeloom.generate import Choice
-from pipeloom.layout import Layout
+from pipeloom.layout import Layout, Shard
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The transformer."""
+    """The transformer. Its sizes may come from the catalog or from a file; other settings stay as they are here."""
 
+    preset: str | None = None
+    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
+    file: Path | None = None
+    """A model file as those of the catalog (.toml), or a Hugging Face config.json, which gives all sizes. None: they
+    are said here."""
     family: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
     num_layers: int = 8
@@ -37,6 +42,8 @@ class ModelConfig:
     """Added to the variance in normalisation."""
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies; llama only."""
+    tied: bool = False
+    """Whether embedding and head are one matrix. For simulate; train takes false."""
 
     def resolve(self, vocab_size: int) -> "ModelConfig":
         """The same model with every derived size filled in.
@@ -70,6 +77,11 @@ class DataConfig:
     cache: Path | None = None
     """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
+        return 257 if self.tokenizer == "bytes" else self.bpe_vocab_size
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -83,6 +95,13 @@ class ScheduleConfig:
     """Stage -> rank: looped, v or linear."""
     receive_buffers: int = 2
     """Receives posted ahead and not yet used, for each directed edge between two ranks."""
+    residency: int | None = None
+    """Stages whose gathered weights a rank holds at once, with layout.shard full; for simulate. None: 2."""
+    prefetch: int | None = None
+    """How many stages ahead a gather of sharded weights may start; for simulate. None: 1."""
+    gradient_buffers: int | None = None
+    """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full; for simulate. None:
+    all of its stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +159,23 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """What simulate predicts for; train runs on the machine it is started on and does not read this section."""
+
+    cluster: str = "laptop"
+    """A cluster of the catalog by name, or a TOML file like those."""
+    software: str = "pipeloom"
+    """The training program: one of the catalog by name, or a TOML file like those. pipeloom is this one: transfers and
+    reductions run on lanes of their own."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of weights and activations in products."""
+    attention: Literal["plain", "fused-softmax", "flash1", "flash2"] = "flash2"
+    """Kernel of attention: three steps, softmax fused with scale and mask, or all in one (version 1 or 2)."""
+    fused_norm: bool = True
+    """Whether a norm is one kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run."""
 
@@ -150,6 +186,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
 
     def choice(self) -> Choice:
         """The schedule that the run trains with."""
@@ -162,9 +199,19 @@ class RunConfig:
             placement=self.schedule.placement,
         )
 
-    def problems(self) -> list[str]:
-        """Everything that is wrong with the values, one sentence each; empty if nothing is."""
-        return [*_range_problems(self), *_model_problems(self), *_pipeline_problems(self), *_text_problems(self)]
+    def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
+        """Everything that is wrong with the values, one sentence each; empty if nothing is.
+
+        Args:
+            trains: whether the run is trained here, so that its text has to be there and settings that only simulate
+                understands are refused.
+            is_model_known: whether the sizes of the model are what the run will have.
+        """
+        found = _range_problems(self)
+        if is_model_known:
+            found += [*_model_problems(self), *_pipeline_problems(self), *_tensor_problems(self)]
+        found += _data_parallel_problems(self)
+        return [*found, *_text_problems(self), *_not_trainable(self)] if trains else found
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -189,6 +236,12 @@ _AT_LEAST: dict[str, float] = {
     "data.bpe_vocab_size": 257,
     "data.seq_len": 1,
     "layout.microbatch_size": 1,
+    "layout.tp": 1,
+    "layout.dp": 1,
+    "layout.replicate": 1,
+    "schedule.residency": 1,
+    "schedule.prefetch": 0,
+    "schedule.gradient_buffers": 1,
     "schedule.receive_buffers": 1,
     "optimizer.lr_warmup_steps": 0,
     "optimizer.weight_decay": 0,
@@ -208,6 +261,11 @@ _ABOVE_ZERO = (
     "optimizer.clip_grad_norm",
 )
 _FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
+
+
+def _as_written(value: Any) -> str:
+    """A value as a run file writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(config: RunConfig, name: str) -> Any:
@@ -244,6 +302,8 @@ def _most(name: str) -> float:
 def _model_problems(config: RunConfig) -> list[str]:
     model = config.model
     problems: list[str] = []
+    if model.preset is not None and model.file is not None:
+        problems.append("model.preset and model.file both give the sizes; leave one out")
     if model.num_heads > 0 and model.hidden_size % model.num_heads:
         problems.append(
             f"model.num_heads must divide model.hidden_size, found {model.num_heads} and {model.hidden_size}"
@@ -276,6 +336,62 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
         )
     if layout.partition is not None:
         problems += _partition_problems(layout, pieces)
+    return problems
+
+
+def _not_trainable(config: RunConfig) -> list[str]:
+    """Settings that simulate understands and train cannot run yet."""
+    wanted: dict[str, Any] = {
+        "layout.dp": 1,
+        "layout.tp": 1,
+        "layout.replicate": None,
+        "layout.shard": "none",
+        "layout.sequence_parallel": False,
+        "layout.recompute": "none",
+        "schedule.residency": None,
+        "schedule.prefetch": None,
+        "schedule.gradient_buffers": None,
+        "model.tied": False,
+    }
+    return [
+        f"{name} {_as_written(_value(config, name))} is for simulate only so far; "
+        + ("leave it out" if only is None else f"use {_as_written(only)}")
+        for name, only in wanted.items()
+        if _value(config, name) != only
+    ]
+
+
+def _tensor_problems(config: RunConfig) -> list[str]:
+    layout, model = config.layout, config.model
+    problems: list[str] = []
+    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
+        if layout.tp > 0 and size is not None and size % layout.tp:
+            problems.append(f"layout.tp must divide model.{name}, found {layout.tp} and {size}")
+    if layout.sequence_parallel and layout.tp == 1:
+        problems.append("layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1")
+    elif layout.sequence_parallel and layout.tp > 1 and config.data.seq_len % layout.tp:
+        problems.append(f"layout.tp must divide data.seq_len, found {layout.tp} and {config.data.seq_len}")
+    return problems
+
+
+def _data_parallel_problems(config: RunConfig) -> list[str]:
+    layout, schedule = config.layout, config.schedule
+    problems: list[str] = []
+    if layout.replicate is not None and layout.replicate > 0:
+        if layout.shard == "none":
+            problems.append("layout.replicate makes copies of what layout.shard shares out, found layout.shard none")
+        if layout.dp % layout.replicate:
+            problems.append(f"layout.replicate must divide layout.dp, found {layout.replicate} and {layout.dp}")
+    wanted: dict[str, tuple[Shard, ...]] = {
+        "residency": ("full",),
+        "prefetch": ("optimizer", "gradients", "full"),
+        "gradient_buffers": ("gradients", "full"),
+    }
+    problems += [
+        f"schedule.{name} has no effect with layout.shard {layout.shard}; it takes {' or '.join(levels)}"
+        for name, levels in wanted.items()
+        if getattr(schedule, name) is not None and layout.shard not in levels
+    ]
     return problems
 
 

@@ -1,11 +1,28 @@
-"""The layout: axis sizes of a run and how its batch is cut. No process groups."""
+"""The layout: axis sizes of a run, how its batch is cut, and where each rank stands. No process groups."""
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Shard = Literal["none", "optimizer", "gradients", "full"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands on the axes of the layout, each counted from 0."""
+
+    pipeline: int
+    data: int
+    tensor: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the parallel axes and of the batch."""
+    """Sizes of the parallel axes and of the batch.
+
+    Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
+    (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
+    are ``dp * tp`` ranks apart. With hybrid sharding the ranks of one shard group are neighbors on the data axis.
+    """
 
     pp: int = 4
     """Pipeline ranks: processes that the stages are spread over."""
@@ -13,12 +30,28 @@ class Layout:
     """Stages on each pipeline rank. More loops, smaller bubble: on a looped placement (pp - 1) / (num_microbatches *
     loops) of the ideal time."""
     num_microbatches: int = 8
-    """Micro-batches of a step. At least pp; a little above it hides the transfers between ranks."""
+    """Micro-batches of a step, of each data-parallel replica. At least pp; a little above it hides the transfers
+    between ranks."""
     microbatch_size: int = 2
     """Sequences of a micro-batch."""
     partition: tuple[int, ...] | None = None
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None balances
-    their cost."""
+    their cost; with another machine.software than pipeloom, as that program does."""
+    tp: int = 1
+    """Tensor-parallel ranks, which share every matrix. For simulate; train takes 1."""
+    dp: int = 1
+    """Data-parallel replicas. For simulate; train takes 1."""
+    replicate: int | None = None
+    """Hybrid sharding: copies of the sharded state; each is sharded over dp / replicate ranks. For simulate. None: one
+    copy, sharded over all of dp."""
+    shard: Shard = "none"
+    """What data-parallel ranks share instead of holding it whole: nothing, the optimizer's state, also the gradients,
+    or also the weights (full). For simulate; train takes none."""
+    sequence_parallel: bool = False
+    """Whether what tensor parallelism leaves whole is split over the sequence. For simulate; train takes no tp."""
+    recompute: Recompute = "none"
+    """What the backward computes again instead of keeping it: nothing, the core of attention (selective), or whole
+    layers (full). For simulate; train takes none."""
 
     @property
     def num_stages(self) -> int:
@@ -27,10 +60,20 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run."""
-        return self.pp
+        """Processes of the run, one for each device."""
+        return self.pp * self.dp * self.tp
 
     @property
     def batch_size(self) -> int:
-        """Sequences of a step."""
-        return self.num_microbatches * self.microbatch_size
+        """Sequences of a step, over all replicas."""
+        return self.dp * self.num_microbatches * self.microbatch_size
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank, 0..num_ranks-1, stands."""
+        others, tensor = divmod(rank, self.tp)
+        pipeline, data = divmod(others, self.dp)
+        return Coordinates(pipeline, data, tensor)
+
+    def rank_at(self, place: Coordinates) -> int:
+        """The rank that stands there."""
+        return (place.pipeline * self.dp + place.data) * self.tp + place.tensor

@@ -55,20 +55,33 @@ class Prediction:
         pipeline_s: seconds from the first forward to the last backward.
         terms: what follows.
         costs: seconds of each stage.
-        memory: of the fullest device.
-        fits: whether that is less than a device has.
+        memory_by_rank: of a device of each pipeline rank.
+        fits: whether the fullest has room on a device.
     """
 
     step_time_s: float
     pipeline_s: float
     terms: StepTerms
     costs: StageCosts
-    memory: Memory
+    memory_by_rank: tuple[Memory, ...]
     fits: bool
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest device."""
+        return self.memory_by_rank[self.fullest_rank]
+
+    @property
+    def fullest_rank(self) -> int:
+        """The pipeline rank whose devices are fullest."""
+        totals = [memory.total_bytes for memory in self.memory_by_rank]
+        return totals.index(max(totals))
 
 
 def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
-    """Seconds of one step of ``run``, and bytes of its fullest device.
+    """Seconds of one step of ``run``, and bytes of its devices.
+
+    Collectives that share the step with the pipeline are left out: ``pipeloom.simulated_step`` simulates them.
 
     Raises:
         UserError: no family makes the run's schedule.
@@ -86,15 +99,9 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
         raise UserError(f"no family makes the schedule '{run.schedule}'; known: {known}")
     step_s += drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, backward_s)
-    memory = fullest(run, software)
-    fits = memory.total_bytes <= cluster.device.memory_bytes
+    memory = tuple(rank_memory(run, software, rank, held) for rank, held in enumerate(in_flight(run)))
+    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
     return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, fits)
-
-
-def fullest(run: Run, software: Software) -> Memory:
-    """Memory of the fullest device, with the stage inputs that each rank's row holds."""
-    held = in_flight(run)
-    return max((rank_memory(run, software, rank, held[rank]) for rank in range(run.pp)), key=lambda m: m.total_bytes)
 
 
 def in_flight(run: Run) -> tuple[int, ...]:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.config import ModelConfig
+from pipeloom.cost.partition import balanced_partition
 from pipeloom.errors import UserError
-from pipeloom.planner.partition import balanced_partition, default_partition
+from pipeloom.planner.partition import default_partition
 
 
 def slowest(costs, sizes):

@@ -121,6 +121,10 @@ def _hugging_face(path: Path) -> ModelShape:
         vocab=reader.integer("vocab_size"),
         tied=reader.flag("tie_word_embeddings", default=is_gpt2),
     )
+    if table.get("num_local_experts") or table.get("n_routed_experts"):
+        reader.complain("it is a mixture of experts, which has no closed forms here; expected a dense model")
+    if table.get("head_dim") not in (None, hidden // heads):
+        reader.complain(f"head_dim must be {hidden // heads}, hidden size / heads, found {table['head_dim']!r}")
     reader.check(lambda: set(table))
     return shape
 

@@ -107,6 +107,10 @@ class Reader:
         inner._problems = self._problems
         return inner
 
+    def complain(self, problem: str) -> None:
+        """Add a problem that no single key has."""
+        self._problems.append(problem)
+
     def names(self) -> list[str]:
         """Keys of the table."""
         return list(self._table)

@@ -11,6 +11,7 @@ COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
     "report": "write a finished run as one HTML page: predicted beside measured",
+    "simulate": "say what a step of a described run will look like on a cluster",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "validate": "hold predictions of step time and memory against measurements",
 }

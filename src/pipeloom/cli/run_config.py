@@ -1,47 +1,76 @@
 """``[CONFIG] [--section.field value ...]`` -> a configuration, with all of its problems at once."""
 
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar, cast
 
 import tyro
 
 from pipeloom.config import RunConfig
 from pipeloom.config_file import read_run_file
+from pipeloom.describe import with_model_sizes
 from pipeloom.errors import ConfigError
+
+_Config = TypeVar("_Config", bound=RunConfig)
 
 
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
-    """Read the file, if the first word names one, then the flags over it.
+    """The configuration of a run that is trained here; see ``parse_config``."""
+    return parse_config(words, command, summary, default or RunConfig(), RunConfig.problems)
+
+
+def parse_config(
+    words: list[str], command: str, summary: str, default: _Config, judge: Callable[..., list[str]]
+) -> _Config:
+    """Read the file, if the first word names one, then the flags over it; take the model's sizes from where it says.
 
     Args:
         words: of the command line, behind the command.
         command: its name.
         summary: a line for people.
-        default: where neither file nor flags say anything.
+        default: where neither file nor flags say anything; its type is that of the result.
+        judge: what is wrong with a configuration; called with ``is_model_known``.
 
     Raises:
         ConfigError: everything that is wrong, in the file and in the values.
         UserError: the file cannot be read.
         SystemExit: a flag is unknown or malformed (status 2, with a suggestion), or help was asked for.
     """
-    config, source = default or RunConfig(), "the command line"
+    config, source = default, "the command line"
     problems: list[str] = []
     if words and not words[0].startswith("-"):
-        config, problems = read_run_file(Path(words[0]), config)
+        sections, problems = read_run_file(Path(words[0]), _run_part(config))
+        config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
     try:
-        config = tyro.cli(
-            RunConfig,
-            args=words,
-            default=config,
-            prog=f"pipeloom {command} [CONFIG]",
-            description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
+        config = cast(
+            "_Config",
+            tyro.cli(
+                type(default),
+                args=words,
+                default=config,
+                prog=f"pipeloom {command} [CONFIG]",
+                description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
+            ),
         )
     except SystemExit as end:
-        problems += config.problems() if end.code else []
+        problems += _problems(config, judge)[1] if end.code else []
         if not problems:
             raise
         raise ConfigError(problems, f"beside the flags above, {source}") from None
-    problems = [*problems, *config.problems()]
+    config, found = _problems(config, judge)
+    problems = [*problems, *found]
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _run_part(config: RunConfig) -> RunConfig:
+    return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
+
+
+def _problems(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:
+    """The configuration with its model's sizes, and what is wrong with all of it."""
+    config, problems = with_model_sizes(config)
+    return config, [*problems, *judge(config, is_model_known=not problems)]

@@ -1,12 +1,42 @@
 """A described run -> seconds of each stage's forward and backward, and of what a step does outside the pipeline."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.flops import piece_forward_flops
+from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.partition import balanced_partition
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
+
+
+def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
+    """How many layers each stage of a run has, and which stage has the head.
+
+    As the run says, or else as its program divides them; ``balanced`` cuts [embedding, layers, head] so that the
+    forward FLOPs of the stages are as even as can be.
+    """
+    if run.layers_by_stage is not None:
+        return run.layers_by_stage, run.num_stages - 1
+    if software.partition != "balanced":
+        return layers_of_stages(run.shape, run.num_stages, software.partition)
+    return _balanced(run.shape, run.seq, run.num_stages), run.num_stages - 1
+
+
+@lru_cache(maxsize=512)
+def _balanced(shape: ModelShape, seq: int, num_stages: int) -> tuple[int, ...]:
+    return layers_of_pieces(balanced_partition(piece_forward_flops(shape, seq), num_stages))
+
+
+def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of each stage, given its pieces; the first piece is the embedding, the last one the head."""
+    layers = list(partition)
+    layers[0] -= 1
+    layers[-1] -= 1
+    return tuple(layers)
 
 
 def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
@@ -19,6 +49,7 @@ def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> 
     """
     if division == "by-cost":
         return _by_cost(shape, num_stages)
+    assert division != "balanced", "which depends on more than the shape: stage_layers"
     ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
     items = shape.layers + sum(ends)
     counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
@@ -44,7 +75,7 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     pieces = Pieces(run, cluster, software)
     layer = (pieces.layer_forward(), pieces.layer_backward())
     layer_s = [pieces.seconds(parts) for parts in layer]
-    counts, head = layers_of_stages(run.shape, run.num_stages, software.partition)
+    counts, head = stage_layers(run, software)
     exchange_s = _transfer_s(run, cluster, software)
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
@@ -110,21 +141,27 @@ class StepTerms:
         return self.reduce_s + self.tied_s + self.optimizer_s + self.fixed_s
 
 
-def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters that one device of each pipeline rank holds."""
+def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters of each stage that one device holds; a tied embedding is with the first stage and with the last."""
     shape = run.shape
-    counts, head = layers_of_stages(shape, run.num_stages, software.partition)
-    held = [0.0] * run.pp
-    for stage, count in enumerate(counts):
-        held[stage % run.pp] += count * (shape.layer_matrix_parameters / run.tp + 2 * shape.hidden)
+    counts, head = stage_layers(run, software)
+    held = [count * (shape.layer_matrix_parameters / run.tp + 2 * shape.hidden) for count in counts]
     held[0] += shape.embedding_parameters / run.tp
     if not (shape.tied and run.pp == 1):
-        held[head % run.pp] += shape.embedding_parameters / run.tp
+        held[head] += shape.embedding_parameters / run.tp
     return tuple(held)
+
+
+def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters that one device of each pipeline rank holds, on a looped placement."""
+    by_stage = stage_parameters(run, software)
+    return tuple(sum(by_stage[rank :: run.pp]) for rank in range(run.pp))
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:
     """What follows the pipeline.
+
+    Where collectives have a lane, gradients are reduced and weights are gathered beside the pipeline, not after it.
 
     Args:
         run: what is trained.
@@ -134,18 +171,15 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
     """
     use = software.efficiency
     most = max(rank_parameters(run, software))
-    group = Group.strided(run.dp, run.tp, cluster.devices_per_node)
-    kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
-    reduce_s = cluster.collective_s(kind, most * software.gradient_bytes, group, use.data_bus)
-    hidden_s = min(reduce_s, software.overlap * backward_s)
-    gather_s = 0.0
-    if run.shard != "none":
-        gather_s = cluster.collective_s("all_gather", most * software.gather_bytes, group, use.data_bus)
+    exposed_s = 0.0
+    if not software.has_reduction_lane:
+        whole_s = reduce_s(run, cluster, software, most)
+        exposed_s = whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, cluster, software, most)
     tied_s = 0.0
     if run.shape.tied and run.pp > 1:
         pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)
-    owned = most / (run.dp if run.shard != "none" else 1)
+    owned = most / (run.shard_size if run.shard != "none" else 1)
     moved = use.optimizer_bytes * owned + 8 * most
-    return StepTerms(reduce_s - hidden_s + gather_s, tied_s, cluster.device.memory_s(moved), use.step_s)
+    return StepTerms(exposed_s, tied_s, cluster.device.memory_s(moved), use.step_s)

@@ -1,13 +1,21 @@
-"""FLOPs of each piece of the transformer, closed forms.
+"""FLOPs of a transformer, closed forms, and the utilization that they make of a cluster's peak.
 
-A matrix product of [m, k] and [k, n] is 2 m k n FLOPs. Backward costs twice the forward: one product for the
-gradient of the input, one for that of the weights.
+A matrix product of [m, k] and [k, n] is 2 m k n FLOPs. Backward costs twice the forward: one product for the gradient
+of the input, one for that of the weights.
+
+Two ways to count attention meet here. What a stage *takes* is counted with the causal mask, which needs half of the
+scores (``layer_forward_flops``; it balances partitions). What a run is *credited* with follows PaLM (arXiv 2204.02311,
+appendix B): the whole matrix of scores, although the mask needs half of it, and every parameter, embedding included,
+with 6 FLOPs a token. With tied embeddings and 12 L H^2 layer parameters that is Megatron's 72 B T L H^2 (1 + T / 6H +
+V / 12LH) for a batch of B sequences, and with full recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv
+2104.04473, section 5.1).
 """
 
-from pipeloom.config import ModelConfig
+from pipeloom.cost.shape import ModelShape
+from pipeloom.layout import Recompute
 
 
-def layer_forward_flops(model: ModelConfig, seq_len: int) -> float:
+def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:
     """FLOPs of one layer's forward, for each token.
 
     With hidden size H, query heads of total width H, key and value heads of total width G, inner width F
@@ -15,30 +23,51 @@ def layer_forward_flops(model: ModelConfig, seq_len: int) -> float:
     mask needs half of 4 T H; 6 H F for SwiGLU's three matrices or 4 H F for GELU's two.
 
     Args:
-        model: resolved.
+        shape: of the model.
         seq_len: T.
     """
-    assert model.num_kv_heads is not None
-    assert model.ffn_size is not None
-    hidden = model.hidden_size
-    grouped = hidden // model.num_heads * model.num_kv_heads
-    matrices = 3 if model.family == "llama" else 2
-    projections = 2 * hidden * (2 * hidden + 2 * grouped)
-    return projections + 2 * seq_len * hidden + 2 * matrices * hidden * model.ffn_size
+    return 2 * shape.layer_matrix_parameters + 2 * seq_len * shape.hidden
 
 
-def piece_forward_flops(model: ModelConfig, seq_len: int) -> list[float]:
+def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
     """FLOPs of each piece's forward, for each token: embedding, each layer, head.
 
     The embedding is a look-up and has none; the head is one product with the vocabulary, 2 H V.
 
     Args:
-        model: resolved.
+        shape: of the model.
         seq_len: tokens of a sequence.
     """
-    assert model.vocab_size is not None
-    head = 2 * model.hidden_size * model.vocab_size
-    return [0.0, *[layer_forward_flops(model, seq_len)] * model.num_layers, head]
+    return [0.0, *[layer_forward_flops(shape, seq_len)] * shape.layers, 2.0 * shape.embedding_parameters]
+
+
+def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:
+    """FLOPs that training needs for each token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
+
+    Args:
+        parameters: N, all of them, embedding and head included.
+        layers: L.
+        hidden: H.
+        seq_len: T.
+    """
+    return 6 * parameters + 12 * layers * hidden * seq_len
+
+
+def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
+    """FLOPs that the backward does again, for each token.
+
+    Selective recomputation repeats scores and weighted sum, 4 L H T; full recomputation repeats every layer's forward,
+    2 N_layers + 4 L H T, and neither embedding nor head (arXiv 2205.05198, section 5).
+
+    Args:
+        shape: of the model.
+        seq_len: T.
+        recompute: what is recomputed.
+    """
+    if recompute == "none":
+        return 0.0
+    attention = 4.0 * shape.layers * shape.hidden * seq_len
+    return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
 
 
 def mfu(
@@ -64,4 +93,18 @@ def mfu(
         devices: of the whole run.
         peak_flops_per_s: of one device.
     """
-    return tokens_per_s * (6 * parameters + 12 * layers * hidden * seq_len) / (devices * peak_flops_per_s)
+    needed = model_flops(parameters=parameters, layers=layers, hidden=hidden, seq_len=seq_len)
+    return tokens_per_s * needed / (devices * peak_flops_per_s)
+
+
+def shape_model_flops(shape: ModelShape, seq_len: int) -> float:
+    """``model_flops`` of a shape, with its parameters without norms and biases."""
+    return model_flops(parameters=shape.parameters, layers=shape.layers, hidden=shape.hidden, seq_len=seq_len)
+
+
+def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
+    """FLOPs of one trained token that the hardware does: what training needs and what is recomputed.
+
+    Divided by the peak like ``mfu``, they are the hardware FLOPs utilization (arXiv 2205.05198, section 6).
+    """
+    return shape_model_flops(shape, seq_len) + recomputed_flops(shape, seq_len, recompute)

@@ -15,9 +15,10 @@ With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s /
 the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
-from pipeloom.cost.analytic import layers_of_stages, rank_parameters
+from pipeloom.cost.analytic import stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 
@@ -26,33 +27,47 @@ NORM_COPY_BYTES = 8.0
 
 
 @dataclass(frozen=True)
+class State:
+    """Bytes of weights, gradients and optimizer state on one device, as data parallelism leaves them."""
+
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Everything."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device, at the worst moment of each part.
 
     Attributes:
-        weights_bytes: weights, gradients and optimizer state.
-        activations_bytes: of the micro-batches in flight.
+        weights_bytes: weights, and those of others while they are gathered.
+        gradients_bytes: gradients, and whole ones until they are reduced.
+        optimizer_bytes: the optimizer's state, with a copy of the weights in single precision where it keeps one.
+        activations_bytes: of the micro-batches in flight, as the schedule holds them.
         head_bytes: logits and their gradient.
+        buffers_bytes: tensors that are received ahead.
         reserve_bytes: context, communicators, workspaces.
-        fragmentation_bytes: what the allocator loses.
+        fragmentation_bytes: what the allocator loses, a fraction of activations and logits.
     """
 
     weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
     activations_bytes: float
     head_bytes: float
+    buffers_bytes: float
     reserve_bytes: float
     fragmentation_bytes: float
 
     @property
     def total_bytes(self) -> float:
         """Everything."""
-        return (
-            self.weights_bytes
-            + self.activations_bytes
-            + self.head_bytes
-            + self.reserve_bytes
-            + self.fragmentation_bytes
-        )
+        return sum(astuple(self))
 
 
 def layer_activation_bytes(
@@ -86,46 +101,71 @@ def stage_input_bytes(run: Run) -> float:
     return run.tokens * run.shape.hidden * run.element_bytes / (run.tp if run.sequence_parallel else 1)
 
 
-def state_bytes(run: Run, parameters: float, software: Software) -> float:
+def state_bytes(run: Run, parameters: float, software: Software) -> State:
     """Bytes of weights, gradients and optimizer state of a device that holds ``parameters``.
 
-    What data parallelism divides: nothing; the optimizer's state; also the gradients (half of the rest); everything.
+    What data parallelism divides: nothing; the optimizer's state; also the gradients; everything. Weights have the
+    size of the precision and gradients the rest of what the program holds beside the optimizer's state. In single
+    precision both have four bytes, and the optimizer keeps no copy of the weights.
     """
-    kept, sharded = software.weight_state_bytes, software.optimizer_state_bytes
-    match run.shard:
-        case "none":
-            return parameters * (kept + sharded)
-        case "optimizer":
-            return parameters * (kept + sharded / run.dp)
-        case "gradients":
-            return parameters * (kept / 2 + (kept / 2 + sharded) / run.dp)
-        case "full":
-            return parameters * (kept + sharded) / run.dp
+    kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
+    weights = min(run.element_bytes, kept / 2)
+    gradients = kept - weights
+    if run.precision == "fp32":
+        weights, gradients, optimizer = 4.0, 4.0, max(0.0, optimizer - 4.0)
+    weights /= among if run.shard == "full" else 1
+    gradients /= among if run.shard in ("gradients", "full") else 1
+    optimizer /= among if run.shard != "none" else 1
+    return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
-def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memory:
-    """Memory of one pipeline rank.
+def kept_bytes(run: Run, software: Software) -> float:
+    """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
+    return stage_input_bytes(run) if run.recompute == "full" else _whole_bytes(run, software)
+
+
+def _whole_bytes(run: Run, software: Software) -> float:
+    return layer_activation_bytes(
+        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
+    )
+
+
+def working_bytes(run: Run, software: Software) -> float:
+    """Bytes of the layer that is being recomputed; 0 without full recomputation."""
+    return _whole_bytes(run, software) if run.recompute == "full" else 0.0
+
+
+def logits_bytes(run: Run, software: Software) -> float:
+    """Bytes of the logits of one micro-batch and of their gradient, at the worst moment of the loss."""
+    return run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
+
+
+def rank_memory(run: Run, software: Software, rank: int, in_flight: int, stages: Sequence[int] | None = None) -> Memory:
+    """Memory of one pipeline rank; no receive buffers and no gathered weights, which its schedule tells.
 
     Args:
         run: what is trained.
         software: with what.
         rank: pipeline rank.
         in_flight: most stage inputs it holds at once, as its row says (``Schedule.peak_stage_inputs``).
+        stages: those of the rank; ``None`` for a looped placement.
     """
-    counts, head = layers_of_stages(run.shape, run.num_stages, software.partition)
-    layers = max(counts[rank :: run.pp])
-    whole = layer_activation_bytes(
-        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
-    )
-    if run.recompute == "full":
-        activations = in_flight * layers * stage_input_bytes(run) + whole
-    else:
-        activations = in_flight * layers * whole
-    if rank == 0:
+    stages = range(rank, run.num_stages, run.pp) if stages is None else stages
+    counts, head = stage_layers(run, software)
+    activations = in_flight * max(counts[stage] for stage in stages) * kept_bytes(run, software)
+    activations += working_bytes(run, software)
+    if 0 in stages:
         activations += in_flight / run.loops * stage_input_bytes(run)
-    logits = 0.0
-    if head % run.pp == rank:
-        logits = run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
-    weights = state_bytes(run, rank_parameters(run, software)[rank], software)
-    lost = software.fragmentation * (activations + logits)
-    return Memory(weights, activations, logits, software.reserve_bytes, lost)
+    logits = logits_bytes(run, software) if head in stages else 0.0
+    by_stage = stage_parameters(run, software)
+    state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
+    return Memory(
+        weights_bytes=state.weights_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_bytes=state.optimizer_bytes,
+        activations_bytes=activations,
+        head_bytes=logits,
+        buffers_bytes=0.0,
+        reserve_bytes=software.reserve_bytes,
+        fragmentation_bytes=software.fragmentation * (activations + logits),
+    )

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeloom.config import ModelConfig
+from pipeloom.layout import Recompute, Shard
+
 Mlp = Literal["gelu", "swiglu"]
-Shard = Literal["none", "optimizer", "gradients", "full"]
-Recompute = Literal["none", "selective", "full"]
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -61,6 +62,28 @@ class ModelShape:
         return self.layers * self.layer_matrix_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
 
+def shape_of(model: ModelConfig) -> ModelShape:
+    """The cost model's view of a model as it is trained.
+
+    Args:
+        model: resolved.
+    """
+    assert model.num_kv_heads is not None
+    assert model.ffn_size is not None
+    assert model.vocab_size is not None
+    return ModelShape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        ffn=model.ffn_size,
+        mlp="swiglu" if model.family == "llama" else "gelu",
+        vocab=model.vocab_size,
+        tied=model.tied,
+        name=model.preset or (str(model.file) if model.file else model.family),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training step that somebody might run: model, layout, kernels.
@@ -81,6 +104,8 @@ class Run:
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
         precision: of weights and activations.
+        replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
+        layers_by_stage: layers of each stage; ``None`` as the program divides them.
     """
 
     shape: ModelShape
@@ -98,6 +123,8 @@ class Run:
     attention: Attention = "flash2"
     fused_norm: bool = True
     precision: Precision = "bf16"
+    replicate: int = 1
+    layers_by_stage: tuple[int, ...] | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -113,6 +140,11 @@ class Run:
     def num_stages(self) -> int:
         """Stages of the pipeline."""
         return self.pp * self.loops
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that one copy of what is sharded is shared out to."""
+        return self.dp // self.replicate
 
     @property
     def tokens(self) -> int:

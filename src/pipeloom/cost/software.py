@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Division = Literal["even", "uniform-items", "light-ends", "by-cost"]
+Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,13 @@ class Software:
     Attributes:
         name: for people.
         partition: how it divides layers: evenly; evenly over [embedding, layers, norm, head]; first and last
-            stage one layer less.
+            stage one layer less; so that the FLOPs of the stages are as even as can be.
         dropout: whether it trains with dropout.
         gradient_bytes: bytes of each gradient in the data-parallel reduction.
         gather_bytes: bytes of each weight that is gathered after a sharded step.
         overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
+        has_reduction_lane: whether data-parallel collectives have a lane of their own beside the pipeline; otherwise
+            they follow it.
         is_blocking: whether a rank stands still while it sends or receives between stages.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
@@ -94,6 +96,7 @@ class Software:
     gradient_bytes: float = 4
     gather_bytes: float = 2
     overlap: float = 0.0
+    has_reduction_lane: bool = False
     is_blocking: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True

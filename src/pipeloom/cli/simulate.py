@@ -1,0 +1,145 @@
+"""``pipeloom simulate``: what a step of a described run will look like, before a device is there."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipeloom.cli.run_config import parse_config
+from pipeloom.config import RunConfig
+from pipeloom.describe import describe, machine_problems
+from pipeloom.errors import UserError
+from pipeloom.report import communication
+from pipeloom.schedule import Level
+from pipeloom.simulated_step import Order, SimulatedStep, memory_that_would_fit, simulate_step
+
+_SUMMARY = (
+    "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
+    "communication hidden and exposed, memory."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunConfig):
+    """A run, and what to say about its step."""
+
+    json: bool = False
+    """Print JSON for programs; docs/simulate.md lists its keys."""
+    plot: Path | None = None
+    """Draw the step to this file: .png, .svg or .pdf; of many ranks or actions, the first."""
+    trace: Path | None = None
+    """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
+    memory_over_time: bool = False
+    """Say when each rank holds most and what that is made of; with --json also its curve."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the configuration, simulate, print; a step that does not fit the devices is told, not refused."""
+    options = parse_config(words, "simulate", _SUMMARY, Options(), _problems)
+    step = simulate_config(options)
+    if options.trace is not None:
+        _write_trace(step, options.trace)
+    if options.plot is not None:
+        from pipeloom.excerpt import excerpt
+        from pipeloom.plot import plot_timeline
+
+        part = excerpt(step.trace)
+        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
+    if options.json:
+        print(json.dumps(to_json(step, with_curves=options.memory_over_time)))
+    else:
+        from pipeloom.cli.simulate_text import print_step
+
+        print_step(step, with_peaks=options.memory_over_time)
+        for what, file in (("picture", options.plot), ("trace", options.trace)):
+            if file is not None:
+                print(f"{what:<18}{file}")
+    return 0
+
+
+def simulate_config(config: RunConfig) -> SimulatedStep:
+    """The step of a configuration without problems.
+
+    Raises:
+        ConfigError: cluster or program are unknown or wrong.
+    """
+    schedule, described = config.schedule, describe(config)
+    order = Order(
+        choice=config.choice(),
+        receive_buffers=schedule.receive_buffers,
+        residency=2 if schedule.residency is None else schedule.residency,
+        prefetch=1 if schedule.prefetch is None else schedule.prefetch,
+        gradient_buffers=schedule.gradient_buffers,
+    )
+    return simulate_step(described.run, described.cluster, described.software, order)
+
+
+def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
+    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
+    return [*judge(), *machine_problems(config)]
+
+
+def _write_trace(step: SimulatedStep, file: Path) -> None:
+    from pipeloom.trace import to_chrome
+
+    try:
+        file.write_text(to_chrome(step.trace, "simulated"), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the trace {file}: {error.strerror}") from error
+
+
+def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:
+    """What ``--json`` prints, in SI units.
+
+    Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
+    ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the layout),
+    ``cluster``, ``software``, ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the
+    step, which add up to ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``,
+    ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank
+    ``total_bytes`` and what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting
+    that lowers the fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each
+    rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
+    """
+    prediction = step.prediction
+    tree: dict[str, Any] = {
+        "step_time_s": prediction.step_time_s,
+        "pipeline_s": prediction.pipeline_s,
+        "after_s": asdict(prediction.terms),
+        "tokens_per_s": step.tokens_per_s,
+        "mfu": step.mfu,
+        "hfu": step.hfu,
+        "bubble_fraction": step.bubble_fraction,
+        "num_devices": step.run.num_devices,
+        "cluster": step.cluster.name,
+        "software": step.software.name,
+        "run": asdict(step.run),
+        "accounts": [account.to_dict() for account in step.accounts],
+        "communication": _communication(step),
+        "memory": [
+            {"total_bytes": memory.total_bytes, **asdict(memory)} for memory in prediction.memory_by_rank
+        ],
+        "device_memory_bytes": step.cluster.device.memory_bytes,
+        "fullest_rank": prediction.fullest_rank,
+        "fits": prediction.fits,
+        "help": {} if prediction.fits else memory_that_would_fit(step),
+    }  # fmt: skip
+    if with_curves:
+        tree["memory_over_time"] = [asdict(curve) for curve in step.memory_over_time]
+    return tree
+
+
+def _communication(step: SimulatedStep) -> list[dict[str, Any]]:
+    if step.schedule.level is Level.COMPUTE:
+        return []
+    return [
+        {
+            "rank": use.rank,
+            "lane": str(use.lane),
+            "actions": use.num_actions,
+            "busy_s": use.busy_s,
+            "hidden_s": use.hidden_s,
+            "exposed_s": use.exposed_s,
+        }
+        for use in communication(step.trace)
+    ]

@@ -1,0 +1,231 @@
+"""The answer of ``pipeloom simulate`` for people: headline figures and three tables."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeloom.report import communication
+from pipeloom.schedule import Level
+from pipeloom.simulated_step import SimulatedStep, memory_that_would_fit
+from pipeloom.words import count
+
+_PARTS = {
+    "compute_s": "compute",
+    "startup_s": "start-up",
+    "imbalance_s": "imbalance",
+    "exposed_p2p_s": "exposed p2p",
+    "exposed_data_parallel_s": "exposed data-parallel",
+    "host_s": "host",
+    "drain_s": "drain",
+    "optimizer_s": "optimizer",
+}
+_MOST_RANKS = 12
+_WIDE = 76
+"""Columns of a terminal from which on memory is shown with all of its parts."""
+
+
+def print_step(step: SimulatedStep, *, with_peaks: bool) -> None:
+    """Print the step; tables fit the terminal's width.
+
+    Args:
+        step: the answer.
+        with_peaks: whether to say when each rank holds most.
+    """
+    console = Console(highlight=False)
+    _print_headline(console, step)
+    is_wide = console.width >= _WIDE
+    tables = [_account_table(step), _lane_table(step), _memory_table(step, is_wide=is_wide)]
+    if with_peaks:
+        tables.append(_peak_table(step, is_wide=is_wide))
+    for title, table in tables:
+        console.print(f"\n[bold]{title}[/]")
+        console.print(table)
+    if step.run.pp > _MOST_RANKS:
+        console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
+    _print_fit(console, step)
+
+
+def _print_headline(console: Console, step: SimulatedStep) -> None:
+    run, prediction, schedule = step.run, step.prediction, step.schedule
+    peak = step.cluster.device.peak_flops_per_s[run.precision] / 1e12
+    recompute = "no recomputation" if run.recompute == "none" else f"{run.recompute} recomputation"
+    shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
+    console.print(
+        f"{run.shape.name or 'model'}, {_amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
+        f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
+        f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
+        f"{run.precision}, {recompute}{shard}"
+    )
+    device, program = step.cluster.device.name, step.software.name
+    console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")
+    after_s = prediction.step_time_s - prediction.pipeline_s
+    lines = {
+        "step time": f"{_seconds(prediction.step_time_s)}: pipeline {_seconds(prediction.pipeline_s)}, "
+        f"then {_seconds(after_s)}",
+        "tokens/s": f"{step.tokens_per_s:,.0f}",
+        "MFU": f"{step.mfu:.1%} of {peak:,.4g} TFLOP/s on each device",
+        "HFU": f"{step.hfu:.1%}, what is recomputed counted",
+        "bubble fraction": f"{step.bubble_fraction:.1%} of the ranks' time in the pipeline",
+    }
+    console.print()
+    for name, text in lines.items():
+        console.print(f"{name:<18}{text}")
+
+
+def _table(first: str, columns: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _account_table(step: SimulatedStep) -> tuple[str, Table]:
+    """Parts of the step: mean over the ranks, share, least and most."""
+    accounts = [account.to_dict() for account in step.accounts]
+    unit, name = _unit_s(step.prediction.step_time_s)
+    table = _table("", ["mean", "share", "least", "most"])
+    for part, label in _PARTS.items():
+        values = [account[part] / unit for account in accounts]
+        mean = sum(values) / len(values)
+        if max(values) > 0:
+            share = mean * unit / step.prediction.step_time_s
+            table.add_row(label, _short(mean), f"{share:.1%}", _short(min(values)), _short(max(values)))
+    whole = step.prediction.step_time_s / unit
+    table.add_row("step", _short(whole), "100.0%", _short(whole), _short(whole), end_section=True)
+    return f"Where the step goes ({name})", table
+
+
+def _lane_table(step: SimulatedStep) -> tuple[str, Table]:
+    """Lanes of communication, those of one kind together: seconds of a rank in the mean."""
+    unit, name = _unit_s(step.prediction.step_time_s)
+    table = _table("", ["busy", "hidden", "exposed", "hidden %"])
+    for label, busy, hidden in _lanes(step):
+        cells = [_short(seconds / unit) for seconds in (busy, hidden, busy - hidden)]
+        table.add_row(label, *cells, f"{hidden / busy:.1%}")
+    if not table.rows:
+        table.add_row("none", "", "", "", "")
+    return f"Communication beside compute ({name}, mean of the ranks)", table
+
+
+def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
+    """(what, seconds under way, seconds of them that compute hides) in the mean of the ranks, where there are any."""
+    ranks, terms = step.run.pp, step.prediction.terms
+    uses = communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []
+    between = [use for use in uses if use.lane.peer is not None]
+    collectives = [use for use in uses if use.lane.peer is None]
+    rows = [
+        (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
+        for label, chosen in (("between stages", between), ("data-parallel", collectives))
+    ]
+    rows.append(("between stages, blocking", sum(step.blocked_s) / ranks, 0.0))
+    rows.append(("data-parallel, after the pipeline", terms.reduce_s, 0.0))
+    rows.append(("tied embedding, after the pipeline", terms.tied_s, 0.0))
+    yield from (row for row in rows if row[1] > 0)
+
+
+_MEMORY = {
+    "weights_bytes": "weights",
+    "gradients_bytes": "grads",
+    "optimizer_bytes": "optim.",
+    "activations_bytes": "activations",
+    "head_bytes": "logits",
+    "buffers_bytes": "recv",
+    "reserve_bytes": "reserve",
+    "fragmentation_bytes": "fragm.",
+}
+
+
+def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
+    memories = step.prediction.memory_by_rank
+    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
+    limit = step.cluster.device.memory_bytes / unit
+    parts = [part for part in _MEMORY if is_wide and any(asdict(memory)[part] for memory in memories)]
+    columns = [*(_MEMORY[part] for part in parts), "total"]
+    table = _table("rank", columns)
+    for rank in _shown_ranks(len(memories), step.prediction.fullest_rank):
+        memory = memories[rank]
+        style = "" if memory.total_bytes <= step.cluster.device.memory_bytes else "red"
+        cells = [_short(asdict(memory)[part] / unit) for part in parts]
+        table.add_row(str(rank), *cells, _short(memory.total_bytes / unit), style=style)
+    return f"Peak memory of each device ({name} of {limit:.4g})", table
+
+
+_PEAK_PARTS = {
+    "always": "always",
+    "stage inputs": "inputs",
+    "working": "work",
+    "gathered weights": "gathered",
+    "gradients": "grads",
+    "receive buffers": "recv",
+}
+
+
+def _peak_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
+    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
+    unit_s, name_s = _unit_s(step.prediction.step_time_s)
+    curves = step.memory_over_time
+    parts = [part for part in _PEAK_PARTS if is_wide and any(curve.peak_parts[part] for curve in curves)]
+    table = _table("rank", ["peak", "at", *(_PEAK_PARTS[part] for part in parts)])
+    for rank in _shown_ranks(len(curves), step.prediction.fullest_rank):
+        curve = curves[rank]
+        cells = [_short(curve.peak_parts[part] / unit) for part in parts]
+        table.add_row(str(rank), _short(curve.peak_bytes / unit), _short(curve.peak_s / unit_s), *cells)
+    return f"Memory over time: the peak ({name}), when ({name_s}) and of what", table
+
+
+def _shown_ranks(num_ranks: int, fullest: int) -> list[int]:
+    """All of few ranks; of many the first, the last, the fullest and some between."""
+    if num_ranks <= _MOST_RANKS:
+        return list(range(num_ranks))
+    spread = {round(i * (num_ranks - 1) / (_MOST_RANKS - 2)) for i in range(_MOST_RANKS - 1)}
+    return sorted(spread | {fullest})
+
+
+def _print_fit(console: Console, step: SimulatedStep) -> None:
+    prediction, limit = step.prediction, step.cluster.device.memory_bytes
+    if prediction.fits:
+        return
+    unit, name = _unit_bytes(limit)
+    memory = prediction.memory
+    parts = {label: asdict(memory)[part] for part, label in _MEMORY.items()}
+    largest = sorted(parts, key=lambda label: -parts[label])[:3]
+    made_of = ", ".join(f"{label} {_short(parts[label] / unit)}" for label in largest)
+    console.print(
+        f"\n[bold red]does not fit[/]: pipeline rank {prediction.fullest_rank} needs "
+        f"{_short(memory.total_bytes / unit)} {name} of {limit / unit:.4g}; most of it: {made_of}"
+    )
+    lower = memory_that_would_fit(step)
+    for setting, total in lower.items():
+        verdict = "fits" if total <= limit else "still too much"
+        console.print(f"  {setting}: {_short(total / unit)} {name}, {verdict}")
+    if not any(total <= limit for total in lower.values()):
+        console.print("  none of these is enough: more layout.pp or layout.tp, or fewer micro-batches in flight")
+
+
+def _unit_s(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
+
+
+def _unit_bytes(size: float) -> tuple[float, str]:
+    return (1e9, "GB") if size >= 1e10 else (1e6, "MB")
+
+
+def _seconds(seconds: float) -> str:
+    unit, name = _unit_s(seconds)
+    return f"{_short(seconds / unit)} {name}"
+
+
+def _short(value: float) -> str:
+    """Three or four digits."""
+    if not value:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f}"
+
+
+def _amount(number: float) -> str:
+    """A number of parameters: 3.6 M, 51.8 B, 1.01 T."""
+    scale, letter = next(pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if number >= pair[0])
+    return f"{number / scale:.3g} {letter}".strip()

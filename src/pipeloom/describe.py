@@ -1,0 +1,127 @@
+"""A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run, shape_of
+from pipeloom.cost.software import Software
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.predict import FAMILY_OF
+
+_T = TypeVar("_T")
+_Config = TypeVar("_Config", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A run with everything that its prediction depends on."""
+
+    run: Run
+    cluster: Cluster
+    software: Software
+
+
+def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
+    """The configuration with the sizes of ``model.preset`` or ``model.file`` in place, and what is wrong with them.
+
+    A size that the configuration says as well, and differently, is a problem; one that has its default is not.
+    """
+    model = config.model
+    if (model.preset is None) == (model.file is None):
+        return config, []
+    problems: list[str] = []
+    shape = _load(load_model, model.preset or str(model.file), problems)
+    if shape is None:
+        return config, problems
+    sized = replace(
+        model,
+        family="llama" if shape.mlp == "swiglu" else "gpt2",
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        ffn_size=shape.ffn,
+        vocab_size=shape.vocab,
+        tied=shape.tied,
+    )
+    source = "model.preset" if model.preset else "model.file"
+    for item in fields(ModelConfig):
+        found, size = getattr(model, item.name), getattr(sized, item.name)
+        if found not in (size, item.default):
+            problems.append(
+                f"model.{item.name} must be {size}, as {source} {shape.name} says, found {found}; leave one of them out"
+            )
+    return replace(config, model=sized), problems
+
+
+def machine_problems(config: RunConfig) -> list[str]:
+    """What is wrong with the cluster and the training program of a configuration."""
+    return _machine(config)[2]
+
+
+def describe(config: RunConfig) -> Described:
+    """What the cost model has to know.
+
+    Args:
+        config: without problems, its model's sizes in place (``with_model_sizes``).
+
+    Raises:
+        ConfigError: cluster or program are unknown or wrong, or do not fit the run; all problems together.
+    """
+    cluster, software, problems = _machine(config)
+    if problems or cluster is None or software is None:
+        raise ConfigError(problems)
+    return Described(_run(config), cluster, software)
+
+
+def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[str]]:
+    machine = config.machine
+    problems: list[str] = []
+    cluster = _load(load_cluster, machine.cluster, problems)
+    software = _load(load_software, machine.software, problems)
+    if cluster is not None and machine.precision not in cluster.device.peak_flops_per_s:
+        known = ", ".join(cluster.device.peak_flops_per_s)
+        problems.append(
+            f"machine.precision must be one that {cluster.device.name} computes in: {known}, found {machine.precision}"
+        )
+    return cluster, software, problems
+
+
+def _load(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
+    """What a name of the catalog or a file stands for; ``None``, and more ``problems``, if that is wrong."""
+    try:
+        return load(name)
+    except ConfigError as error:
+        problems += [f"{name}: {problem}" for problem in error.problems]
+    except UserError as error:
+        problems.append(str(error))
+    return None
+
+
+def _run(config: RunConfig) -> Run:
+    layout, machine = config.layout, config.machine
+    family = config.schedule.family
+    return Run(
+        shape=shape_of(config.model.resolve(config.data.vocab_size)),
+        seq=config.data.seq_len,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        loops=layout.loops,
+        shard=layout.shard,
+        micro_batch=layout.microbatch_size,
+        global_batch=layout.batch_size,
+        recompute=layout.recompute,
+        schedule=next((name for name, known in FAMILY_OF.items() if known == family), family),
+        sequence_parallel=layout.sequence_parallel,
+        attention=machine.attention,
+        fused_norm=machine.fused_norm,
+        precision=machine.precision,
+        replicate=layout.replicate or 1,
+        layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
+    )

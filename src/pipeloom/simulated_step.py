@@ -1,0 +1,230 @@
+"""A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeloom.bubble import BubbleAccount, account_bubble
+from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.flops import hardware_flops, shape_model_flops
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.generate import Choice
+from pipeloom.memory_over_time import MemoryCurve, memory_over_time
+from pipeloom.predict import Prediction
+from pipeloom.schedule import Schedule, add_reduce_grad, add_unshard, lower
+from pipeloom.simulate import simulate
+from pipeloom.step_memory import held_bytes, rank_memory_of
+from pipeloom.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Which schedule a step runs, and how it is lowered.
+
+    Attributes:
+        choice: family and sizes.
+        receive_buffers: receives posted ahead, for each directed edge.
+        residency: stages gathered at once where weights are sharded at all times.
+        prefetch: visits of stages by which a gather starts early.
+        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+    """
+
+    choice: Choice
+    receive_buffers: int = 2
+    residency: int = 2
+    prefetch: int = 1
+    gradient_buffers: int | None = None
+
+
+@dataclass(frozen=True)
+class StepAccount:
+    """Where one rank's step went; the parts add up to the step time.
+
+    Attributes:
+        pipeline: the bubble account of the pipeline. Where a program stands still while it exchanges tensors, that
+            time counts as exposed p2p; an observed longer drain counts as drain.
+        data_parallel_s: collectives after the pipeline.
+        optimizer_s: update of the weights.
+        host_s: everything else after the pipeline.
+    """
+
+    pipeline: BubbleAccount
+    data_parallel_s: float
+    optimizer_s: float
+    host_s: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Part -> seconds; what follows the pipeline is with its like."""
+        account = self.pipeline
+        return {
+            "compute_s": account.compute_s,
+            "startup_s": account.startup_s,
+            "imbalance_s": account.imbalance_s,
+            "exposed_p2p_s": account.exposed_p2p_s,
+            "exposed_data_parallel_s": account.exposed_data_parallel_s + self.data_parallel_s,
+            "host_s": account.host_s + self.host_s,
+            "drain_s": account.drain_s,
+            "optimizer_s": self.optimizer_s,
+        }
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step as it is expected, with everything that the expectation rests on.
+
+    Attributes:
+        run, cluster, software: what was asked.
+        order: which schedule.
+        schedule: as it was simulated.
+        trace: of the pipeline.
+        prediction: times and memory.
+        drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
+        blocked_s: for each rank the seconds of its compute actions in which it stands still to exchange tensors.
+    """
+
+    run: Run
+    cluster: Cluster
+    software: Software
+    order: Order
+    schedule: Schedule
+    trace: Trace
+    prediction: Prediction
+    drain_s: float
+    blocked_s: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole run, for each second of a step."""
+        return self.run.global_batch * self.run.seq / self.prediction.step_time_s
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Of all devices."""
+        return self.run.num_devices * self.cluster.device.peak_flops_per_s[self.run.precision]
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
+        return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization, a fraction: with what is recomputed."""
+        flops = hardware_flops(self.run.shape, self.run.seq, self.run.recompute)
+        return self.tokens_per_s * flops / self.peak_flops_per_s
+
+    @cached_property
+    def accounts(self) -> tuple[StepAccount, ...]:
+        """For each pipeline rank where its step went."""
+        terms = self.prediction.terms
+        return tuple(
+            StepAccount(
+                replace(
+                    account,
+                    compute_s=account.compute_s - blocked_s,
+                    exposed_p2p_s=account.exposed_p2p_s + blocked_s,
+                    drain_s=account.drain_s + self.drain_s,
+                ),
+                terms.reduce_s + terms.tied_s,
+                terms.optimizer_s,
+                terms.fixed_s,
+            )
+            for account, blocked_s in zip(account_bubble(self.schedule, self.trace), self.blocked_s, strict=True)
+        )
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the pipeline's time in which ranks do not compute."""
+        idle = sum(account.pipeline.idle_s for account in self.accounts)
+        whole = len(self.accounts) * self.prediction.pipeline_s
+        return idle / whole if whole else 0.0
+
+    @cached_property
+    def memory_over_time(self) -> tuple[MemoryCurve, ...]:
+        """For each pipeline rank the bytes that a device of it holds during the pipeline."""
+        return memory_over_time(self.schedule, self.trace, held_bytes(self.run, self.software, self.schedule))
+
+
+def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
+    """The step of a run: its schedule with all communication, on the clock of its costs.
+
+    Raises:
+        UserError: the schedule cannot be made.
+    """
+    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    schedule = _lowered(run, software, order)
+    trace = simulate(schedule, costs)
+    more_s = drain_s(run, software, costs)
+    terms = step_terms(run, cluster, software, max(costs.backward_s))
+    memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))
+    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
+    pipeline_s = trace.end_s + more_s
+    prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, fits)
+    blocked_s = _blocked_s(run, cluster, software, costs, schedule)
+    return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+
+
+def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
+    if not software.has_reduction_lane or run.dp == 1:
+        return costs
+    by_stage = stage_parameters(run, software)
+    return replace(
+        costs,
+        unshard_s=tuple(gather_s(run, cluster, software, held) for held in by_stage),
+        reduce_s=tuple(reduce_s(run, cluster, software, held) for held in by_stage),
+    )
+
+
+def _lowered(run: Run, software: Software, order: Order) -> Schedule:
+    """The schedule with what the program runs on other lanes than compute."""
+    schedule = order.choice.make()
+    if software.is_blocking:
+        return schedule
+    schedule = lower(schedule, order.receive_buffers)
+    if not software.has_reduction_lane or run.dp == 1:
+        return schedule
+    if run.shard != "none":
+        schedule = add_unshard(schedule, order.residency if run.shard == "full" else None, order.prefetch)
+    buffers = order.gradient_buffers if run.shard in ("gradients", "full") else None
+    return add_reduce_grad(schedule, buffers)
+
+
+def _blocked_s(
+    run: Run, cluster: Cluster, software: Software, costs: StageCosts, schedule: Schedule
+) -> tuple[float, ...]:
+    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
+    if not software.is_blocking:
+        return (0.0,) * run.pp
+    free = stage_costs(run, cluster, replace(software, is_blocking=False))
+    by_stage = [
+        (f + b - free_f - free_b) * schedule.num_microbatches
+        for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)
+    ]
+    return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
+
+
+def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
+    """Settings that lower the peak of the fullest rank, each alone and all with the same rows -> bytes then."""
+    run, now = step.run, step.prediction.memory.total_bytes
+    changes: dict[str, Run] = {}
+    levels = ("optimizer", "gradients", "full")
+    if run.dp > 1:
+        open_levels = levels[levels.index(run.shard) + 1 :] if run.shard in levels else levels
+        changes |= {f"layout.shard {level}": replace(run, shard=level) for level in open_levels}
+    if run.tp > 1 and not run.sequence_parallel:
+        changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
+    if run.recompute == "none":
+        changes["layout.recompute selective"] = replace(run, recompute="selective")
+    if run.recompute != "full":
+        changes["layout.recompute full"] = replace(run, recompute="full")
+    totals = {name: _fullest_bytes(changed, step) for name, changed in changes.items()}
+    return {name: total for name, total in totals.items() if total < now}
+
+
+def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
+    ranks = range(run.pp)
+    memories = (rank_memory_of(run, step.software, step.schedule, rank, step.order.receive_buffers) for rank in ranks)
+    return max(memory.total_bytes for memory in memories)

@@ -1,0 +1,136 @@
+"""Memory of each rank of a step: what its row holds at once, and how large those things are."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pipeloom.cost.analytic import stage_layers, stage_parameters
+from pipeloom.cost.memory import (
+    Memory,
+    kept_bytes,
+    logits_bytes,
+    rank_memory,
+    stage_input_bytes,
+    state_bytes,
+    working_bytes,
+)
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.memory_over_time import HeldBytes
+from pipeloom.schedule import Level, Schedule
+from pipeloom.schedule.action import Kind
+from pipeloom.schedule.sharding import unreduced_counts
+
+_KEPT_LOGIT_BYTES = 4.0
+"""Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
+
+
+def rank_memory_of(run: Run, software: Software, schedule: Schedule, rank: int, receive_buffers: int) -> Memory:
+    """Memory of one pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
+
+    Args:
+        run: what is trained.
+        software: with what.
+        schedule: as it is simulated.
+        rank: pipeline rank.
+        receive_buffers: for each directed edge, where the schedule has its communication.
+    """
+    stages = schedule.placement.stages_of(rank)
+    memory = rank_memory(run, software, rank, schedule.peak_stage_inputs[rank], stages)
+    activations = _most_held(schedule, rank, _input_bytes(run, software)) + working_bytes(run, software)
+    _, head = stage_layers(run, software)
+    logits = memory.head_bytes
+    if head in stages:
+        only_head = [float(stage == head) for stage in range(schedule.num_stages)]
+        logits += (_most_held(schedule, rank, only_head) - 1) * _kept_logits(run, software)
+    gathered, unreduced = _whole_bytes(run, software)
+    most_gathered = min(schedule.max_gathered or len(stages), len(stages))
+    most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
+    received = _num_peers(schedule, stages) * receive_buffers * stage_input_bytes(run)
+    return replace(
+        memory,
+        weights_bytes=memory.weights_bytes + _largest(gathered, stages, most_gathered),
+        gradients_bytes=memory.gradients_bytes + _largest(unreduced, stages, most_unreduced),
+        activations_bytes=activations,
+        head_bytes=logits,
+        buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
+        fragmentation_bytes=software.fragmentation * (activations + logits),
+    )
+
+
+def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> float:
+    """The sum of the largest few of a rank's stages."""
+    return sum(sorted((by_stage[stage] for stage in stages), reverse=True)[:number])
+
+
+def _input_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
+    counts, _ = stage_layers(run, software)
+    inputs = [count * kept_bytes(run, software) for count in counts]
+    inputs[0] += stage_input_bytes(run)
+    return inputs
+
+
+def _most_unreduced(schedule: Schedule, rank: int) -> int:
+    """Whole gradients at once: those of the row, and one more that is being reduced while the next one begins."""
+    counts = [count for _, count in unreduced_counts(schedule.rows[rank])]
+    room = schedule.gradient_buffers or len(schedule.placement.stages_of(rank))
+    return min(max(counts, default=0) + 1, room)
+
+
+def _kept_logits(run: Run, software: Software) -> float:
+    return logits_bytes(run, software) / software.logit_bytes * _KEPT_LOGIT_BYTES
+
+
+def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:
+    """The most that a rank's row holds at once of what micro-batches keep between forward and backward."""
+    sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
+    if len(sizes) == 1:
+        return schedule.peak_stage_inputs[rank] * sizes.pop()
+    held = most = 0.0
+    for action in schedule.rows[rank]:
+        if action.kind is Kind.FORWARD:
+            held += bytes_by_stage[action.stage] / schedule.num_slices
+            most = max(most, held)
+        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held -= bytes_by_stage[action.stage] / schedule.num_slices
+    return most
+
+
+def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
+    """Other ranks from which a rank receives."""
+    owner = schedule.placement.rank_by_stage
+    near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
+    return len({owner[stage] for stage in near} - {owner[stages[0]]})
+
+
+def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
+    """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
+    by_stage = stage_parameters(run, software)
+    whole = [state_bytes(replace(run, shard="none"), held, software) for held in by_stage]
+    weights = [state.weights_bytes if run.shard == "full" and run.dp > 1 else 0.0 for state in whole]
+    is_lane = software.has_reduction_lane and run.shard in ("gradients", "full") and run.dp > 1
+    return weights, [state.gradients_bytes if is_lane else 0.0 for state in whole]
+
+
+def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
+    """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
+    counts, head = stage_layers(run, software)
+    inputs = _input_bytes(run, software)
+    working = [working_bytes(run, software) if count else 0.0 for count in counts]
+    inputs[head] += _kept_logits(run, software)
+    working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
+    gathered, unreduced = _whole_bytes(run, software)
+    by_stage = stage_parameters(run, software)
+    always = [
+        state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
+        + software.reserve_bytes
+        for rank in range(run.pp)
+    ]
+    return HeldBytes(
+        always_bytes=tuple(always),
+        input_bytes=tuple(inputs),
+        working_bytes=tuple(working),
+        gathered_bytes=tuple(gathered),
+        gradient_bytes=tuple(unreduced),
+        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+    )

@@ -1,0 +1,191 @@
+"""``pipeloom simulate``: figures, files, examples, refusals."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.trace import from_chrome
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RUN, GPT_52B, GPT_1T = (str(EXAMPLES / f"{name}.toml") for name in ("run", "gpt-52b-64-v100", "gpt-1t-3072-a100"))
+SHARDED = ["--layout.dp", "4", "--layout.shard", "full"]
+
+
+def answer(capsys, *words):
+    assert main(["simulate", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def text(capsys, monkeypatch, *words, columns=80):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["simulate", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys, *words, command="simulate"):
+    assert main([command, *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("file", "devices", "ranks"), [(RUN, 4, 4), (GPT_52B, 64, 8), (GPT_1T, 3072, 64)], ids=["run", "52b", "1t"]
+)
+def test_every_example_is_answered_and_its_parts_add_up(capsys, file, devices, ranks):
+    found = answer(capsys, file)
+    assert found["num_devices"] == devices
+    assert len(found["accounts"]) == len(found["memory"]) == ranks
+    assert found["step_time_s"] == pytest.approx(found["pipeline_s"] + sum(found["after_s"].values()))
+    for account in found["accounts"]:
+        assert sum(account.values()) == pytest.approx(found["step_time_s"])
+    for memory in found["memory"]:
+        assert sum(memory.values()) == pytest.approx(2 * memory["total_bytes"])
+    assert found["fits"]
+    assert found["help"] == {}
+    assert 0 < found["mfu"] <= found["hfu"] < 1
+    run = found["run"]
+    assert found["tokens_per_s"] == pytest.approx(run["global_batch"] * run["seq"] / found["step_time_s"])
+
+
+def test_the_shapes_of_the_large_examples_are_the_published_ones(capsys):
+    large, small = answer(capsys, GPT_1T)["run"], answer(capsys, GPT_52B)["run"]
+    assert (large["dp"], large["tp"], large["pp"], large["global_batch"]) == (6, 8, 64, 3072)
+    assert (large["shape"]["layers"], large["shape"]["hidden"], large["shape"]["heads"]) == (128, 25600, 160)
+    assert (small["tp"], small["pp"], small["seq"]) == (8, 8, 1024)
+    assert (small["shape"]["layers"], small["shape"]["hidden"], small["shape"]["heads"]) == (64, 8192, 64)
+
+
+def test_a_simulated_trace_is_read_like_a_measured_one(capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    found = answer(capsys, RUN, *SHARDED, "--trace", str(file))
+    trace = from_chrome(file.read_text())
+    assert trace.num_ranks == 4
+    assert trace.end_s == pytest.approx(found["pipeline_s"], abs=1e-8)
+    assert {str(lane) for lane in trace.lanes(0)} == {
+        "compute", "data-parallel", "send to 1", "send to 3", "recv from 1", "recv from 3",
+    }  # fmt: skip
+
+
+def test_lanes_say_how_much_is_hidden(capsys):
+    lanes = answer(capsys, RUN, *SHARDED)["communication"]
+    assert {lane["rank"] for lane in lanes} == {0, 1, 2, 3}
+    collectives = [lane for lane in lanes if lane["lane"] == "data-parallel"]
+    assert len(collectives) == 4
+    for lane in lanes:
+        assert lane["busy_s"] == pytest.approx(lane["hidden_s"] + lane["exposed_s"])
+    assert all(lane["hidden_s"] > 0 for lane in collectives)
+    assert answer(capsys, GPT_52B, "--machine.software", "megatron-2021")["communication"] == []
+
+
+def test_memory_over_time_has_its_peak_on_its_curve(capsys):
+    found = answer(capsys, RUN, *SHARDED, "--memory-over-time")
+    for curve, memory in zip(found["memory_over_time"], found["memory"], strict=True):
+        assert max(size for _, size in curve["points"]) == curve["peak_bytes"] <= memory["total_bytes"]
+        assert sum(curve["peak_parts"].values()) == pytest.approx(curve["peak_bytes"])
+        assert 0 < curve["peak_s"] < found["pipeline_s"]
+    assert "memory_over_time" not in answer(capsys, RUN)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture_of_many_ranks_shows_the_first(capsys, tmp_path, ending):
+    file = tmp_path / f"step.{ending}"
+    words = ["--layout.pp", "20", "--layout.loops", "1", "--model.num-layers", "18", "--schedule.family", "1f1b"]
+    assert main(["simulate", *words, "--plot", str(file)]) == 0
+    assert f"picture           {file}" in capsys.readouterr().out
+    content = file.read_bytes()
+    assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+
+
+def test_a_picture_or_trace_that_cannot_be_written_is_the_users_error(capsys, tmp_path):
+    assert "cannot draw to" in refusal(capsys, RUN, "--plot", str(tmp_path / "step.gif"))
+    assert "cannot write the trace" in refusal(capsys, RUN, "--trace", str(tmp_path / "no" / "trace.json"))
+
+
+def test_people_see_the_figures_of_the_json(capsys, monkeypatch):
+    found = answer(capsys, GPT_52B)
+    shown = text(capsys, monkeypatch, GPT_52B)
+    assert re.search(rf"step time +{found['step_time_s'] * 1e3:,.0f} ms", shown)
+    assert re.search(rf"tokens/s +{found['tokens_per_s']:,.0f}", shown)
+    assert re.search(rf"MFU +{found['mfu']:.1%} of 125 TFLOP/s", shown)
+    assert re.search(rf"HFU +{found['hfu']:.1%}", shown)
+    assert re.search(rf"bubble fraction +{found['bubble_fraction']:.1%}", shown)
+    compute_s = sum(account["compute_s"] for account in found["accounts"]) / 8
+    assert re.search(rf"^compute +{compute_s * 1e3:,.0f} ", shown, flags=re.M)
+    assert len(re.findall(r"^[0-7] +\d", shown, flags=re.M)) == 8
+    assert "does not fit" not in shown
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 200])
+@pytest.mark.parametrize("file", [RUN, GPT_52B])
+def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(capsys, monkeypatch, file, columns):
+    shown = text(capsys, monkeypatch, file, *SHARDED, "--memory-over-time", columns=columns)
+    assert max(map(len, shown.splitlines())) <= columns
+    assert "…" not in shown
+
+
+def test_a_step_that_does_not_fit_says_where_of_what_and_what_helps(capsys, monkeypatch):
+    words = [GPT_52B, "--layout.recompute", "none", "--layout.microbatch-size", "4"]
+    found = answer(capsys, *words)
+    assert not found["fits"]
+    most = max(memory["total_bytes"] for memory in found["memory"])
+    assert most == found["memory"][found["fullest_rank"]]["total_bytes"] > found["device_memory_bytes"]
+    shown = text(capsys, monkeypatch, *words)
+    assert (
+        f"does not fit: pipeline rank {found['fullest_rank']} needs {most / 1e9:.1f} GB of 34; most of it: activations"
+        in shown
+    )
+    assert set(found["help"]) == {
+        "layout.sequence_parallel true", "layout.recompute selective", "layout.recompute full",
+    }  # fmt: skip
+    fits = {setting for setting, total in found["help"].items() if total <= found["device_memory_bytes"]}
+    assert set(re.findall(r"^  (layout\.\S+ \S+): .* GB, fits$", shown, flags=re.M)) == fits != set()
+
+
+def test_where_nothing_helps_enough_that_is_said(capsys, monkeypatch):
+    shown = text(capsys, monkeypatch, GPT_52B, "--layout.tp", "1", "--layout.recompute", "full")
+    assert "none of these is enough: more layout.pp or layout.tp" in shown
+
+
+def test_all_problems_of_model_machine_and_layout_are_reported_at_once(capsys):
+    words = ["--machine.cluster", "dgx", "--machine.software", "megatron", "--layout.tp", "3", "--layout.loops", "20"]
+    message = refusal(capsys, GPT_52B, *words, "--layout.num-microbatches", "0", "--schedule.group-size", "4")
+    assert message.startswith(f"pipeloom simulate: {GPT_52B} has 7 problems:")
+    for sentence in (
+        "8 pipeline ranks x 20 loops need 160 stages, but 64 layers",
+        "layout.tp must divide model.num_heads, found 3 and 64",
+        "layout.tp must divide model.num_kv_heads, found 3 and 64",
+        "layout.num_microbatches must be at least 1, found 0",
+        "breadth-first takes no group size",
+        "there is no cluster 'dgx'",
+        "there is no software 'megatron': did you mean 'megatron-2021'?",
+    ):
+        assert sentence in message
+
+
+def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 4}))
+    run = tmp_path / "run.toml"
+    run.write_text(f'machine.cluster = "nowhere"\nmodel.file = "{tmp_path / "config.json"}"\nlayout.pq = 3\n')
+    message = refusal(capsys, str(run))
+    assert "has 5 problems" in message
+    assert "num_attention_heads must be a whole number of at least 1, found None" in message
+    assert "there is no setting 'layout.pq'; did you mean 'layout.pp'?" in message
+    assert "there is no cluster 'nowhere'" in message
+
+
+def test_train_refuses_what_only_simulate_understands_in_one_message(capsys):
+    message = refusal(capsys, GPT_52B, command="train")
+    assert "has 3 problems" in message
+    for name in ("layout.tp 8", "layout.recompute full", "model.tied true"):
+        assert f"{name} is for simulate only so far" in message
+
+
+def test_a_preset_of_another_family_is_simulated_with_its_sizes(capsys):
+    words = ["--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--machine.precision", "bf16"]
+    found = answer(capsys, *words, "--layout.tp", "8", "--data.seq-len", "8192")
+    assert found["run"]["shape"]["kv_heads"] == 8
+    assert found["run"]["shape"]["name"] == "llama-3-8b"

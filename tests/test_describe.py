@@ -1,0 +1,137 @@
+"""A configuration as the cost model sees it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom.catalog import load_model, names
+from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig
+from pipeloom.cost.analytic import layers_of_pieces, stage_layers
+from pipeloom.cost.shape import shape_of
+from pipeloom.describe import describe, machine_problems, with_model_sizes
+from pipeloom.errors import ConfigError
+from pipeloom.layout import Layout
+from pipeloom.planner.partition import default_partition
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def model_file(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps({key: value for key, value in {**LLAMA, **changes}.items() if value is not None}))
+    return RunConfig(model=ModelConfig(file=file))
+
+
+@pytest.mark.parametrize("name", names("models"))
+def test_a_preset_gives_every_size_and_comes_back_as_the_same_shape(name):
+    config, problems = with_model_sizes(RunConfig(model=ModelConfig(preset=name)))
+    assert problems == []
+    assert config.model == config.model.resolve(vocab_size=7)  # nothing is left to fill in
+    assert replace(shape_of(config.model), name="") == replace(load_model(name), name="")
+    assert with_model_sizes(config) == (config, [])  # so a run folder's configuration repeats the run
+
+
+def test_without_a_preset_nothing_changes():
+    assert with_model_sizes(RunConfig()) == (RunConfig(), [])
+
+
+def test_a_hugging_face_file_gives_the_sizes(tmp_path):
+    config, problems = with_model_sizes(model_file(tmp_path))
+    assert problems == []
+    model = config.model
+    assert (model.num_layers, model.num_kv_heads, model.ffn_size, model.vocab_size) == (32, 8, 14336, 128256)
+    assert (model.family, model.tied) == ("llama", False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number of at least 1, found None"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, found 'many'"),
+        ({"num_local_experts": 8}, "it is a mixture of experts"),
+        ({"head_dim": 256}, "head_dim must be 128, hidden size / heads, found 256"),
+    ],
+)
+def test_a_file_that_lacks_or_bends_a_key_is_named_with_the_key(tmp_path, changes, sentence):
+    config = model_file(tmp_path, **changes)
+    unchanged, (problem,) = with_model_sizes(config)
+    assert unchanged == config
+    assert problem.startswith(f"{config.model.file}: {sentence}")
+
+
+def test_a_size_that_disagrees_with_the_preset_is_named():
+    model = ModelConfig(preset="llama-13b", num_layers=12, vocab_size=128000)
+    _, problems = with_model_sizes(RunConfig(model=model))
+    assert problems == ["model.num_layers must be 40, as model.preset llama-13b says, found 12; leave one of them out"]
+
+
+def test_a_preset_that_is_not_there_is_named_with_the_nearest():
+    _, (problem,) = with_model_sizes(RunConfig(model=ModelConfig(preset="llama13b")))
+    assert problem.startswith("there is no model 'llama13b': did you mean 'llama-13b'?")
+
+
+def test_every_size_of_the_layout_reaches_the_cost_model():
+    layout = Layout(
+        pp=2, loops=3, dp=4, tp=2, replicate=2, shard="full", microbatch_size=5, num_microbatches=7,
+        sequence_parallel=True, recompute="selective", partition=(2, 1, 1, 2, 2, 2),
+    )  # fmt: skip
+    machine = MachineConfig(precision="bf16", attention="plain", fused_norm=False, cluster="dgx-a100")
+    config = RunConfig(layout=layout, machine=machine, data=DataConfig(tokenizer="bpe", seq_len=64))
+    run = describe(config).run
+    assert (run.pp, run.loops, run.dp, run.tp, run.replicate, run.shard) == (2, 3, 4, 2, 2, "full")
+    assert (run.micro_batch, run.num_microbatches, run.global_batch) == (5, 7, 4 * 5 * 7)
+    assert (run.sequence_parallel, run.recompute, run.layers_by_stage) == (True, "selective", (1, 1, 1, 2, 2, 1))
+    assert (run.precision, run.attention, run.fused_norm, run.seq) == ("bf16", "plain", False, 64)
+    assert run.shape.vocab == config.data.bpe_vocab_size
+    assert run.num_devices == layout.num_ranks
+
+
+def test_our_program_divides_layers_as_training_does():
+    described = describe(RunConfig())
+    config = RunConfig()
+    model = config.model.resolve(config.data.vocab_size)
+    partition = default_partition(model, config.data.seq_len, config.layout.num_stages)
+    assert stage_layers(described.run, described.software) == (layers_of_pieces(partition), 7)
+
+
+def test_another_program_divides_as_it_does_unless_it_is_told():
+    config = RunConfig(machine=MachineConfig(software="megatron-2021"), layout=Layout(loops=1))
+    described = describe(replace(config, schedule=ScheduleConfig(family="1f1b")))
+    assert stage_layers(described.run, described.software)[0] == (2, 2, 2, 2)
+    told = describe(replace(config, layout=Layout(loops=1, partition=(4, 2, 2, 2))))
+    assert stage_layers(told.run, told.software)[0] == (3, 2, 2, 1)
+
+
+def test_everything_wrong_with_the_machine_is_said_at_once(tmp_path):
+    cluster = tmp_path / "mine.toml"
+    cluster.write_text('name = "mine"\n')
+    config = RunConfig(machine=MachineConfig(cluster=str(cluster), software="megatron"))
+    problems = machine_problems(config)
+    assert any(problem.startswith(f"{cluster}: devices_per_node must be") for problem in problems)
+    assert any(
+        problem.startswith("there is no software 'megatron': did you mean 'megatron-2021'?") for problem in problems
+    )
+    with pytest.raises(ConfigError, match="devices_per_node"):
+        describe(config)
+
+
+def test_a_precision_that_the_device_does_not_have_is_named():
+    config = RunConfig(machine=MachineConfig(cluster="dgx-1-v100", precision="bf16"))
+    (problem,) = machine_problems(config)
+    assert problem.startswith("machine.precision must be one that v100-sxm-32gb computes in: fp16, fp32, found bf16")
+
+
+def test_a_model_file_is_named_by_its_path(tmp_path):
+    config, _ = with_model_sizes(model_file(tmp_path))
+    assert Path(shape_of(config.model).name) == tmp_path / "config.json"

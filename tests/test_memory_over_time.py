@@ -1,0 +1,93 @@
+"""Bytes over time, worked by hand, and against what the rows promise."""
+
+import pytest
+
+from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.generate import make_schedule
+from pipeloom.memory_over_time import HeldBytes, memory_over_time
+from pipeloom.schedule import add_reduce_grad, add_unshard, lower
+from pipeloom.simulate import simulate
+
+
+def held(ranks, stages, **sizes):
+    zeros = (0.0,) * stages
+    names = ("input_bytes", "working_bytes", "gathered_bytes", "gradient_bytes")
+    values = {name: tuple(sizes.get(name, zeros)) for name in names}
+    return HeldBytes(
+        always_bytes=tuple(sizes.get("always_bytes", (0.0,) * ranks)),
+        message_bytes=sizes.get("message_bytes", 0.0),
+        **values,
+    )
+
+
+def test_one_rank_by_hand():
+    # F0 at 0..1, F1 at 1..2, B0 at 2..4, B1 at 4..6; inputs of 10, work of 3, 100 always
+    schedule = make_schedule("gpipe", pp=1, num_microbatches=2)
+    trace = simulate(schedule, UniformCosts(1.0, 2.0))
+    sizes = held(1, 1, always_bytes=[100.0], input_bytes=[10.0], working_bytes=[3.0])
+    (curve,) = memory_over_time(schedule, trace, sizes)
+    assert curve.points == ((0.0, 113.0), (1.0, 123.0), (4.0, 113.0), (6.0, 100.0))
+    assert (curve.peak_bytes, curve.peak_s) == (123.0, 1.0)
+    assert curve.peak_parts["stage inputs"] == 20
+    assert curve.peak_parts["working"] == 3
+    assert curve.peak_parts["always"] == 100
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "breadth-first", "depth-first", "hybrid"])
+@pytest.mark.parametrize("communication", [False, True])
+def test_the_peak_of_stage_inputs_is_what_the_rows_hold(family, communication):
+    loops = 1 if family in ("1f1b", "gpipe") else 2
+    schedule = make_schedule(family, pp=3, loops=loops, num_microbatches=7)
+    schedule = lower(schedule) if communication else schedule
+    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.25))
+    curves = memory_over_time(schedule, trace, held(3, 3 * loops, input_bytes=[1.0] * (3 * loops)))
+    assert tuple(curve.peak_bytes for curve in curves) == schedule.peak_stage_inputs
+    assert all(curve.points[-1][1] == 0 for curve in curves)
+
+
+def test_a_receive_buffer_is_held_from_its_posting_to_the_end_of_its_use():
+    schedule = lower(make_schedule("gpipe", pp=2, num_microbatches=2), receive_buffers=1)
+    trace = simulate(schedule, StageCosts((1.0, 1.0), (2.0, 2.0), 0.5))
+    _, last = memory_over_time(schedule, trace, held(2, 2, message_bytes=8.0))
+    # posted at once, and used until 2.5; then the second is posted, arrives at 3 and is used until 4
+    assert last.points == ((0.0, 8.0), (4.0, 0.0))
+    two = lower(make_schedule("gpipe", pp=2, num_microbatches=2), receive_buffers=2)
+    trace = simulate(two, StageCosts((1.0, 1.0), (2.0, 2.0), 0.5))
+    _, last = memory_over_time(two, trace, held(2, 2, message_bytes=8.0))
+    assert last.peak_bytes == 16
+
+
+def test_gathered_weights_and_whole_gradients_stay_within_what_the_passes_allow():
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=4, num_microbatches=3))
+    schedule = add_reduce_grad(add_unshard(schedule, residency=2, prefetch=1), gradient_buffers=2)
+    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.1, unshard_s=1.5, reduce_s=2.5))
+    weights = memory_over_time(schedule, trace, held(2, 8, gathered_bytes=[1.0] * 8))
+    assert [curve.peak_bytes for curve in weights] == [2, 2]
+    gradients = memory_over_time(schedule, trace, held(2, 8, gradient_bytes=[1.0] * 8))
+    assert [curve.peak_bytes for curve in gradients] == [2, 2]
+    assert {curve.points[-1][1] for curve in (*weights, *gradients)} == {0.0}
+
+
+def test_weights_that_are_never_dropped_stay_to_the_end():
+    schedule = add_unshard(lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=2)), None, 1)
+    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.1, unshard_s=0.5))
+    for curve in memory_over_time(schedule, trace, held(2, 4, gathered_bytes=[1.0] * 4)):
+        assert curve.peak_bytes == 2
+        assert curve.points[-1] == (trace.end_s, 0.0)
+
+
+def test_frozen_stages_hold_their_inputs_for_the_forward_only():
+    schedule = make_schedule("forward-only", pp=2, num_microbatches=3)
+    trace = simulate(schedule, UniformCosts(1.0, 2.0))
+    curves = memory_over_time(schedule, trace, held(2, 2, input_bytes=[5.0, 5.0]))
+    assert [curve.peak_bytes for curve in curves] == [5, 5]
+
+
+def test_a_trace_that_begins_later_gives_the_same_curve():
+    schedule = lower(make_schedule("1f1b", pp=2, num_microbatches=3))
+    trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.25))
+    moved = type(trace)(
+        tuple(span._replace(start_s=span.start_s + 64, end_s=span.end_s + 64) for span in trace.spans), trace.num_ranks
+    )
+    sizes = held(2, 2, input_bytes=[1.0, 2.0], message_bytes=1.0)
+    assert memory_over_time(schedule, moved, sizes) == memory_over_time(schedule, trace, sizes)

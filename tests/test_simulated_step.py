@@ -1,0 +1,171 @@
+"""A described run as a simulated step: sums that must come out, and what sharding and programs change."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.flops import mfu
+from pipeloom.cost.shape import Run
+from pipeloom.generate import Choice
+from pipeloom.predict import predict
+from pipeloom.report import communication, summarize
+from pipeloom.schedule import Kind
+from pipeloom.simulated_step import Order, memory_that_would_fit, simulate_step
+
+A100 = load_cluster("dgx-a100")
+OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
+RUN = Run(shape=load_model("llama-13b"), seq=2048, pp=4, loops=2, global_batch=6, schedule="breadth-first")
+
+
+def order(run, family="breadth-first", **more):
+    choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
+    if "placement" in more:
+        choice = replace(choice, placement=more.pop("placement"))
+    return Order(choice=choice, **more)
+
+
+def data_parallel(shard, dp=4, **changes):
+    return replace(RUN, dp=dp, shard=shard, global_batch=6 * dp, **changes)
+
+
+STEPS = {
+    "ours": (RUN, OURS, {}),
+    "ours, replicated": (data_parallel("none"), OURS, {}),
+    "ours, optimizer sharded": (data_parallel("optimizer"), OURS, {}),
+    "ours, gradients sharded": (data_parallel("gradients"), OURS, {"gradient_buffers": 1}),
+    "ours, all sharded": (data_parallel("full"), OURS, {"residency": 1, "prefetch": 0}),
+    "ours, hybrid sharding": (data_parallel("full", replicate=2), OURS, {}),
+    "ours, depth-first": (data_parallel("full"), OURS, {"family": "depth-first"}),
+    "ours, v": (data_parallel("none", tp=2), OURS, {"placement": "v"}),
+    "ours, recomputed": (data_parallel("none", recompute="full"), OURS, {}),
+    "megatron": (data_parallel("optimizer"), MEGATRON, {"family": "depth-first"}),
+}
+
+
+def step_of(title):
+    run, software, how = STEPS[title]
+    return simulate_step(run, A100, software, order(run, **how))
+
+
+@pytest.mark.parametrize("title", STEPS)
+def test_the_parts_of_every_ranks_account_add_up_to_the_step(title):
+    step = step_of(title)
+    assert len(step.accounts) == 4
+    for account in step.accounts:
+        parts = account.to_dict()
+        assert sum(parts.values()) == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+        assert min(parts.values()) >= 0
+
+
+@pytest.mark.parametrize("title", STEPS)
+def test_no_rank_ever_holds_more_than_its_peaks_of_all_parts(title):
+    step = step_of(title)
+    for memory, curve in zip(step.prediction.memory_by_rank, step.memory_over_time, strict=True):
+        assert curve.peak_bytes <= memory.total_bytes - memory.fragmentation_bytes + 1
+        assert curve.peak_parts["stage inputs"] <= memory.activations_bytes + memory.head_bytes + 1
+        assert curve.peak_bytes > 0.85 * (memory.total_bytes - memory.fragmentation_bytes)
+
+
+def test_utilization_is_the_published_formula():
+    step = step_of("ours, recomputed")
+    shape, run = RUN.shape, step.run
+    assert step.tokens_per_s == pytest.approx(24 * 2048 / step.prediction.step_time_s)
+    assert step.mfu == pytest.approx(
+        mfu(
+            step.tokens_per_s, parameters=shape.parameters, layers=40, hidden=5120, seq_len=2048,
+            devices=run.pp * run.dp, peak_flops_per_s=312e12,
+        )
+    )  # fmt: skip
+    assert step.hfu > 1.25 * step.mfu
+    assert step_of("ours").hfu == step_of("ours").mfu
+
+
+def test_a_blocking_program_takes_as_long_as_predict_says_and_its_exchange_is_no_compute():
+    run = data_parallel("optimizer")
+    answer = simulate_step(run, A100, MEGATRON, order(run, "depth-first"))
+    expected = predict(replace(run, schedule="interleaved"), A100, MEGATRON)
+    assert answer.prediction.step_time_s == pytest.approx(expected.step_time_s)
+    assert min(answer.blocked_s) > 0
+    for account, blocked_s in zip(answer.accounts, answer.blocked_s, strict=True):
+        assert account.pipeline.exposed_p2p_s >= blocked_s
+    assert answer.bubble_fraction > summarize(answer.trace).bubble_fraction
+
+
+def test_without_blocking_the_bubble_fraction_is_that_of_the_trace():
+    step = step_of("ours, replicated")
+    assert step.bubble_fraction == pytest.approx(summarize(step.trace).bubble_fraction)
+
+
+def exposed_s(family, run, loops):
+    run = replace(run, loops=loops)
+    step = simulate_step(run, A100, OURS, order(run, family))
+    account = [rank.pipeline.exposed_data_parallel_s for rank in step.accounts]
+    busy = [use.busy_s for use in communication(step.trace) if use.lane.peer is None]
+    return sum(account), sum(busy)
+
+
+def test_breadth_first_hides_the_reduction_that_gpipe_exposes():
+    run = data_parallel("none", dp=16)
+    looped, whole = exposed_s("breadth-first", run, 4), exposed_s("gpipe", run, 1)
+    assert looped[1] == pytest.approx(whole[1], rel=0.05)  # as much to reduce
+    assert looped[0] < 0.5 * whole[0]
+
+
+def test_each_stage_is_reduced_once_and_gathered_for_forward_and_backward():
+    kinds = [action.kind for _, _, action in step_of("ours, all sharded").schedule.actions()]
+    assert kinds.count(Kind.REDUCE_GRAD) == 8
+    assert kinds.count(Kind.UNSHARD) == 4 * (2 * 2 - 1)  # breadth-first: 2 V - 1 for each rank
+    kinds = [action.kind for _, _, action in step_of("ours, optimizer sharded").schedule.actions()]
+    assert kinds.count(Kind.UNSHARD) == 8
+    assert Kind.UNSHARD not in [action.kind for _, _, action in step_of("ours, replicated").schedule.actions()]
+
+
+def test_sharding_more_leaves_less_on_a_device_and_the_rest_of_the_memory_as_it_is():
+    levels = ("none", "optimizer", "gradients", "full")
+    steps = [
+        simulate_step(r, A100, OURS, order(r, residency=1, gradient_buffers=1)) for r in map(data_parallel, levels)
+    ]
+    totals = [step.prediction.memory.total_bytes for step in steps]
+    assert totals == sorted(totals, reverse=True)
+    assert len({step.prediction.memory.activations_bytes for step in steps}) == 1
+    none, _, gradients, full = (step.prediction.memory for step in steps)
+    assert gradients.weights_bytes == none.weights_bytes > full.weights_bytes
+
+
+def test_breadth_first_keeps_the_logits_of_every_micro_batch_and_1f1b_of_one():
+    last = {}
+    for family, loops in (("1f1b", 1), ("gpipe", 1)):
+        run = replace(RUN, loops=loops)
+        last[family] = simulate_step(run, A100, OURS, order(run, family)).prediction.memory_by_rank[-1]
+    one = 2048 * RUN.shape.vocab
+    assert last["1f1b"].head_bytes == OURS.logit_bytes * one
+    assert last["gpipe"].head_bytes == (OURS.logit_bytes + 5 * 4) * one
+
+
+def test_receive_buffers_count_for_each_neighbor():
+    run = RUN
+    few, many = (simulate_step(run, A100, OURS, order(run, receive_buffers=n)).prediction.memory for n in (1, 5))
+    message = run.tokens * run.shape.hidden * run.element_bytes
+    assert few.buffers_bytes == 2 * message
+    assert many.buffers_bytes == 10 * message
+
+
+def test_what_would_help_is_what_lowers_the_peak_when_it_is_set():
+    step = simulate_step(data_parallel("none"), A100, OURS, order(data_parallel("none")))
+    helps = memory_that_would_fit(step)
+    assert set(helps) == {
+        "layout.shard optimizer", "layout.shard gradients", "layout.shard full", "layout.recompute full",
+    }  # fmt: skip
+    run = data_parallel("none", recompute="full")
+    set_so = simulate_step(run, A100, OURS, order(run)).prediction.memory.total_bytes
+    assert helps["layout.recompute full"] == pytest.approx(set_so)
+    assert set_so < step.prediction.memory.total_bytes
+
+
+def test_a_single_device_has_no_lanes_and_no_bubble():
+    run = Run(shape=load_model("gpt-6.6b"), seq=1024, global_batch=4)
+    step = simulate_step(run, A100, OURS, order(run, "depth-first"))
+    assert communication(step.trace) == []
+    assert step.bubble_fraction == pytest.approx(0, abs=1e-12)
+    assert step.prediction.step_time_s == pytest.approx(predict(run, A100, OURS).step_time_s)
