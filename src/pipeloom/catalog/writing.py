@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster, CollectiveCurve, Device, Link
 
 DIGITS = 6
 """Significant digits of a number; a measurement has fewer."""
+WIDTH = 118
+"""Columns of a comment."""
 
 _Line = tuple[str, Any]
 
@@ -31,7 +34,11 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
         lines = [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())]
         parts.append(_table("bus", lines, told))
     for (ranks, sizes), curves in _by_ranks(cluster).items():
-        lines = [("ranks", ranks), ("message_bytes", [int(size) for size in sizes]), *_rates((k, c.points) for k, c in curves)]
+        lines = [
+            ("ranks", ranks),
+            ("message_bytes", [int(size) for size in sizes]),
+            *_rates((k, c.points) for k, c in curves),
+        ]
         parts.append([*_comment(told.pop(f"collectives.{ranks}", ())), "[[collectives]]", *_lines("", lines, told)])
     assert not told, f"notes for what is not in the file: {', '.join(told)}"
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
@@ -85,7 +92,7 @@ def _lines(prefix: str, lines: Sequence[_Line], notes: dict[str, Sequence[str]])
 
 
 def _comment(lines: Sequence[str]) -> list[str]:
-    return [f"# {' '.join(line.split())}" for line in lines]
+    return [part for line in lines for part in wrap(line, WIDTH, initial_indent="# ", subsequent_indent="# ")]
 
 
 def _value(value: Any) -> str:

@@ -12,6 +12,7 @@ COMMANDS = {
     "verify": "prove that the pipeline computes the gradients of a single process",
     "report": "write a finished run as one HTML page: predicted beside measured",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
+    "profile": "measure this machine and write what it can do as a cluster file",
     "validate": "hold predictions of step time and memory against measurements",
 }
 """Commands with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
