@@ -26,6 +26,8 @@ LIGHT = [
     "pipeloom.cli.schedule",
     "pipeloom.cli.validate",
     "pipeloom.cli.report",
+    "pipeloom.catalog.writing",
+    "pipeloom.cli.profile",
 ]
 HEAVY = {"torch", "matplotlib"}
 

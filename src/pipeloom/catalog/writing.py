@@ -1,4 +1,4 @@
-"""A cluster -> the text of its file: what ``load_cluster`` reads, with comments, which say where constants come from."""
+"""A cluster -> the text of its file: what ``load_cluster`` reads, with comments that say where numbers come from."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +11,8 @@ DIGITS = 6
 """Significant digits of a number; a measurement has fewer."""
 WIDTH = 118
 """Columns of a comment."""
+UNBREAKABLE = "\N{NO-BREAK SPACE}"
+"""In a comment: a space at which no line ends."""
 
 _Line = tuple[str, Any]
 
@@ -92,7 +94,8 @@ def _lines(prefix: str, lines: Sequence[_Line], notes: dict[str, Sequence[str]])
 
 
 def _comment(lines: Sequence[str]) -> list[str]:
-    return [part for line in lines for part in wrap(line, WIDTH, initial_indent="# ", subsequent_indent="# ")]
+    parts = [part for line in lines for part in wrap(line, WIDTH, initial_indent="# ", subsequent_indent="# ")]
+    return [part.replace(UNBREAKABLE, " ") for part in parts]
 
 
 def _value(value: Any) -> str:

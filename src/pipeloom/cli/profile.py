@@ -25,7 +25,7 @@ class Options:
     device: Literal["cpu", "cuda"] | None = None
     """Where to compute. None: cuda where there is a CUDA device, else cpu."""
     processes: int | None = None
-    """How many compute and exchange messages. None: as many as cores or GPUs, at most 8. With 1, no link is measured."""
+    """How many compute and exchange messages. None: as many as cores or GPUs, at most 8. With 1, links are skipped."""
     budget_s: float = 40.0
     """Seconds for all measurements; each is repeated until its median is steady or its share of these is spent."""
     json: bool = False
@@ -89,6 +89,7 @@ def _print_table(cluster: Cluster, findings: "Findings") -> None:
     for row in _rows(cluster, findings):
         table.add_row(*row)
     Console().print(table)
+    print()
 
 
 def _row(what: str, value: str, timing: "Timing") -> tuple[str, str, str, str]:
@@ -141,8 +142,12 @@ def _size(size: float) -> str:
 
 
 def _print_end(path: Path, findings: "Findings") -> None:
+    from pipeloom.machine.describe import crowding
+
+    if crowding(findings):
+        print(f"busy       {crowding(findings)}")
     if findings.num_processes == 1:
-        print("\nlinks      not measured: they need two processes or more (--processes)")
+        print("links      not measured: they need two processes or more (--processes)")
     elif findings.inter is None:
-        print("\nbetween hosts nothing was measured: there is one (docs/clusters.md tells how to measure several)")
+        print("hosts      there is one, so nothing was measured between hosts; torchrun on several does that")
     print(f"cluster    {path}, in {findings.seconds:.0f} s\nuse it     pipeloom validate TABLE.csv --cluster {path}")

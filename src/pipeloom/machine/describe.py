@@ -2,12 +2,15 @@
 
 from datetime import date
 
+from pipeloom.catalog.writing import UNBREAKABLE
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.machine.datasheet import datasheet_peaks
 from pipeloom.machine.findings import Findings, Messages, Product, Timing, Traffic
 
 _CLEAR = 1.25
 """A product this many times as long as the fixed time of a kernel tells a rate; a shorter one is left out."""
+_FREE = 0.95
+"""Share of a core above which a process had it to itself."""
 
 
 def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
@@ -90,8 +93,8 @@ def _messages_note(found: Messages | None) -> list[str]:
     pairs = "one pair" if found.num_pairs == 1 else f"{found.num_pairs} pairs at once, the bandwidth is their sum"
     return [
         f"Half of there and back, {pairs}: {_points(found.points)}.",
-        "The line through these that has the least squares of relative errors; at a measured size it is off by up to "
-        + f"{found.worst_error:.0%}.",
+        "The line through these that has the least squares of relative errors.",
+        f"At a measured size it is off by up to {found.worst_error:.0%}.",
     ]
 
 
@@ -103,9 +106,20 @@ def _head(findings: Findings) -> dict[str, list[str]]:
             f"Measured by `pipeloom profile` on {date.today()}, in {findings.seconds:.0f} s.",
             f"Host: {where}; {host.software}.",
             f"Processes: {findings.num_processes}; they computed at the same time, and rank 0's times are told.",
+            *([crowding(findings)] if crowding(findings) else []),
             "Every value is the median of repeats; the percentage beside it is the distance between their quartiles.",
         ]
     }
+
+
+def crowding(findings: Findings) -> str:
+    """A sentence that warns of a machine that was not free, or nothing."""
+    if findings.host.kind != "cpu" or findings.core_share >= _FREE:
+        return ""
+    return (
+        f"While it computed, rank 0 had {findings.core_share:.0%} of a core: other programs were running, or there "
+        "were more processes than cores."
+    )
 
 
 def _device_notes(findings: Findings) -> dict[str, list[str]]:
@@ -126,7 +140,7 @@ def _device_notes(findings: Findings) -> dict[str, list[str]]:
         "device.launch_us": [f"{launched} a sum of 16 numbers, {_timing(findings.launch)}."],
         "device.kernel_us": [f"A product of two 8 x 8 matrices, {_timing(findings.kernel)}."],
         "device.matmul_gflop": [
-            "Products of square matrices. The fractions are without kernel_us; with it the products reached, in GFLOP/s:",
+            "Products of square matrices; the fractions are without kernel_us. With it they reached, in GFLOP/s:",
             *(f"{name}: {_products(findings, name)}." for name in product_rates(findings)),
         ],
     }
@@ -138,7 +152,7 @@ def _products(findings: Findings, precision: str) -> str:
 
 def _product(product: Product) -> str:
     width = round((product.flops / 2) ** (1 / 3))
-    return f"{width} wide {product.flops_per_s / 1e9:.4g} {_spread(product.timing)}"
+    return _together(f"{width} wide {product.flops_per_s / 1e9:.4g} {_spread(product.timing)}")
 
 
 def _collective_notes(findings: Findings) -> dict[str, list[str]]:
@@ -152,7 +166,12 @@ def _collective_notes(findings: Findings) -> dict[str, list[str]]:
 
 
 def _points(points: tuple[tuple[float, Timing], ...]) -> str:
-    return ", ".join(f"{size / 1024:,.0f} KiB {_timing(timing)}" for size, timing in points)
+    return ", ".join(_together(f"{size / 1024:,.0f} KiB {_timing(timing)}") for size, timing in points)
+
+
+def _together(text: str) -> str:
+    """A text that no line break parts."""
+    return text.replace(" ", UNBREAKABLE)
 
 
 def _traffic(traffic: Traffic) -> str:

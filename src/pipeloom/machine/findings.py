@@ -173,6 +173,8 @@ class Findings:
         host: where.
         num_processes: that computed at the same time, on all hosts together.
         per_host: of them on each host.
+        core_share: CPU time by time while rank 0 computed; below 1 where it had to share its core. Tells nothing on
+            CUDA.
         products: matrix products; every precision has the same sizes.
         too_slow: precisions that were left out, with the FLOP/s they reached.
         kernel: a product of tiny matrices.
@@ -188,6 +190,7 @@ class Findings:
     host: Host
     num_processes: int
     per_host: int
+    core_share: float
     products: tuple[Product, ...]
     too_slow: dict[str, float]
     kernel: Timing

@@ -121,6 +121,7 @@ def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str
     launch, kernel = measure_launch(watch), measure_kernel(watch)
     products, too_slow = measure_products(watch)
     copy, add = measure_traffic(watch, host.memory_bytes)
+    core_share = watch.core_share
     between = [(rank, per_host + rank) for rank in range(per_host)]
     intra = measure_messages(watch, [(0, 1)], "two processes") if per_host > 1 else None
     inter = measure_messages(watch, between, "two hosts") if world.size > per_host else None
@@ -131,6 +132,7 @@ def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str
         host=host,
         num_processes=world.size,
         per_host=per_host,
+        core_share=core_share,
         products=products,
         too_slow=too_slow,
         kernel=kernel,

@@ -44,6 +44,12 @@ class Stopwatch:
         self._left = count
         self._show = show
         self._end_s = time.perf_counter() + budget_s
+        self._cpu_s = self._wall_s = 0.0
+
+    @property
+    def core_share(self) -> float:
+        """CPU time of this process by time, in all samples so far."""
+        return self._cpu_s / self._wall_s if self._wall_s else 1.0
 
     def time(self, what: str, sample: Sample) -> Timing:
         """Measure; the result of rank 0 is the one that counts."""
@@ -56,7 +62,10 @@ class Stopwatch:
         runs = self.world.broadcast(min(MOST_RUNS, max(1, round(SAMPLE_S / max(sample(1), 1e-9)))), 0)
         times_s: list[float] = []
         while True:
+            cpu_s, wall_s = time.process_time(), time.perf_counter()
             times_s.append(sample(runs))
+            self._cpu_s += time.process_time() - cpu_s
+            self._wall_s += time.perf_counter() - wall_s
             is_spent = time.perf_counter() - begin_s > share_s
             if self.agree(len(times_s) >= 2 and (is_spent or _is_steady(times_s))):
                 return Timing.of(times_s)
