@@ -19,8 +19,10 @@ _PROBE = 1
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """Those to try: fp16 is for GPUs."""
-    return ("fp32", "bf16", "fp16") if device.type == "cuda" else ("fp32", "bf16")
+    """Those to try: fp16 on GPUs, bf16 but on GPUs that have no units for it."""
+    if device.type != "cuda":
+        return ("fp32", "bf16")
+    return ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported(including_emulation=False) else ("fp32", "fp16")
 
 
 def num_products(device: torch.device) -> int:
