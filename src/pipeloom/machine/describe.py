@@ -117,8 +117,8 @@ def crowding(findings: Findings) -> str:
     if findings.host.kind != "cpu" or findings.core_share >= _FREE:
         return ""
     return (
-        f"While it computed, rank 0 had {findings.core_share:.0%} of a core: other programs were running, or there "
-        "were more processes than cores."
+        f"While it computed, rank 0 had {findings.core_share:.0%} of a core: other programs or virtual machines were "
+        "running, or there were more processes than cores."
     )
 
 
