@@ -115,6 +115,7 @@ class WithCollectives:
 
     gather_s: float
     reduce_s: float
+    ignores_microbatch = True
 
     def seconds(self, action: Action) -> float:
         match action.kind:

@@ -20,6 +20,7 @@ class OddCosts:
     """Every action takes another number of seconds."""
 
     transfer_s: int = 0
+    ignores_microbatch = False
 
     def seconds(self, action: Action) -> float:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
@@ -186,6 +187,8 @@ def test_one_edge_moves_one_message_at_a_time():
 def test_a_gather_delays_the_compute_that_needs_it_and_a_reduction_delays_nothing():
     @dataclass(frozen=True)
     class Costs:
+        ignores_microbatch = True
+
         def seconds(self, action):
             return {"UNSHARD": 5, "REDUCE_GRAD": 50}.get(action.kind.value, 1)
 

@@ -3,15 +3,19 @@
 It does not matter whether the trace was simulated or measured.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import astuple, dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeloom.errors import UserError
-from pipeloom.schedule import Action, Schedule
+from pipeloom.schedule import Row, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS
-from pipeloom.schedule.depend import data_dependencies
-from pipeloom.trace import Span, Trace
+from pipeloom.schedule.depend import HOST_LANE
+from pipeloom.schedule.row import Ints
+from pipeloom.spans import Seconds, Spans
+from pipeloom.trace import Trace
 
 _CAUSES = ("imbalance_s", "exposed_p2p_s", "exposed_data_parallel_s", "host_s")
 _STARTUP = ("startup_s", "startup_s", "exposed_data_parallel_s", "startup_s")
@@ -70,83 +74,99 @@ def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...
     Raises:
         UserError: the trace is not one of the schedule.
     """
-    graph = schedule.graph
     spans = _match(schedule, trace)
-    rows: list[list[int]] = [[] for _ in schedule.rows]
-    reduced_s = [float("-inf")] * schedule.num_ranks
-    for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
-        if action.kind in COMPUTE_KINDS:
-            rows[rank].append(node)
-        elif action.kind in STAGE_KINDS:
-            reduced_s[rank] = max(reduced_s[rank], spans[node].end_s)
-    ends = {span.action: span.end_s for span in spans}
-    return tuple(
-        _account(
-            rank,
-            [(spans[node], _needs(node, schedule, spans, ends)) for node in row],
-            trace,
-            reduced_s[rank],
-        )
-        for rank, row in enumerate(rows)
-    )
+    needs = _Needs(schedule, spans)
+    return tuple(_account(rank, needs, trace) for rank in range(schedule.num_ranks))
 
 
-def _match(schedule: Schedule, trace: Trace) -> list[Span]:
-    """The span of each node; where an action recurs, in the order of time."""
-    graph = schedule.graph
-    found: dict[tuple[int, Action], deque[Span]] = defaultdict(deque)
-    for span in sorted(trace.spans, key=lambda span: span.start_s):
-        found[span.rank, span.action].append(span)
-    spans: list[Span] = []
-    for action, rank in zip(graph.actions, graph.ranks, strict=True):
-        if not found[rank, action]:
-            raise UserError(f"the trace is not one of this schedule: it lacks {action} on rank {rank}")
-        spans.append(found[rank, action].popleft())
-    left = [f"{action} on rank {rank}" for (rank, action), more in found.items() if more]
-    if left or trace.num_ranks != schedule.num_ranks:
-        what = left[0] if left else f"{trace.num_ranks} ranks"
+def _match(schedule: Schedule, trace: Trace) -> Spans:
+    """The span of each action, in row order; where an action recurs, in the order of time."""
+    facts, found = schedule.facts, trace.spans.take(~trace.spans.on(HOST_LANE.name))
+    columns, ranks = Row(*facts.columns[:4]), facts.ranks
+    if trace.num_ranks != schedule.num_ranks:
+        what = f"{trace.num_ranks} ranks"
         raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
-    return spans
+    if _is_same(columns, ranks, found.row, found.rank):
+        return found
+    wanted = np.lexsort((*columns.arrays, ranks))
+    present = np.lexsort((found.start_s, *found.row.arrays, found.rank))
+    if not _is_same(columns.take(wanted), ranks[wanted], found.row.take(present), found.rank[present]):
+        _refuse(schedule, found)
+    order = np.empty_like(wanted)
+    order[wanted] = present
+    return found.take(order)
 
 
-def _needs(node: int, schedule: Schedule, spans: Sequence[Span], ends: dict[Action, float]) -> tuple[float, ...]:
-    """When a compute action's tensor was computed on another rank, when it arrived, when the collectives were done."""
-    graph = schedule.graph
-    computed = arrived = collected = float("-inf")
-    for needed in graph.waits[node]:
-        action, end_s = graph.actions[needed], spans[needed].end_s
-        if action.kind in STAGE_KINDS:
-            collected = max(collected, end_s)
-        elif action.kind in RECEIVE_KINDS:
-            (send,) = data_dependencies(action, schedule)
-            (producer,) = data_dependencies(send, schedule)
-            computed, arrived = max(computed, ends[producer]), max(arrived, end_s)
-        elif graph.ranks[needed] != graph.ranks[node]:
-            computed, arrived = max(computed, end_s), max(arrived, end_s)
-    return computed, arrived, collected
+def _is_same(row: Row, ranks: Ints, other_row: Row, other_ranks: Ints) -> bool:
+    return np.array_equal(ranks, other_ranks) and row == other_row
 
 
-def _account(rank: int, row: Sequence[tuple[Span, Sequence[float]]], trace: Trace, reduced_s: float) -> BubbleAccount:
-    parts: dict[str, float] = defaultdict(float)
-    now = trace.start_s
-    for number, (span, needs) in enumerate(row):
-        if span.start_s < now or span.end_s < span.start_s:
-            raise UserError(f"the trace is not one of this schedule: on rank {rank}, {span.action} begins too early")
-        causes = _STARTUP if number == 0 else _CAUSES
-        for cause, seconds in zip(causes, _cut(now, span.start_s, needs), strict=True):
-            parts[cause] += seconds
-        parts["compute_s"] += span.end_s - span.start_s
-        now = span.end_s
-    exposed, drain = _cut(now, trace.end_s, [reduced_s])
-    parts["exposed_data_parallel_s"] += exposed
-    return BubbleAccount(**parts, drain_s=drain)
+def _refuse(schedule: Schedule, found: Spans) -> None:
+    """Say what one has and the other lacks.
+
+    Raises:
+        UserError: always.
+    """
+    wanted = [(action, rank) for rank, _, action in schedule.actions()]
+    present = [(span.action, span.rank) for span in found]
+    for action, rank in Counter(wanted) - Counter(present):
+        raise UserError(f"the trace is not one of this schedule: it lacks {action} on rank {rank}")
+    for action, rank in Counter(present) - Counter(wanted):
+        what = f"{action} on rank {rank}"
+        raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
 
 
-def _cut(begin: float, end: float, points: Sequence[float]) -> list[float]:
-    """Lengths into which the points cut a stretch of time, each beginning where the one before ended; then the rest."""
-    lengths: list[float] = []
+class _Needs:
+    """For each action when its tensor was computed on another rank, when it arrived, when collectives were done."""
+
+    def __init__(self, schedule: Schedule, spans: Spans) -> None:
+        self.spans, self.first = spans, schedule.facts.columns.first
+        self.computes = spans.row.is_kind(*COMPUTE_KINDS)
+        self.collects = spans.row.is_kind(*STAGE_KINDS)
+        waits, ends = schedule.graph.waits, spans.end_s
+        is_receive = spans.row.is_kind(*RECEIVE_KINDS)
+        self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
+        for needed in waits.T:
+            exists = needed >= 0
+            is_taken = exists & is_receive[needed]
+            is_elsewhere = exists & ~is_taken & (spans.rank[needed] != spans.rank)
+            producer = waits[waits[needed, 0], 0]  # of the send of the receive
+            _raise(self.collected, exists & self.collects[needed], ends[needed])
+            _raise(self.computed, is_taken, ends[producer])
+            _raise(self.computed, is_elsewhere, ends[needed])
+            _raise(self.arrived, is_taken | is_elsewhere, ends[needed])
+
+
+def _raise(values: Seconds, where: NDArray[np.bool_], to: Seconds) -> None:
+    values[where] = np.maximum(values[where], to[where])
+
+
+def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
+    own = slice(int(needs.first[rank]), int(needs.first[rank + 1]))
+    index = np.flatnonzero(needs.computes[own]) + own.start
+    starts, ends = needs.spans.start_s[index], needs.spans.end_s[index]
+    begins = np.concatenate([[trace.start_s], ends])
+    early = np.flatnonzero((starts < begins[:-1]) | (ends < starts))
+    if early.size:
+        action = needs.spans.row[int(index[early[0]])]
+        raise UserError(f"the trace is not one of this schedule: on rank {rank}, {action} begins too early")
+    gaps = _cut(begins[:-1], starts, [array[index] for array in (needs.computed, needs.arrived, needs.collected)])
+    parts = dict.fromkeys(BubbleAccount.__dataclass_fields__, 0.0)
+    parts["compute_s"] = float((ends - starts).sum())
+    for startup, cause, lengths in zip(_STARTUP, _CAUSES, gaps, strict=True):
+        parts[startup] += float(lengths[:1].sum())
+        parts[cause] += float(lengths[1:].sum())
+    reduced = needs.spans.end_s[own][needs.collects[own]].max(initial=-np.inf)
+    exposed, drain = _cut(begins[-1:], np.array([trace.end_s]), [np.array([reduced])])
+    parts["exposed_data_parallel_s"] += float(exposed[0])
+    return BubbleAccount(**parts | {"drain_s": float(drain[0])})
+
+
+def _cut(begin: Seconds, end: Seconds, points: list[Seconds]) -> list[Seconds]:
+    """Lengths into which the points cut stretches of time, each beginning where the one before ended; then the rest."""
+    lengths: list[Seconds] = []
     for point in points:
-        reached = min(max(point, begin), end)
+        reached = np.minimum(np.maximum(point, begin), end)
         lengths.append(reached - begin)
         begin = reached
     return [*lengths, end - begin]

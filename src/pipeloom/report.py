@@ -1,12 +1,14 @@
 """Numbers from a trace. It does not matter whether the trace was simulated or measured."""
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeloom.schedule.action import Kind
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane
-from pipeloom.trace import Span, Trace
+from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane
+from pipeloom.spans import Seconds, Spans
+from pipeloom.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,19 @@ def summarize(trace: Trace) -> Summary:
     (P - 1) / (M V) for every looped order (arXiv 2104.04473, section 2.2; arXiv 2211.05953, section 3).
     """
     makespan = trace.end_s - trace.start_s
-    busy = [sum(s.end_s - s.start_s for s in trace.compute(rank)) for rank in range(trace.num_ranks)]
-    total, ideal = makespan * trace.num_ranks, sum(busy)
-    final: dict[int, float] = defaultdict(float)
-    for span in trace.spans:
-        if span.action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            stage = span.action.stage
-            final[stage] = max(final[stage], span.end_s - trace.start_s)
+    compute = trace.compute()
+    busy = np.bincount(compute.rank, compute.duration_s, trace.num_ranks)
+    total, ideal = makespan * trace.num_ranks, float(busy.sum())
+    adds = compute.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    stages = compute.row.stage[adds]
+    final = np.full(stages.max(initial=-1) + 1, -np.inf)
+    np.maximum.at(final, stages, compute.end_s[adds] - trace.start_s)
     return Summary(
         makespan_s=makespan,
-        busy_s=tuple(busy),
+        busy_s=tuple(busy.tolist()),
         bubble_overhead=(total - ideal) / ideal if ideal else 0.0,
         bubble_fraction=(total - ideal) / total if total else 0.0,
-        gradients_final_s=dict(sorted(final.items())),
+        gradients_final_s={stage: float(final[stage]) for stage in np.flatnonzero(np.isfinite(final)).tolist()},
     )
 
 
@@ -78,18 +80,17 @@ class LaneUse:
 
 def communication(trace: Trace) -> list[LaneUse]:
     """Every lane of communication of every rank: how long it was busy, and how much of that compute hid."""
-    by_lane: dict[tuple[int, Lane], list[Span]] = defaultdict(list)
-    for span in trace.spans:
-        by_lane[span.rank, span.lane].append(span)
+    spans = trace.spans
     uses: list[LaneUse] = []
     for rank in range(trace.num_ranks):
-        computing = _union(by_lane[rank, COMPUTE_LANE])
+        computing = _union(trace.compute(rank))
         for lane in trace.lanes(rank):
-            if lane == COMPUTE_LANE:
+            if lane in (COMPUTE_LANE, HOST_LANE):
                 continue
-            spans = by_lane[rank, lane]
-            busy = _union(spans)
-            uses.append(LaneUse(rank, lane, len(spans), _length(busy), _length(_common(busy, computing))))
+            here = spans.take(spans.by_lane[rank, lane])
+            begins, ends = _union(here)
+            hidden = _covered(computing, ends) - _covered(computing, begins)
+            uses.append(LaneUse(rank, lane, len(here), float((ends - begins).sum()), float(hidden.sum())))
     return uses
 
 
@@ -103,55 +104,49 @@ def stage_inputs(trace: Trace) -> list[list[tuple[float, float]]]:
         For each rank (seconds from the start of the step, inputs held from then on), in ascending order, from
         (0, 0) if nothing is held there; each point differs from the one before.
     """
-    slices = 1 + max((span.action.slice for span in trace.spans), default=0)
+    slices = 1 + int(trace.spans.row.slice.max(initial=0))
     return [_held(trace.compute(rank), trace.start_s, slices) for rank in range(trace.num_ranks)]
 
 
-def _held(spans: Iterable[Span], origin_s: float, slices: int) -> list[tuple[float, float]]:
-    begins = {span.action[1:]: span for span in spans if span.action.kind is Kind.FORWARD}
-    ends = {part: span.end_s for part, span in begins.items()}
-    done = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    ends |= {span.action[1:]: span.end_s for span in spans if span.action.kind in done}
-    changes: dict[float, int] = defaultdict(int)
-    for part, span in begins.items():
-        changes[span.start_s] += 1
-        changes[ends[part]] -= 1
-    points, held = [(0.0, 0.0)], 0
-    for time_s, change in sorted(changes.items()):
-        held += change
-        point = (time_s - origin_s, held / slices)
-        if point[0] == points[-1][0]:
-            points[-1] = point
-        elif point[1] != points[-1][1]:
-            points.append(point)
+def _held(spans: Spans, origin_s: float, slices: int) -> list[tuple[float, float]]:
+    forwards = spans.take(spans.row.is_kind(Kind.FORWARD))
+    dones = spans.take(spans.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
+    returns = np.isin(_parts(forwards), _parts(dones))
+    begins, ends = forwards.start_s, np.concatenate([forwards.end_s[~returns], dones.end_s])
+    times, where = np.unique(np.concatenate([begins, ends]) - origin_s, return_inverse=True)
+    change = np.bincount(where, np.repeat([1.0, -1.0], [len(begins), len(ends)]), len(times))
+    points = [(0.0, 0.0)]
+    for time_s, held in zip(times.tolist(), (np.cumsum(change) / slices).tolist(), strict=True):
+        if time_s == points[-1][0]:
+            points[-1] = (time_s, held)
+        elif held != points[-1][1]:
+            points.append((time_s, held))
     return points
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The stretches of time that the spans cover, disjoint and ascending."""
-    stretches: list[tuple[float, float]] = []
-    for begin, end in sorted((span.start_s, span.end_s) for span in spans):
-        if stretches and begin <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
-        else:
-            stretches.append((begin, end))
-    return stretches
+def _parts(spans: Spans) -> NDArray[np.int64]:
+    """A number for each (stage, micro-batch, slice)."""
+    _, stage, microbatch, part = (array.astype(np.int64) for array in spans.row.arrays)
+    return (stage << 42) + (microbatch << 12) + part
 
 
-def _common(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What two disjoint, ascending lists of stretches share."""
-    common: list[tuple[float, float]] = []
-    i = j = 0
-    while i < len(ours) and j < len(theirs):
-        begin, end = max(ours[i][0], theirs[j][0]), min(ours[i][1], theirs[j][1])
-        if begin < end:
-            common.append((begin, end))
-        if ours[i][1] < theirs[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+Stretches = tuple[Seconds, Seconds]
+"""Begins and ends of stretches of time, disjoint and ascending."""
 
 
-def _length(stretches: Iterable[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in stretches)
+def _union(spans: Spans) -> Stretches:
+    """The stretches of time that the spans cover."""
+    order = np.argsort(spans.start_s, kind="stable")
+    begins, ends = spans.start_s[order], np.maximum.accumulate(spans.end_s[order])
+    is_first = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(begins)]
+    return begins[is_first], ends[np.append(is_first[1:], True)[: len(begins)]]
+
+
+def _covered(stretches: Stretches, times: Seconds) -> Seconds:
+    """How much of the stretches lies before each time."""
+    begins, ends = stretches
+    if not len(begins):
+        return np.zeros_like(times)
+    done = np.concatenate([[0.0], np.cumsum(ends - begins)])
+    edges = np.stack([begins, ends], axis=1).reshape(-1)
+    return np.interp(times, edges, np.repeat(done, 2)[1:-1])

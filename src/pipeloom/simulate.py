@@ -1,15 +1,23 @@
 """Schedule + costs -> trace: the schedule, run on a clock of costs."""
 
-import heapq
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeloom.cost.costs import Costs
-from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.depend import Graph, lane_of
-from pipeloom.trace import Span, Trace
+from pipeloom.errors import UserError
+from pipeloom.schedule import Action, Row, Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS
+from pipeloom.schedule.compiled import kernel
+from pipeloom.schedule.depend import HOST_LANE
+from pipeloom.schedule.facts import Facts
+from pipeloom.schedule.graph import Graph, Seconds
+from pipeloom.schedule.kernels.walk import walk, walk_sharing
+from pipeloom.schedule.row import KINDS
+from pipeloom.trace import Spans, Trace
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class Sharing:
     from the costs are those it takes alone.
 
     Attributes:
-        resource_of: (action, rank) -> the resource that the action draws on, or ``None``.
+        resource_of: (action, rank) -> the resource that the action draws on, or ``None``; the same for all
+            micro-batches.
         capacity: resource -> actions that it serves at full speed.
     """
 
@@ -28,7 +37,30 @@ class Sharing:
     capacity: Mapping[Any, float]
 
 
-def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None) -> Trace:
+@dataclass(frozen=True)
+class Host:
+    """The processor of each rank, which launches the rank's actions one after the other, in the order of its row.
+
+    Attributes:
+        launch_s: action -> seconds of the host; the same for all micro-batches. The action starts no earlier than their
+            end.
+        run_ahead: most compute actions of a rank that are launched and have not ended; the host waits for one of them
+            before it launches anything more. ``None`` for no limit.
+
+    Raises:
+        UserError: ``run_ahead`` is below 1.
+    """
+
+    launch_s: Callable[[Action], float]
+    run_ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a host that may launch nothing."""
+        if self.run_ahead is not None and self.run_ahead < 1:
+            raise UserError(f"run_ahead must be at least 1, found {self.run_ahead}")
+
+
+def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
     """Run a schedule on a clock.
 
     An action starts when everything it waits for has ended: the actions whose results it uses, the action
@@ -39,85 +71,95 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None) -
         schedule: at any level. Without communication, tensors arrive at once.
         costs: seconds of each action.
         sharing: resources that slow actions down when several draw on them; ``None`` if there are none.
+        host: what launches the actions; ``None`` if that takes no time.
 
     Returns:
-        A trace that begins at 0, spans in row order.
+        A trace that begins at 0, spans in row order. With ``host``, behind them a span of the host's lane for each
+        action, in the same order.
+
+    Raises:
+        UserError: both ``sharing`` and ``host`` are given.
     """
-    graph = schedule.graph
-    seconds = [costs.seconds(action) for action in graph.actions]
-    starts, ends = _walk(graph, seconds) if sharing is None else _Clock(graph, seconds, sharing).run()
-    spans = [
-        Span(action, rank, lane_of(action, schedule.placement), start, end)
-        for action, rank, start, end in zip(graph.actions, graph.ranks, starts, ends, strict=True)
-    ]
-    return Trace(tuple(spans), schedule.num_ranks)
+    facts, graph = schedule.facts, schedule.graph
+    seconds = _seconds(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
+    if sharing is not None and host is not None:
+        raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
+    row, rank, lane = Row(*facts.columns[:4]), facts.ranks, facts.lane
+    if host is not None:
+        starts, ends = _times_launched(graph, seconds, host)
+        row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(len(facts.lanes))])
+    elif sharing is not None:
+        starts, ends = _times_sharing(graph, seconds, sharing)
+    else:
+        starts, ends = graph.times(seconds)
+    every = [*(lane for _, lane in facts.lanes), *([HOST_LANE] * schedule.num_ranks)]
+    lanes = tuple(dict.fromkeys(every))
+    number = np.array([lanes.index(one) for one in every], np.int32)
+    return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
 
 
-def _walk(graph: Graph, seconds: list[float]) -> tuple[list[float], list[float]]:
-    """Starts and ends where nothing is shared: every start is the latest of some ends, found in one walk."""
-    starts = [0.0] * len(seconds)
-    ends = [0.0] * len(seconds)
-    for node in graph.order:
-        starts[node] = max((ends[needed] for needed in graph.waits[node]), default=0.0)
-        ends[node] = starts[node] + seconds[node]
-    return starts, ends
+def _seconds(facts: Facts, seconds_of: Callable[[Action], float], *, ignores_microbatch: bool = True) -> Seconds:
+    """Seconds of every action."""
+    if not ignores_microbatch:
+        return np.array([seconds_of(action) for row in facts.rows for action in row], np.float64)
+    kind, stage, _, part = facts.columns[:4]
+    table = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]))
+    for where in np.argwhere(_occurs(facts, table.shape)).tolist():
+        table[tuple(where)] = seconds_of(_example(*where))
+    return table[kind, stage, part]
 
 
-class _Clock:
-    """Discrete events: the next action that ends, at the speed that the shared resources allow until then.
+def _occurs(facts: Facts, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """[kind, stage, slice] whether the schedule has such an action."""
+    kind, stage, _, part = facts.columns[:4]
+    occurs = np.zeros(shape, np.bool_)
+    occurs[kind, stage, part] = True
+    return occurs
 
-    Actions on one resource progress alike, so each resource keeps its own time, the work that it has done
-    for each of its actions; an action ends when that has grown by its seconds.
+
+def _example(code: int, stage: int, part: int) -> Action:
+    kind = KINDS[code]
+    return Action(kind, stage, None if kind in STAGE_KINDS else 0, part)
+
+
+def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:
+    """Starts and ends of the actions, then of their launches.
+
+    A launch is a node like any other: it waits for the launch before it in the row and, where the host must not run
+    ahead any more, for the compute action ``run_ahead`` places before; the action waits for its launch.
     """
+    facts, size = graph.facts, graph.num_nodes
+    nodes, first = np.arange(size), facts.columns.first
+    waits = np.full((2 * size, graph.waits.shape[1] + 1), -1, np.int32)
+    waits[:size, :-1], waits[:size, -1] = graph.waits, nodes + size
+    waits[size:, 0] = np.where(nodes > first[facts.ranks], nodes + size - 1, -1)
+    if host.run_ahead is not None:
+        waits[size:, 1] = _throttled_by(facts, host.run_ahead)
+    lane = np.concatenate([facts.lane, facts.ranks + np.int32(len(facts.lanes))])
+    both = np.concatenate([seconds, _seconds(facts, host.launch_s)])
+    return kernel(walk, 2 * size)(waits, lane, len(facts.lanes) + facts.placement.num_ranks, both)
 
-    def __init__(self, graph: Graph, seconds: list[float], sharing: Sharing) -> None:
-        self._graph = graph
-        self._seconds = seconds
-        self._sharing = sharing
-        self._resource = [sharing.resource_of(a, r) for a, r in zip(graph.actions, graph.ranks, strict=True)]
-        self._starts = [0.0] * len(seconds)
-        self._ends = [0.0] * len(seconds)
-        self._num_open = [len(nodes) for nodes in graph.waits]
-        self._now = 0.0
-        self._work: dict[Hashable, float] = defaultdict(float)
-        self._running: dict[Hashable, list[tuple[float, int]]] = defaultdict(list)  # heaps of (work at the end, node)
 
-    def run(self) -> tuple[list[float], list[float]]:
-        """Starts and ends of all nodes."""
-        followers = self._graph.followers
-        for node, num_open in enumerate(self._num_open):
-            if num_open == 0:
-                self._start(node)
-        while any(self._running.values()):
-            node = self._advance()
-            self._ends[node] = self._now
-            for follower in followers[node]:
-                self._num_open[follower] -= 1
-                if self._num_open[follower] == 0:
-                    self._start(follower)
-        return self._starts, self._ends
+def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
+    """For each action the compute action of its rank that has to end before it is launched; -1 for none."""
+    is_compute = Row(*facts.columns[:4]).is_kind(*COMPUTE_KINDS)
+    computes = np.append(np.flatnonzero(is_compute), -1)
+    num_before = np.cumsum(is_compute) - is_compute
+    own = num_before - num_before[facts.columns.first[facts.ranks]]
+    return computes[np.where(own >= run_ahead, num_before - run_ahead, -1)]
 
-    def _start(self, node: int) -> None:
-        resource = self._resource[node]
-        self._starts[node] = self._now
-        heapq.heappush(self._running[resource], (self._work[resource] + self._seconds[node], node))
 
-    def _advance(self) -> int:
-        """Move the time on to the next end; the node that ends then. Ties go to the smaller node."""
-        candidates = [
-            (self._now + (heap[0][0] - self._work[resource]) / self._speed(resource), heap[0][1], resource)
-            for resource, heap in self._running.items()
-            if heap
-        ]
-        end_s, node, first = min(candidates, key=lambda candidate: candidate[:2])
-        for resource, heap in self._running.items():
-            if heap:
-                self._work[resource] += (end_s - self._now) * self._speed(resource)
-        self._work[first] = heapq.heappop(self._running[first])[0]
-        self._now = end_s
-        return node
-
-    def _speed(self, resource: Hashable) -> float:
-        if resource is None:
-            return 1.0
-        return min(1.0, self._sharing.capacity[resource] / len(self._running[resource]))
+def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Seconds, Seconds]:
+    """Starts and ends where actions slow each other down."""
+    facts = graph.facts
+    kind, stage = facts.columns[:2]
+    resources: dict[Hashable, int] = {None: 0}
+    table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
+    for code, place in np.argwhere(_occurs(facts, (*table.shape, facts.shape[2])).any(axis=2)).tolist():
+        resource = sharing.resource_of(_example(code, place, 0), int(facts.owner[place]))
+        table[code, place] = resources.setdefault(resource, len(resources))
+    capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
+    begin, followers = graph.followers
+    num_open = (graph.waits >= 0).sum(axis=1)
+    walk = kernel(walk_sharing, graph.num_nodes)
+    return walk(num_open, begin, followers, table[kind, stage], np.array(capacity, np.float64), seconds)

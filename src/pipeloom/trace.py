@@ -6,29 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_receive, matching_send
+from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS
+from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send
+from pipeloom.spans import Span, Spans
 
-
-class Span(NamedTuple):
-    """One action as it happened.
-
-    Attributes:
-        action: what was done.
-        rank: the pipeline rank that did it.
-        lane: the lane that it kept busy.
-        start_s, end_s: seconds on a clock that all ranks of the trace share.
-    """
-
-    action: Action
-    rank: int
-    lane: Lane
-    start_s: float
-    end_s: float
+__all__ = ["Span", "Spans", "Trace", "from_chrome", "merge", "to_chrome"]
 
 
 @dataclass(frozen=True)
@@ -36,30 +22,36 @@ class Trace:
     """All spans of one step.
 
     Attributes:
-        spans: in any order.
+        spans: in any order; any sequence of ``Span`` becomes ``Spans``.
         num_ranks: pipeline ranks, also those without a span.
     """
 
-    spans: tuple[Span, ...]
+    spans: Spans
     num_ranks: int
+
+    def __post_init__(self) -> None:
+        """Hold the spans in arrays."""
+        object.__setattr__(self, "spans", Spans.of(self.spans))
 
     @cached_property
     def start_s(self) -> float:
         """When the first action began."""
-        return min((span.start_s for span in self.spans), default=0.0)
+        return float(self.spans.start_s.min()) if len(self.spans) else 0.0
 
     @cached_property
     def end_s(self) -> float:
         """When the last action ended."""
-        return max((span.end_s for span in self.spans), default=0.0)
+        return float(self.spans.end_s.max()) if len(self.spans) else 0.0
 
-    def compute(self, rank: int | None = None) -> list[Span]:
+    def compute(self, rank: int | None = None) -> Spans:
         """Spans of compute actions, of one rank or of all."""
-        return [s for s in self.spans if s.action.kind in COMPUTE_KINDS and rank in (None, s.rank)]
+        if rank is None:
+            return self.spans.take(self.spans.on(COMPUTE_LANE.name))
+        return self.spans.take(self.spans.by_lane.get((rank, COMPUTE_LANE), slice(0)))
 
     def lanes(self, rank: int) -> list[Lane]:
         """Lanes that a rank used, compute first."""
-        used = {span.lane for span in self.spans if span.rank == rank}
+        used = [lane for owner, lane in self.spans.by_lane if owner == rank]
         return sorted(used, key=lambda lane: (lane != COMPUTE_LANE, lane.name, lane.peer or 0))
 
 
@@ -82,7 +74,7 @@ def merge(traces: Iterable[Trace]) -> Trace:
         spans[place_of[send.action]] = send._replace(start_s=begin_s, end_s=max(begin_s, send.end_s))
         spans[arrival] = receive._replace(start_s=min(max(begin_s, receive.start_s), receive.end_s))
         free_s[edge] = receive.end_s
-    return Trace(tuple(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
+    return Trace(Spans.of(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:
@@ -138,9 +130,9 @@ def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
 
 
 def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, Any]]:
-    sends = {span.action: span for span in trace.spans}
+    sends = {span.action: span for span in trace.spans if span.action.kind in SEND_KINDS and span.lane != HOST_LANE}
     events: list[dict[str, Any]] = []
-    receives = [span for span in trace.spans if span.action.kind in RECEIVE_KINDS]
+    receives = [s for s in trace.spans if s.action.kind in RECEIVE_KINDS and s.lane != HOST_LANE]
     for number, receive in enumerate(receives):
         send = sends.get(matching_send(receive.action))
         if send is None:
@@ -180,7 +172,7 @@ def from_chrome(text: str) -> Trace:
     if ranks != set(range(len(ranks))) or any(span.rank not in ranks for span in spans):
         found = ", ".join(map(str, sorted(ranks))) or "none"
         raise UserError(f"this is no trace of pipeloom's: expected a process for every rank from 0 on, found {found}")
-    return Trace(tuple(spans), len(ranks))
+    return Trace(Spans.of(spans), len(ranks))
 
 
 def _events(text: str) -> list[Any]:

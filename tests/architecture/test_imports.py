@@ -31,6 +31,8 @@ LIGHT = [
     "pipeloom.cli.simulate_text",
     "pipeloom.cli.validate",
     "pipeloom.cli.report",
+    "pipeloom.catalog.writing",
+    "pipeloom.cli.profile",
 ]
 HEAVY = {"torch", "matplotlib"}
 

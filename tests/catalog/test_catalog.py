@@ -10,6 +10,8 @@ from pipeloom.errors import ConfigError, UserError
 
 CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "nanotron-h100-efa"]
 
+MEASURED = ["laptop"]
+
 
 def test_the_promised_clusters_are_there():
     assert set(CLUSTERS) <= set(names("clusters"))
@@ -21,8 +23,8 @@ def test_a_cluster_loads_and_is_plausible(name):
     sizes, fractions = zip(*cluster.device.matmul_curve, strict=True)
     assert cluster.name == name
     assert list(sizes) == sorted(sizes)
-    assert list(fractions) == sorted(fractions)
-    assert fractions[-1] <= 1
+    assert list(fractions) == sorted(fractions) or name in MEASURED  # what was measured may dip
+    assert max(fractions) <= 1
     assert cluster.device.memory_bytes_per_s > cluster.intra.bytes_per_s
     assert all(0 < seconds < 1e-3 for seconds in (cluster.device.launch_s, cluster.device.kernel_s))
 
@@ -55,6 +57,76 @@ def test_units_are_converted_at_the_door():
     assert a100.intra.bytes_per_s == 300e9
     assert a100.intra.latency_s == pytest.approx(10e-6)
     assert a100.device.matmul_curve[0][0] == 1e9
+
+
+FILE = """
+name = "measured"
+devices_per_node = 4
+
+[device]
+name = "core"
+peak_tflop_per_s = { fp32 = 0.1, bf16 = 0.2 }
+memory_gb = 4
+memory_gb_per_s = 20
+launch_us = 3
+kernel_us = 1
+matmul_gflop = [0.001, 0.1]
+matmul_fraction = [0.5, 1]
+matmul_fraction_of = { bf16 = [0.1, 0.9] }
+
+[intra]
+latency_us = 50
+gb_per_s = 3
+
+[inter]
+latency_us = 50
+gb_per_s = 3
+
+[[collectives]]
+ranks = 2
+message_bytes = [4096, 1048576]
+all_reduce_gb_per_s = [0.01, 1]
+
+[[collectives]]
+ranks = 4
+message_bytes = [4096]
+all_reduce_gb_per_s = [0.02]
+all_gather_gb_per_s = [0.03]
+"""
+
+
+def test_measured_curves_are_read_by_collective_and_by_precision(tmp_path):
+    file = tmp_path / "measured.toml"
+    file.write_text(FILE)
+    cluster = load_cluster(str(file))
+    assert cluster.device.matmul_curves == {"bf16": ((1e6, 0.1), (1e8, 0.9))}
+    assert [curve.ranks for curve in cluster.collective_curves["all_reduce"]] == [2, 4]
+    assert cluster.collective_curves["all_reduce"][0].points == ((4096, 1e7), (1048576, 1e9))
+    assert cluster.collective_curves["all_gather"][0].points == ((4096, pytest.approx(3e7)),)
+    assert "reduce_scatter" not in cluster.collective_curves
+
+
+def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
+    file = tmp_path / "wrong.toml"
+    text = FILE.replace("[4096, 1048576]", "[4096, 4096]").replace("[0.1, 0.9]", "[0.1]").replace("[0.02]", "[0.02, 1]")
+    file.write_text(text.replace("[0.03]", "[]"))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    assert caught.value.problems == (
+        "bf16 must have one number for each of matmul_gflop, 2, found 1",
+        "message_bytes must rise, found [4096, 4096]",
+        "all_reduce_gb_per_s must have one number for each of message_bytes, 1, found 2",
+        "all_gather_gb_per_s must be a list of numbers above 0, found []",
+    )
+
+
+def test_collectives_that_are_no_list_of_tables_are_refused(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(
+        FILE.partition("[[collectives]]")[0].replace("devices_per_node", "collectives = 3\ndevices_per_node")
+    )
+    with pytest.raises(ConfigError, match="collectives must be a list of tables, found 3"):
+        load_cluster(str(file))
 
 
 def test_a_name_that_is_close_is_suggested():

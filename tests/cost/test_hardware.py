@@ -1,9 +1,12 @@
 """Seconds of products, memory traffic and collectives."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cost.hardware import Group, interpolate
+from pipeloom.cost.hardware import CollectiveCurve, Group, bus_bytes, interpolate
+from pipeloom.errors import UserError
 
 A100 = load_cluster("dgx-a100")
 NANOTRON = load_cluster("nanotron-h100-efa")
@@ -45,3 +48,51 @@ def test_a_group_over_nodes_gets_its_share_of_the_network():
 def test_measured_curves_replace_the_links():
     assert NANOTRON.bus_bytes_per_s("all_reduce", Group.strided(32, 1, 8)) == pytest.approx(160e9)
     assert NANOTRON.bus_bytes_per_s("all_gather", Group.strided(8, 1, 8)) == pytest.approx(250e9)
+
+
+def test_a_precision_may_have_its_own_curve():
+    device = replace(A100.device, matmul_curves={"fp32": ((1e9, 1.0),)})
+    assert device.matmul_s(19.5e12, 0, "fp32") == pytest.approx(1 + device.kernel_s)
+    assert device.matmul_s(1e12, 0, "bf16") == A100.device.matmul_s(1e12, 0, "bf16")
+
+
+def test_a_precision_that_the_device_lacks_is_told():
+    with pytest.raises(UserError, match="'a100-sxm-80gb' has no peak for fp8; its file has bf16, fp16, fp32"):
+        A100.device.matmul_s(1e9, 0, "fp8")
+
+
+NODE = Group(8, 8, 1)
+POINTS = ((1e3, 1e7), (1e5, 1e9), (1e7, 1e11))
+CURVE = CollectiveCurve(ranks=8, points=POINTS)
+MEASURED = replace(A100, collective_curves={"all_gather": (CURVE,)})
+
+
+def test_a_measured_size_takes_the_measured_time():
+    for size, rate in POINTS:
+        assert MEASURED.collective_s("all_gather", size, NODE) == pytest.approx(7 / 8 * size / rate)
+        assert MEASURED.collective_s("all_gather", size, NODE, 0.5) == pytest.approx(2 * 7 / 8 * size / rate)
+
+
+def test_sizes_that_were_not_measured_lie_between_and_beyond():
+    latency_s, bandwidth = 1e-4, 1e9
+    sizes = (1e3, 1e5, 1e6)
+    points = tuple((x, bus_bytes("all_reduce", x, 4) / (latency_s + x / bandwidth)) for x in sizes)
+    curve = CollectiveCurve(ranks=4, points=points)
+    assert curve.seconds("all_reduce", 5e4, 4) == pytest.approx(latency_s + 5e4 / bandwidth)
+    assert curve.seconds("all_reduce", 1, 4) == curve.seconds("all_reduce", 1e3, 4)
+    assert curve.seconds("all_reduce", 1e8, 4) == pytest.approx(100 * curve.seconds("all_reduce", 1e6, 4))
+
+
+def test_the_curve_of_the_closest_number_of_ranks_is_taken():
+    slow, fast = (CollectiveCurve(ranks=ranks, points=((1e3, rate),)) for ranks, rate in ((2, 1e6), (8, 1e9)))
+    cluster = replace(A100, collective_curves={"all_reduce": (slow, fast)})
+    for ranks, rate in ((2, 1e6), (3, 1e6), (4, 1e9), (6, 1e9), (8, 1e9)):
+        expected = bus_bytes("all_reduce", 1e6, ranks) / rate
+        assert cluster.collective_s("all_reduce", 1e6, Group(ranks, 8, 1)) == pytest.approx(expected)
+
+
+def test_measured_curves_change_nothing_between_nodes_and_for_other_collectives():
+    over = Group.strided(16, 1, 8)
+    assert MEASURED.collective_s("all_gather", 1e6, over) == A100.collective_s("all_gather", 1e6, over)
+    assert MEASURED.collective_s("all_reduce", 1e6, NODE) == A100.collective_s("all_reduce", 1e6, NODE)
+    assert MEASURED.collective_s("all_gather", 1e6, Group(1, 1, 1)) == 0

@@ -4,12 +4,13 @@ Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values h
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from pipeloom.catalog.reading import Reader, names, read_toml
-from pipeloom.cost.hardware import Cluster, Collective, Device, Link
+from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.shape import Mlp, ModelShape
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import UserError
@@ -34,6 +35,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
+        collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
     )
     reader.check(lambda: {"source"})
@@ -42,15 +44,16 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 def _device(reader: Reader) -> Device:
     peaks = reader.table("peak_tflop_per_s")
-    sizes, fractions = reader.numbers("matmul_gflop", scale=GIGA), reader.numbers("matmul_fraction")
+    own = reader.table("matmul_fraction_of", is_optional=True)
     return Device(
         name=reader.text("name"),
         peak_flops_per_s={key: peaks.number(key, scale=1e12) for key in peaks.names()},
-        matmul_curve=tuple(zip(sizes, fractions, strict=False)),
+        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=GIGA),
         kernel_s=reader.number("kernel_us", scale=MICRO),
         memory_bytes=reader.number("memory_gb", scale=GIGA),
         memory_bytes_per_s=reader.number("memory_gb_per_s", scale=GIGA),
         launch_s=reader.number("launch_us", scale=MICRO),
+        matmul_curves={key: reader.curve("matmul_gflop", key, x_scale=GIGA, within=own) for key in own.names()},
     )
 
 
@@ -61,14 +64,22 @@ def _link(reader: Reader) -> Link:
     )
 
 
-def _bus(reader: Reader) -> dict[Collective, tuple[tuple[float, float], ...]]:
+def _bus(reader: Reader) -> dict[Collective, Curve]:
     if not reader.names():
         return {}
-    nodes = reader.numbers("nodes")
-    return {
-        kind: tuple(zip(nodes, reader.numbers(f"{kind}_gb_per_s", scale=GIGA), strict=False))
-        for kind in get_args(Collective)
-    }
+    return {kind: reader.curve("nodes", f"{kind}_gb_per_s", y_scale=GIGA) for kind in get_args(Collective)}
+
+
+def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[CollectiveCurve, ...]]:
+    curves: dict[Collective, list[CollectiveCurve]] = {}
+    for reader in readers:
+        ranks = reader.integer("ranks")
+        for kind in get_args(Collective):
+            key = f"{kind}_gb_per_s"
+            if key in reader.names():
+                points = reader.curve("message_bytes", key, y_scale=GIGA)
+                curves.setdefault(kind, []).append(CollectiveCurve(ranks=ranks, points=points))
+    return {kind: tuple(found) for kind, found in curves.items()}
 
 
 def load_model(name_or_path: str) -> ModelShape:

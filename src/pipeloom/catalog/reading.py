@@ -4,9 +4,11 @@ import difflib
 import tomllib
 from collections.abc import Callable, Mapping
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeloom.cost.hardware import Curve
 from pipeloom.errors import ConfigError, UserError
 
 
@@ -67,10 +69,25 @@ class Reader:
     def numbers(self, key: str, *, scale: float = 1.0) -> list[float]:
         """A list of numbers above 0, times ``scale``."""
         value = self._find(key, None)
-        if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(item, int | float) and item > 0 for item in value)
+        ):
             self._problems.append(f"{key} must be a list of numbers above 0, found {value!r}")
             return [1.0]
         return [float(item) * scale for item in value]
+
+    def curve(
+        self, x_key: str, y_key: str, *, x_scale: float = 1.0, y_scale: float = 1.0, within: "Reader | None" = None
+    ) -> Curve:
+        """Points from two lists of the same length, the first one rising; the second may be in another table."""
+        xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale)
+        if len(xs) != len(ys):
+            self._problems.append(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
+        if any(after <= before for before, after in pairwise(xs)):
+            self._problems.append(f"{x_key} must rise, found {self._table[x_key]!r}")
+        return tuple(zip(xs, ys, strict=False))
 
     def text(self, key: str, default: str | None = None, *, among: tuple[str, ...] = ()) -> str:
         """A text, one of ``among`` if that is given."""
@@ -103,9 +120,15 @@ class Reader:
         if not isinstance(value, dict):
             self._problems.append(f"{key} must be a table, found {value!r}")
             value = dict[str, Any]()
-        inner = Reader(value, self._source)
-        inner._problems = self._problems
-        return inner
+        return self._inside(value)
+
+    def tables(self, key: str) -> list["Reader"]:
+        """Tables of a list inside this one, none if it is not there; their problems are this one's."""
+        value = self._find(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            self._problems.append(f"{key} must be a list of tables, found {value!r}")
+            return []
+        return [self._inside(item) for item in value]
 
     def complain(self, problem: str) -> None:
         """Add a problem that no single key has."""
@@ -124,7 +147,12 @@ class Reader:
         allowed = self._seen | (known() if known else set())
         self._problems += [f"there is no key '{key}' here" for key in self._table if key not in allowed]
         if self._problems:
-            raise ConfigError(self._problems, self._source)
+            raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
+
+    def _inside(self, table: Mapping[str, Any]) -> "Reader":
+        inner = Reader(table, self._source)
+        inner._problems = self._problems
+        return inner
 
     def _find(self, key: str, default: Any) -> Any:
         self._seen.add(key)

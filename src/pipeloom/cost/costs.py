@@ -1,13 +1,19 @@
 """How long an action takes."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
 
 
 class Costs(Protocol):
-    """Action -> seconds."""
+    """Action -> seconds.
+
+    Attributes:
+        ignores_microbatch: whether the seconds are the same for every micro-batch, so that one of them is asked about.
+    """
+
+    ignores_microbatch: ClassVar[bool]
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -26,6 +32,8 @@ class UniformCosts:
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
         reduce_s: seconds of reducing one stage's gradient.
     """
+
+    ignores_microbatch: ClassVar[bool] = True
 
     forward_s: float
     backward_s: float
@@ -62,6 +70,8 @@ class StageCosts:
         unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
     """
+
+    ignores_microbatch: ClassVar[bool] = True
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]

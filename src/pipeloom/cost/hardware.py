@@ -9,10 +9,14 @@ from itertools import pairwise
 from math import log
 from typing import Literal
 
+from pipeloom.errors import UserError
+
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
+Curve = tuple[tuple[float, float], ...]
+"""(x, y) points with rising x."""
 
 
-def interpolate(curve: tuple[tuple[float, float], ...], x: float) -> float:
+def interpolate(curve: Curve, x: float) -> float:
     """Value at ``x`` of a curve given by (x, y) points with rising x; linear in log x, flat outside."""
     if x <= curve[0][0]:
         return curve[0][1]
@@ -29,7 +33,9 @@ class Device:
     Attributes:
         name: as tables of measurements spell it.
         peak_flops_per_s: by precision.
-        matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak).
+        matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak), in each precision that
+            has no curve of its own.
+        matmul_curves: the curves of precisions that have their own.
         kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
         memory_bytes: what a process can allocate.
         memory_bytes_per_s: nominal bandwidth.
@@ -38,11 +44,12 @@ class Device:
 
     name: str
     peak_flops_per_s: dict[str, float]
-    matmul_curve: tuple[tuple[float, float], ...]
+    matmul_curve: Curve
     kernel_s: float
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float
+    matmul_curves: dict[str, Curve] = field(default_factory=dict)
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -52,10 +59,17 @@ class Device:
             moved_bytes: both inputs and the output, once each.
             precision: key of ``peak_flops_per_s``.
             efficiency: fraction of the curve that a real program reaches (clocks, layouts of operands).
+
+        Raises:
+            UserError: the device's file has no peak for this precision.
         """
         if flops <= 0:
             return 0.0
-        rate = self.peak_flops_per_s[precision] * interpolate(self.matmul_curve, flops) * efficiency
+        if precision not in self.peak_flops_per_s:
+            known = ", ".join(self.peak_flops_per_s)
+            raise UserError(f"the device '{self.name}' has no peak for {precision}; its file has {known}")
+        curve = self.matmul_curves.get(precision, self.matmul_curve)
+        rate = self.peak_flops_per_s[precision] * interpolate(curve, flops) * efficiency
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
 
     def memory_s(self, moved_bytes: float, efficiency: float = 1.0) -> float:
@@ -74,6 +88,42 @@ class Link:
 
     latency_s: float
     bytes_per_s: float
+
+
+def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float:
+    """Bytes that each rank's link carries: what nccl-tests divides by the time to get the "bus bandwidth".
+
+    A ring moves (n - 1) / n of the whole message over each link, an all-reduce twice that.
+    """
+    twice = 2 if collective == "all_reduce" else 1
+    return twice * (ranks - 1) / ranks * message_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCurve:
+    """One collective as it was measured inside a node.
+
+    Attributes:
+        ranks: that took part.
+        points: (bytes of the whole tensor, bus bytes/s with the latency in it), bytes rising.
+    """
+
+    ranks: int
+    points: Curve
+
+    def seconds(self, collective: Collective, message_bytes: float, ranks: int) -> float:
+        """Seconds with this or another number of ranks, at the same bus bandwidth for a message of the same size.
+
+        Between two points the time grows evenly with the bytes, as it does with a latency and a bandwidth. A smaller
+        message than was measured takes as long as the smallest one; a larger one gets the largest one's bandwidth.
+        """
+        times = tuple((size, bus_bytes(collective, size, ranks) / rate) for size, rate in self.points)
+        if message_bytes <= times[0][0]:
+            return times[0][1]
+        for (size0, time0), (size1, time1) in pairwise(times):
+            if message_bytes <= size1:
+                return time0 + (time1 - time0) * (message_bytes - size0) / (size1 - size0)
+        return times[-1][1] * message_bytes / times[-1][0]
 
 
 @dataclass(frozen=True)
@@ -114,6 +164,8 @@ class Cluster:
         inter: between nodes; the bandwidth is that of a whole node.
         bus_curves: for each collective (nodes, bus bandwidth in bytes/s with all devices of the nodes in one
             group), as nccl-tests reports it. Empty: from the links.
+        collective_curves: for each collective what was measured inside a node over the message's size, with one or
+            more numbers of ranks. Empty: from ``bus_curves`` or the links.
         price_per_device_hour: in dollars; ``None`` where nobody publishes one.
     """
 
@@ -122,7 +174,8 @@ class Cluster:
     devices_per_node: int
     intra: Link
     inter: Link
-    bus_curves: dict[Collective, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    bus_curves: dict[Collective, Curve] = field(default_factory=dict)
+    collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     price_per_device_hour: float | None = None
 
     def bus_bytes_per_s(self, collective: Collective, group: Group) -> float:
@@ -143,7 +196,8 @@ class Cluster:
     ) -> float:
         """Seconds of one collective.
 
-        A ring moves (n - 1) / n of the whole message over each link, an all-reduce twice that.
+        Inside a node it is the measured curve of the number of ranks that is closest in ratio, where there is one;
+        otherwise, and between nodes, a latency and the bytes that a link carries over its bandwidth.
 
         Args:
             collective: which.
@@ -153,8 +207,11 @@ class Cluster:
         """
         if group.size <= 1:
             return 0.0
-        twice = 2 if collective == "all_reduce" else 1
-        moved = twice * (group.size - 1) / group.size * message_bytes
+        curves = self.collective_curves.get(collective)
+        if curves and group.num_nodes == 1:
+            closest = min(curves, key=lambda curve: (abs(log(curve.ranks / group.size)), -curve.ranks))
+            return closest.seconds(collective, message_bytes, group.size) / efficiency
+        moved = bus_bytes(collective, message_bytes, group.size)
         latency = self.intra.latency_s + (
             self.inter.latency_s * (group.num_nodes - 1) ** 0.5 if group.num_nodes > 1 else 0
         )

@@ -18,7 +18,7 @@ from pipeloom.schedule import Action, Kind, Level, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.depend import COMPUTE_LANE, data_dependencies, lane_of
 from pipeloom.schedule.window import window
-from pipeloom.trace import Span, Trace
+from pipeloom.trace import Span, Spans, Trace
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Executor:
     ) -> None:
         self.schedule = schedule
         self.rank = rank
-        self._row = schedule.rows[rank]
+        self._row = tuple(schedule.rows[rank])
         self._stages = stages
         self._outputs = outputs
         self._transport = transport
@@ -240,4 +240,4 @@ class Executor:
         spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in self._marks]
         for action, start_s, end_s in self._transfer_times:
             spans.append(Span(action, self.rank, lane_of(action, placement), start_s, end_s))
-        return Trace(tuple(spans), self.schedule.num_ranks)
+        return Trace(Spans.of(spans), self.schedule.num_ranks)

@@ -1,6 +1,7 @@
 """All forwards, then all backwards: GPipe, breadth-first, and forward-only for evaluation."""
 
-from pipeloom.generate.family import Request, Rows, backward, family, forward
+from pipeloom.generate.family import Request, Rows, family
+from pipeloom.schedule import Kind, Row
 
 
 @family("gpipe", is_looped=False, instead="breadth-first")
@@ -21,8 +22,8 @@ def breadth_first(request: Request) -> Rows:
     rows = []
     for rank in range(request.placement.num_ranks):
         stages = request.local_stages(rank)
-        forwards = [forward(stage, microbatch) for stage in stages for microbatch in microbatches]
-        backwards = [backward(stage, microbatch) for stage in reversed(stages) for microbatch in microbatches]
+        forwards = Row.grid(Kind.FORWARD, stages, microbatches)
+        backwards = Row.grid(Kind.BACKWARD, stages[::-1], microbatches)
         rows.append(forwards + backwards)
     return Rows(rows, [request.num_microbatches * request.loops] * len(rows))
 
@@ -31,8 +32,6 @@ def breadth_first(request: Request) -> Rows:
 def forward_only(request: Request) -> Rows:
     """Forwards only, breadth-first: evaluation and generation."""
     microbatches = range(request.num_microbatches)
-    rows = [
-        [forward(stage, microbatch) for stage in request.local_stages(rank) for microbatch in microbatches]
-        for rank in range(request.placement.num_ranks)
-    ]
+    ranks = range(request.placement.num_ranks)
+    rows = [Row.grid(Kind.FORWARD, request.local_stages(rank), microbatches) for rank in ranks]
     return Rows(rows, [1] * len(rows))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import ConfigError
-from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Schedule
+from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rows:
     """What a family answers.
 
     Attributes:
-        rows: each rank's compute actions.
+        rows: each rank's compute actions: any sequences of actions, such as lists; ``Row``s are made fast.
         max_stage_inputs: the family's promise of how many stage inputs each rank holds; verified.
     """
 
@@ -163,7 +163,7 @@ class Choice:
         placement = PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
         answer = chosen.rule(Request(placement, self.num_microbatches, self.group_size or self.pp))
         return Schedule(
-            rows=tuple(tuple(row) for row in answer.rows),
+            rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
             num_microbatches=self.num_microbatches,
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,

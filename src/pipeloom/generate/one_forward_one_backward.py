@@ -1,12 +1,11 @@
 """One forward, one backward in turn: 1F1B, depth-first (interleaved 1F1B) and the hybrid between the two ends."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import pairwise
 
 from pipeloom.errors import ScheduleError
-from pipeloom.generate.family import Request, Rows, backward, family, forward
-from pipeloom.schedule import Action, Schedule
+from pipeloom.generate.family import Request, Rows, family
+from pipeloom.schedule import Kind, Row, Schedule
 
 
 @family("1f1b", is_looped=False, instead="depth-first")
@@ -61,16 +60,18 @@ def _alternate(request: Request, hops_back: int) -> Rows:
 def _one_by_one(request: Request) -> Rows:
     """Groups of one, which only a single rank can have: each micro-batch goes forward and back before the next."""
     stages = request.local_stages(0)
-    row: list[Action] = []
+    parts: list[Row] = []
     for microbatch in range(request.num_microbatches):
-        row += [forward(stage, microbatch) for stage in stages]
-        row += [backward(stage, microbatch) for stage in reversed(stages)]
-    return Rows([row], [request.loops])
+        parts += [
+            Row.grid(Kind.FORWARD, stages, [microbatch]),
+            Row.grid(Kind.BACKWARD, stages[::-1], [microbatch]),
+        ]
+    return Rows([Row.join(parts)], [request.loops])
 
 
 def _deadlocks(request: Request, answer: Rows) -> bool:
     try:
-        Schedule(tuple(map(tuple, answer.rows)), request.placement, request.num_microbatches)
+        Schedule(tuple(map(Row.of, answer.rows)), request.placement, request.num_microbatches)
     except ScheduleError as error:
         if error.rule != "acyclic":
             raise
@@ -80,12 +81,12 @@ def _deadlocks(request: Request, answer: Rows) -> bool:
 
 def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
     groups = _groups(request.num_microbatches, request.group_size)
-    rows: list[list[Action]] = []
+    rows: list[Row] = []
     most_inputs: list[int] = []
     for rank in range(request.placement.num_ranks):
         stages = request.local_stages(rank)
-        forwards = [forward(*place) for place in _grouped(stages, groups)]
-        backwards = [backward(*place) for place in _grouped(stages[::-1], groups)]
+        forwards = Row.join([Row.grid(Kind.FORWARD, stages, group) for group in groups])
+        backwards = Row.join([Row.grid(Kind.BACKWARD, stages[::-1], group) for group in groups])
         to_end = request.placement.num_stages - 1 - stages[-1]
         num_warmup = min(hops_back * to_end + (request.loops - 1) * len(groups[0]) + extra, len(forwards))
         rows.append(_in_turn(forwards, backwards, num_warmup))
@@ -104,14 +105,6 @@ def _groups(num_microbatches: int, group_size: int) -> list[range]:
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
-def _grouped(stages: Sequence[int], groups: Sequence[range]) -> list[tuple[int, int]]:
-    """(stage, micro-batch): group by group, in it stage by stage."""
-    return [(stage, microbatch) for group in groups for stage in stages for microbatch in group]
-
-
-def _in_turn(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
-    row = forwards[:num_warmup]
+def _in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
     rest = forwards[num_warmup:]
-    for next_forward, next_backward in zip(rest, backwards, strict=False):
-        row += [next_forward, next_backward]
-    return row + backwards[len(rest) :]
+    return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]

@@ -1,9 +1,10 @@
-"""What a schedule is: the value, its text, its rules, its dependencies, its lowering. No third party."""
+"""What a schedule is: the value, its text, its rules, its dependencies, its lowering."""
 
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.lower_sharding import add_reduce_grad, add_unshard
 from pipeloom.schedule.placement import PLACEMENTS, Placement
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
@@ -13,6 +14,7 @@ __all__ = [
     "Kind",
     "Level",
     "Placement",
+    "Row",
     "Schedule",
     "add_reduce_grad",
     "add_unshard",

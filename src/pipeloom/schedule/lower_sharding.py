@@ -1,11 +1,14 @@
 """Passes of data parallelism: gather and drop sharded weights, reduce gradients. All work row by row."""
 
 from bisect import insort
-from collections import defaultdict
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, Stay, fewest_stays
 
@@ -34,41 +37,32 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
         raise UserError(f"residency must be at least 1, found {residency}")
     if prefetch < 0:
         raise UserError(f"prefetch must be at least 0, found {prefetch}")
-    if any(action.kind in (Kind.UNSHARD, Kind.RESHARD) for _, _, action in schedule.actions()):
+    if any(row.is_kind(Kind.UNSHARD, Kind.RESHARD).any() for row in schedule.rows):
         raise UserError("the schedule gathers weights already; start from one without UNSHARD and RESHARD")
     rows = [_with_gathers(row, residency, prefetch) for row in schedule.rows]
     return schedule.with_rows(rows, Level.COMMUNICATION, max_gathered=residency)
 
 
-def _with_gathers(row: Sequence[Action], residency: int | None, prefetch: int) -> list[Action]:
-    visits = _visits(row)
-    stages = [row[first].stage for first, _ in visits]
-    places = len(visits) if residency is None else residency
+def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
+    firsts, lasts = _visits(row)
+    stages = row.stage[firsts].tolist()
+    places = len(stages) if residency is None else residency
     stays = fewest_stays(stages, places)
-    dropped: dict[int, list[Action]] = defaultdict(list)  # visit -> what stands before it
-    gathered: dict[int, list[Action]] = defaultdict(list)
+    added: list[tuple[int, int, Action]] = []  # (visit before which it stands, drops before gathers, what)
     for stay, visit in zip(stays, _gather_visits(stays, places, prefetch), strict=True):
-        gathered[visit].append(Action(Kind.UNSHARD, stages[stay.first]))
+        added.append((visit, 1, Action(Kind.UNSHARD, stages[stay.first])))
         if residency is not None:
-            dropped[stay.last + 1].append(Action(Kind.RESHARD, stages[stay.last]))
-    added = {
-        after: [*dropped[visit], *gathered[visit]]
-        for visit, after in enumerate([-1, *(last for _, last in visits)])
-    }  # fmt: skip
-    return _weave(row, added)
+            added.append((stay.last + 1, 0, Action(Kind.RESHARD, stages[stay.last])))
+    added.sort(key=lambda entry: entry[:2])
+    slots = [-1, *lasts.tolist()]
+    return row.insert([slots[visit] for visit, _, _ in added], Row.of(action for _, _, action in added))
 
 
-def _visits(row: Sequence[Action]) -> list[tuple[int, int]]:
-    """First and last slot of each run of compute actions on one stage."""
-    visits: list[tuple[int, int]] = []
-    for slot, action in enumerate(row):
-        if action.kind not in COMPUTE_KINDS:
-            continue
-        if visits and row[visits[-1][1]].stage == action.stage:
-            visits[-1] = (visits[-1][0], slot)
-        else:
-            visits.append((slot, slot))
-    return visits
+def _visits(row: Row) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First and last slots of the runs of compute actions on one stage."""
+    computes = np.flatnonzero(row.is_kind(*COMPUTE_KINDS))
+    is_first = np.diff(row.stage[computes], prepend=-1) != 0
+    return computes[is_first], computes[np.append(is_first[1:], True)[: len(computes)]]
 
 
 def _gather_visits(stays: Sequence[Stay], places: int, prefetch: int) -> list[int]:
@@ -105,7 +99,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     """
     if gradient_buffers is not None and gradient_buffers < 1:
         raise UserError(f"gradient_buffers must be at least 1, found {gradient_buffers}")
-    if any(action.kind is Kind.REDUCE_GRAD for _, _, action in schedule.actions()):
+    if any(row.is_kind(Kind.REDUCE_GRAD).any() for row in schedule.rows):
         if gradient_buffers is not None:
             raise UserError("the schedule reduces gradients already; start from one without REDUCE_GRAD")
         return schedule
@@ -113,19 +107,20 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     return schedule.with_rows(rows, Level.COMMUNICATION, gradient_buffers=gradient_buffers)
 
 
-def _with_reductions(row: Sequence[Action], gradient_buffers: int | None) -> list[Action]:
-    slots = [slot for slot, action in enumerate(row) if action.kind in ADDS_TO_GRADIENT]
-    buffers = max(1, len(slots)) if gradient_buffers is None else gradient_buffers
-    stays = fewest_stays([row[slot].stage for slot in slots], buffers)
+def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
+    slots = np.flatnonzero(row.is_kind(*ADDS_TO_GRADIENT)).tolist()
+    stages = row.stage[slots].tolist()
+    stays = fewest_stays(stages, max(1, len(slots)) if gradient_buffers is None else gradient_buffers)
     begins = [slots[stay.first] for stay in stays]
-    added: dict[int, list[Action]] = {}
-    for number, last in enumerate(sorted(slots[stay.last] for stay in stays)):
+    buffers = len(stays) if gradient_buffers is None else gradient_buffers
+    added: list[tuple[int, Action]] = []
+    for number, last in enumerate(sorted(stay.last for stay in stays)):
         needed_at = begins[number + buffers] if number + buffers < len(begins) else len(row)
-        added[_behind_gathers(row, last, needed_at)] = [Action(Kind.REDUCE_GRAD, row[last].stage)]
-    return _weave(row, added)
+        added.append((_behind_gathers(row, slots[last], needed_at), Action(Kind.REDUCE_GRAD, stages[last])))
+    return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
 
 
-def _behind_gathers(row: Sequence[Action], slot: int, needed_at: int) -> int:
+def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:
     """The slot of the last of the drops and gathers right behind ``slot`` that are needed before ``needed_at``."""
     while slot + 1 < len(row) and row[slot + 1].kind in (Kind.RESHARD, Kind.UNSHARD):
         following = row[slot + 1]
@@ -135,16 +130,7 @@ def _behind_gathers(row: Sequence[Action], slot: int, needed_at: int) -> int:
     return slot
 
 
-def _next_compute(row: Sequence[Action], slot: int) -> int:
+def _next_compute(row: Row, slot: int) -> int:
     """The slot of the next compute action on the same stage."""
-    stage = row[slot].stage
-    return next(n for n in range(slot, len(row)) if row[n].stage == stage and row[n].kind in COMPUTE_KINDS)
-
-
-def _weave(row: Sequence[Action], added: dict[int, list[Action]]) -> list[Action]:
-    """The row with what is added behind some of its slots; -1 stands for before the first."""
-    woven = list(added.get(-1, ()))
-    for slot, action in enumerate(row):
-        woven.append(action)
-        woven.extend(added.get(slot, ()))
-    return woven
+    rest = row[slot:]
+    return slot + int((rest.is_kind(*COMPUTE_KINDS) & (rest.stage == rest.stage[0])).argmax())

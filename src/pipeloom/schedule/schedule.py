@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from pipeloom.schedule.action import Action, Kind
-from pipeloom.schedule.depend import Graph
-from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.verify import verify
+import numpy as np
+from numpy.typing import NDArray
 
-Row = tuple[Action, ...]
+from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.facts import Facts
+from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.placement import Placement
+from pipeloom.schedule.row import Row
+from pipeloom.schedule.verify import verify
 
 
 class Level(StrEnum):
@@ -30,7 +33,7 @@ class Schedule:
     dependencies order anything (see ``pipeloom.schedule.depend``).
 
     Attributes:
-        rows: for each pipeline rank its actions.
+        rows: for each pipeline rank its actions; any sequences of actions become ``Row``s.
         placement: stage -> pipeline rank.
         num_microbatches: micro-batches of a step.
         num_slices: token slices of a micro-batch; 1 where sequences are whole.
@@ -60,7 +63,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Verify: there is no unverified schedule."""
-        object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
+        object.__setattr__(self, "rows", tuple(Row.of(row) for row in self.rows))
         verify(self)
 
     @property
@@ -73,9 +76,14 @@ class Schedule:
         """Number of stages."""
         return self.placement.num_stages
 
+    @property
+    def num_actions(self) -> int:
+        """Actions of all ranks."""
+        return sum(map(len, self.rows))
+
     def with_rows(self, rows: Iterable[Iterable[Action]], level: Level, **promises: int | None) -> "Schedule":
         """The same step with other rows and other ``promises`` (attributes by name), verified at ``level``."""
-        return replace(self, rows=tuple(tuple(row) for row in rows), level=level, **promises)
+        return replace(self, rows=tuple(Row.of(row) for row in rows), level=level, **promises)
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
         """Every action with its rank and slot, row by row."""
@@ -84,18 +92,19 @@ class Schedule:
                 yield rank, slot, action
 
     @cached_property
-    def graph(self) -> Graph:
-        """The actions with what each waits for."""
-        return Graph(self)
+    def facts(self) -> Facts:
+        """The schedule in arrays."""
+        shape = (self.num_stages, self.num_microbatches, self.num_slices)
+        return Facts(self.rows, self.placement, shape, self.level is not Level.COMPUTE)
 
     @cached_property
-    def split_backwards(self) -> frozenset[tuple[int, int | None, int]]:
-        """(stage, micro-batch, slice) whose backward is split into input and weight halves."""
-        return frozenset(action[1:] for _, _, action in self.actions() if action.kind is Kind.BACKWARD_INPUT)
+    def graph(self) -> Graph:
+        """The actions with what each waits for."""
+        return Graph(self.facts, self.gradient_buffers)
 
-    def input_gradient(self, stage: int, microbatch: int | None, part: int = 0) -> Action:
+    def input_gradient(self, stage: int, microbatch: int, part: int = 0) -> Action:
         """The action that makes the gradient for a stage's input: the backward, or its first half."""
-        is_split = (stage, microbatch, part) in self.split_backwards
+        is_split = self.facts.is_split[stage, microbatch, part]
         return Action(Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD, stage, microbatch, part)
 
     @cached_property
@@ -105,15 +114,12 @@ class Schedule:
         An input is held from its forward to the end of its backward. Where no backward follows, it is
         gone with the forward, which counts as one.
         """
-        return tuple(max(counts, default=0) for counts in map(self.held_inputs, self.rows))
+        return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
 
-    def held_inputs(self, row: Row) -> Iterator[int]:
-        """Number of stage inputs held during each compute action of ``row``, in token slices / slices each."""
-        held = 0
-        done = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-        for action in row:
-            if action.kind is Kind.FORWARD:
-                yield -(-(held + 1) // self.num_slices)
-                held += action.stage >= self.first_backward_stage
-            elif action.kind in done:
-                held -= 1
+    def held_inputs(self, row: Row) -> NDArray[np.int64]:
+        """Number of stage inputs held during each forward of ``row``, in token slices / slices each."""
+        begins = row.is_kind(Kind.FORWARD)
+        ends = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        change = (begins & (row.stage >= self.first_backward_stage)).astype(np.int64) - ends
+        before = np.cumsum(change) - change
+        return -(-(before[begins] + 1) // self.num_slices)

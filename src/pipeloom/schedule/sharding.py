@@ -6,7 +6,10 @@ The passes (``lower_sharding``), the rules (``verify_sharding``) and the depende
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pipeloom.schedule.action import Action, Kind
+import numpy as np
+
+from pipeloom.schedule.action import Kind
+from pipeloom.schedule.row import KINDS, Row
 
 ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 """Kinds that add a micro-batch's contribution to a stage's gradient."""
@@ -55,29 +58,29 @@ def fewest_stays(stages: Sequence[int], places: int) -> list[Stay]:
     return stays
 
 
-def gathered_counts(row: Sequence[Action]) -> Iterator[tuple[int, int]]:
+def gathered_counts(row: Row) -> Iterator[tuple[int, int]]:
     """(slot, number of stages gathered or being gathered from there on) for each ``UNSHARD`` of a row."""
     gathered: set[int] = set()
-    for slot, action in enumerate(row):
-        if action.kind is Kind.UNSHARD:
-            gathered.add(action.stage)
+    for slot, kind, stage in _find(row, Kind.UNSHARD, Kind.RESHARD):
+        if kind is Kind.UNSHARD:
+            gathered.add(stage)
             yield slot, len(gathered)
-        elif action.kind is Kind.RESHARD:
-            gathered.discard(action.stage)
+        else:
+            gathered.discard(stage)
 
 
-def unreduced_counts(row: Sequence[Action]) -> Iterator[tuple[int, int]]:
+def unreduced_counts(row: Row) -> Iterator[tuple[int, int]]:
     """(slot, number of stages with an unreduced gradient from there on) for each action that begins one."""
     unreduced: set[int] = set()
-    for slot, action in enumerate(row):
-        if action.kind is Kind.REDUCE_GRAD:
-            unreduced.discard(action.stage)
-        elif action.kind in ADDS_TO_GRADIENT and action.stage not in unreduced:
-            unreduced.add(action.stage)
+    for slot, kind, stage in _find(row, *ADDS_TO_GRADIENT, Kind.REDUCE_GRAD):
+        if kind is Kind.REDUCE_GRAD:
+            unreduced.discard(stage)
+        elif stage not in unreduced:
+            unreduced.add(stage)
             yield slot, len(unreduced)
 
 
-def gradient_waits(row: Sequence[Action], buffers: int) -> Iterator[tuple[int, int]]:
+def gradient_waits(row: Row, buffers: int) -> Iterator[tuple[int, int]]:
     """(slot of a backward that begins a gradient, slot of the reduction that has to end first).
 
     A gradient takes a buffer when its first contribution is computed and gives it back when its reduction has ended.
@@ -88,7 +91,14 @@ def gradient_waits(row: Sequence[Action], buffers: int) -> Iterator[tuple[int, i
         row: a rank's actions.
         buffers: gradients of whole stages for which the rank has room.
     """
-    reductions = [slot for slot, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD]
+    reductions = [slot for slot, _, _ in _find(row, Kind.REDUCE_GRAD)]
     for number, (slot, _) in enumerate(unreduced_counts(row)):
         if buffers <= number < buffers + len(reductions):
             yield slot, reductions[number - buffers]
+
+
+def _find(row: Row, *kinds: Kind) -> Iterator[tuple[int, Kind, int]]:
+    """(slot, kind, stage) of the actions of some kinds."""
+    slots = np.flatnonzero(row.is_kind(*kinds))
+    found = map(KINDS.__getitem__, row.kind[slots].tolist())
+    return zip(slots.tolist(), found, row.stage[slots].tolist(), strict=True)

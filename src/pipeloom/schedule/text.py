@@ -13,7 +13,8 @@ from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.lower_sharding import add_reduce_grad
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.schedule import Level, Row, Schedule
+from pipeloom.schedule.row import Row
+from pipeloom.schedule.schedule import Level, Schedule
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -67,7 +68,7 @@ def _schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:
                 row.append(Action.parse(cell))
             except ScheduleTextError as error:
                 problems.append(f"row {rank}, cell {slot}: {error}")
-        rows.append(tuple(row))
+        rows.append(Row.of(row))
     if problems:
         raise ScheduleTextError("\n".join(problems))
     return schedule_from_rows(rows)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
+from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, Action, Kind
 from pipeloom.schedule.depend import consumer_of, data_dependencies, lane_of, matching_receive, matching_send
 from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
@@ -216,11 +217,15 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
 def acyclic(schedule: "Schedule") -> Violations:
     """No actions wait for each other in a circle, over all ranks: the step cannot deadlock."""
     graph = schedule.graph
-    for node, needed in graph.missing:
-        yield Violation(f"{graph.actions[node]} waits for {needed}, which no rank runs", *graph.place(node))
+    present = {action for _, _, action in schedule.actions()} if graph.absent else set()
+    for node in graph.absent:
+        action = graph.action(node)
+        for needed in data_dependencies(action, schedule):
+            if needed not in present:
+                yield Violation(f"{action} waits for {needed}, which no rank runs", *graph.place(node))
     cycle = graph.cycle()
     if cycle:
-        steps = " -> ".join(f"{graph.actions[node]} (rank {graph.ranks[node]})" for node in [*cycle, cycle[0]])
+        steps = " -> ".join(f"{graph.action(node)} (rank {graph.place(node)[0]})" for node in [*cycle, cycle[0]])
         yield Violation(f"deadlock, each waits for the next: {steps}", *graph.place(cycle[0]))
 
 
@@ -231,12 +236,16 @@ def in_flight_bound(schedule: "Schedule") -> Violations:
         if peak > limit:
             row = schedule.rows[rank]
             forwards = [slot for slot, action in enumerate(row) if action.kind is Kind.FORWARD]
-            first = next(n for n, held in enumerate(schedule.held_inputs(row)) if held > limit)
+            first = int((schedule.held_inputs(row) > limit).argmax())
             message = f"holds up to {peak} stage inputs, but max_stage_inputs promises {limit}; here it takes one more"
             yield Violation(message, rank, forwards[first])
 
 
 Rule = Callable[["Schedule"], Violations]
+
+LARGE = 20_000
+"""Actions beyond which a schedule is first checked by compiled loops. They give no reasons, so what they refuse is
+checked again, rule by rule."""
 
 COMPUTE_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
@@ -282,6 +291,8 @@ def verify(schedule: "Schedule") -> None:
     Raises:
         ScheduleError: naming the first broken rule, the place, and how often the rule is broken.
     """
+    if schedule.num_actions > LARGE and accepts(schedule):
+        return
     for rule in RULES[schedule.level]:
         violations = list(rule(schedule))
         if violations:

@@ -1,0 +1,111 @@
+"""A cluster -> the text of its file: what ``load_cluster`` reads, with comments that say where numbers come from."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from pipeloom.cost.hardware import Cluster, CollectiveCurve, Device, Link
+
+DIGITS = 6
+"""Significant digits of a number; a measurement has fewer."""
+WIDTH = 118
+"""Columns of a comment."""
+UNBREAKABLE = "\N{NO-BREAK SPACE}"
+"""In a comment: a space at which no line ends."""
+
+_Line = tuple[str, Any]
+
+
+def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None = None) -> str:
+    """The cluster as TOML, units as ``pipeloom.catalog`` reads them.
+
+    Args:
+        cluster: numbers are written with six significant digits.
+        notes: lines of comment by what they stand above: ``""`` for the head of the file, a table such as
+            ``intra``, a key such as ``device.kernel_us``, or ``collectives.2`` for the curves of two ranks.
+    """
+    told = dict(notes or {})
+    top: list[_Line] = [("name", cluster.name), ("devices_per_node", cluster.devices_per_node)]
+    if cluster.price_per_device_hour is not None:
+        top.append(("price_per_device_hour", cluster.price_per_device_hour))
+    parts = [[*_comment(told.pop("", ())), *_lines("", top, told)], _table("device", _device(cluster.device), told)]
+    parts += [_table(name, _link(link), told) for name, link in (("intra", cluster.intra), ("inter", cluster.inter))]
+    if cluster.bus_curves:
+        nodes = next(iter(cluster.bus_curves.values()))
+        lines = [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())]
+        parts.append(_table("bus", lines, told))
+    for (ranks, sizes), curves in _by_ranks(cluster).items():
+        lines = [
+            ("ranks", ranks),
+            ("message_bytes", [int(size) for size in sizes]),
+            *_rates((k, c.points) for k, c in curves),
+        ]
+        parts.append([*_comment(told.pop(f"collectives.{ranks}", ())), "[[collectives]]", *_lines("", lines, told)])
+    assert not told, f"notes for what is not in the file: {', '.join(told)}"
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _device(device: Device) -> list[_Line]:
+    lines: list[_Line] = [
+        ("name", device.name),
+        ("peak_tflop_per_s", {key: value / 1e12 for key, value in device.peak_flops_per_s.items()}),
+        ("memory_gb", device.memory_bytes / 1e9),
+        ("memory_gb_per_s", device.memory_bytes_per_s / 1e9),
+        ("launch_us", device.launch_s / 1e-6),
+        ("kernel_us", device.kernel_s / 1e-6),
+        ("matmul_gflop", [flops / 1e9 for flops, _ in device.matmul_curve]),
+        ("matmul_fraction", [fraction for _, fraction in device.matmul_curve]),
+    ]
+    if device.matmul_curves:
+        own = {key: [fraction for _, fraction in curve] for key, curve in device.matmul_curves.items()}
+        lines.append(("matmul_fraction_of", own))
+    return lines
+
+
+def _link(link: Link) -> list[_Line]:
+    return [("latency_us", link.latency_s / 1e-6), ("gb_per_s", link.bytes_per_s / 1e9)]
+
+
+def _rates(curves: Iterable[tuple[str, Sequence[tuple[float, float]]]]) -> list[_Line]:
+    return [(f"{kind}_gb_per_s", [rate / 1e9 for _, rate in curve]) for kind, curve in curves]
+
+
+def _by_ranks(cluster: Cluster) -> dict[tuple[int, tuple[float, ...]], list[tuple[str, CollectiveCurve]]]:
+    """The curves that share a table: those of the same ranks and sizes."""
+    found: dict[tuple[int, tuple[float, ...]], list[tuple[str, CollectiveCurve]]] = {}
+    for kind, curves in cluster.collective_curves.items():
+        for curve in curves:
+            found.setdefault((curve.ranks, tuple(size for size, _ in curve.points)), []).append((kind, curve))
+    return found
+
+
+def _table(name: str, lines: Sequence[_Line], notes: dict[str, Sequence[str]]) -> list[str]:
+    return [f"[{name}]", *_comment(notes.pop(name, ())), *_lines(f"{name}.", lines, notes)]
+
+
+def _lines(prefix: str, lines: Sequence[_Line], notes: dict[str, Sequence[str]]) -> list[str]:
+    """Lines of a table, each below its comment."""
+    return [
+        line
+        for key, value in lines
+        for line in (*_comment(notes.pop(f"{prefix}{key}", ())), f"{key} = {_value(value)}")
+    ]
+
+
+def _comment(lines: Sequence[str]) -> list[str]:
+    parts = [part for line in lines for part in wrap(line, WIDTH, initial_indent="# ", subsequent_indent="# ")]
+    return [part.replace(UNBREAKABLE, " ") for part in parts]
+
+
+def _value(value: Any) -> str:
+    """A TOML value on one line."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, int) or value == int(value):
+        return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
+    return f"{value:.{DIGITS}g}"

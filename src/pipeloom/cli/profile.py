@@ -1,0 +1,153 @@
+"""``pipeloom profile``: this machine, measured, as a cluster file."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import UserError
+
+if TYPE_CHECKING:
+    from pipeloom.machine.findings import Collectives, Findings, Messages, Product, Timing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure this machine, and write a cluster file: matrix products, memory, host, messages, collectives."""
+
+    output: Path = Path("cluster.toml")
+    """The cluster file; its name without the ending becomes the cluster's."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to compute. None: cuda where there is a CUDA device, else cpu."""
+    processes: int | None = None
+    """How many compute and exchange messages. None: as many as cores or GPUs, at most 8. With 1, links are skipped."""
+    budget_s: float = 40.0
+    """Seconds for all measurements; each is repeated until its median is steady or its share of these is spent."""
+    json: bool = False
+    """Print JSON: the cluster and every measurement, in SI units."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
+    options = tyro.cli(Options, args=words, prog="pipeloom profile", description=Options.__doc__)
+    from pipeloom.catalog.writing import cluster_to_toml
+    from pipeloom.execute.world import is_first
+    from pipeloom.machine import Request, describe_cluster, measure_machine
+    from pipeloom.machine.progress import restore_terminal
+
+    request = Request.make(options.device, options.processes, options.budget_s)
+    if is_first():
+        check_writable(options.output)
+    try:
+        findings = measure_machine(request)
+    except BaseException:
+        restore_terminal()
+        raise
+    if findings is None:
+        return 0
+    cluster, notes = describe_cluster(options.output.stem, findings)
+    try:
+        options.output.write_text(cluster_to_toml(cluster, notes), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {options.output}: {error}") from error
+    if options.json:
+        print(json.dumps({"file": str(options.output), "cluster": asdict(cluster), "findings": asdict(findings)}))
+    else:
+        _print_table(cluster, findings)
+        _print_end(options.output, findings)
+    return 0
+
+
+def check_writable(path: Path) -> None:
+    """Say now what would go wrong after a minute of measuring.
+
+    Raises:
+        UserError: the folder is not there, or the file cannot be written.
+    """
+    if path.is_dir():
+        raise UserError(f"--output must be a file, found the folder {path}")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"cannot write {path}: no permission; choose another place with --output")
+
+
+def _print_table(cluster: Cluster, findings: "Findings") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{findings.host.device_name}, {findings.host.devices}", box=None, pad_edge=False)
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    table.add_column("spread", justify="right")
+    table.add_column("repeats", justify="right")
+    for row in _rows(cluster, findings):
+        table.add_row(*row)
+    Console().print(table)
+    print()
+
+
+def _row(what: str, value: str, timing: "Timing") -> tuple[str, str, str, str]:
+    return what, value, f"{timing.spread:.0%}", str(timing.repeats)
+
+
+def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
+    yield from _product_rows(findings.products)
+    for name, rate in findings.too_slow.items():
+        yield f"{name} products: emulated, left out", f"{rate / 1e9:,.1f} GFLOP/s", "", ""
+    yield _row("fixed time of a kernel", f"{findings.kernel.median_s * 1e6:,.1f} us", findings.kernel)
+    yield _row("host's time for an operation", f"{findings.launch.median_s * 1e6:,.1f} us", findings.launch)
+    for what, traffic in (("copy", findings.copy), ("sum", findings.add)):
+        yield _row(f"memory, {what}", f"{traffic.bytes_per_s / 1e9:,.1f} GB/s", traffic.timing)
+    yield "memory of a device", f"{cluster.device.memory_bytes / 1e9:,.1f} GB", "", ""
+    yield from _message_rows("two processes", findings.intra)
+    yield from _message_rows("two hosts", findings.inter)
+    for found in findings.collectives:
+        yield from _collective_rows(found)
+
+
+def _product_rows(products: "tuple[Product, ...]") -> Iterator[tuple[str, ...]]:
+    for product in products:
+        width = round((product.flops / 2) ** (1 / 3))
+        yield _row(
+            f"{product.precision} product, {width} wide", f"{product.flops_per_s / 1e9:,.1f} GFLOP/s", product.timing
+        )
+
+
+def _message_rows(between: str, found: "Messages | None") -> Iterator[tuple[str, ...]]:
+    if found is None:
+        return
+    link = found.link
+    yield f"link of {between}: latency", f"{link.latency_s * 1e6:,.0f} us", "", ""
+    yield f"link of {between}: bandwidth", f"{link.bytes_per_s / 1e9:,.2f} GB/s", "", ""
+    for size, timing in (found.points[0], found.points[-1]):
+        yield _row(f"  message of {_size(size)}", f"{timing.median_s * 1e6:,.0f} us", timing)
+
+
+def _collective_rows(found: "Collectives") -> Iterator[tuple[str, ...]]:
+    (least, least_timing), (_, most_timing) = found.points[0], found.points[-1]
+    most, bus = found.bus[-1]
+    name = f"{found.collective} of {found.ranks}"
+    yield _row(f"{name}, {_size(least)}", f"{least_timing.median_s * 1e6:,.0f} us", least_timing)
+    yield _row(f"{name}, {_size(most)}, bus", f"{bus / 1e9:,.2f} GB/s", most_timing)
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
+
+
+def _print_end(path: Path, findings: "Findings") -> None:
+    from pipeloom.machine.describe import crowding
+
+    if crowding(findings):
+        print(f"busy       {crowding(findings)}")
+    if findings.num_processes == 1:
+        print("links      not measured: they need two processes or more (--processes)")
+    elif findings.inter is None:
+        print("hosts      there is one, so nothing was measured between hosts; torchrun on several does that")
+    print(f"cluster    {path}, in {findings.seconds:.0f} s\nuse it     pipeloom validate TABLE.csv --cluster {path}")

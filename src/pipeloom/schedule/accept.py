@@ -1,0 +1,66 @@
+"""Whether a schedule keeps every rule of its level: yes or no, at the speed of compiled loops.
+
+``pipeloom.schedule.verify`` has the rules as they are meant to be read. What is refused here is checked again there,
+for a message; tests hold both to the same answers.
+"""
+
+from typing import TYPE_CHECKING
+
+from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.compiled import kernel
+from pipeloom.schedule.kernels import accept as kernels
+from pipeloom.schedule.row import KINDS
+
+if TYPE_CHECKING:
+    from pipeloom.schedule.schedule import Schedule
+
+
+def accepts(schedule: "Schedule") -> bool:
+    """Whether the schedule keeps every rule of its level."""
+    return _has_sizes(schedule) and _has_actions(schedule) and _keeps_order(schedule)
+
+
+def _has_sizes(schedule: "Schedule") -> bool:
+    limits = schedule.max_stage_inputs
+    return (
+        len(schedule.rows) == schedule.num_ranks
+        and (limits is None or len(limits) == schedule.num_ranks)
+        and min(schedule.num_microbatches, schedule.num_slices) >= 1
+        and 0 <= schedule.first_backward_stage <= schedule.num_stages
+    )
+
+
+def _has_actions(schedule: "Schedule") -> bool:
+    facts, size = schedule.facts, schedule.num_actions
+    num_kinds = len(KINDS) if facts.has_transfers else len(COMPUTE_KINDS)
+    columns = facts.columns
+    if not kernel(kernels.belongs, size)(*columns, facts.owner, facts.shape, num_kinds):
+        return False
+    if not kernel(kernels.is_unique, size)(*columns[:4], facts.shape):
+        return False
+    return kernel(kernels.computes, size)(facts.node_of, facts.shape, schedule.first_backward_stage)
+
+
+def _keeps_order(schedule: "Schedule") -> bool:
+    facts, size, first_stage = schedule.facts, schedule.num_actions, schedule.first_backward_stage
+    if facts.has_transfers:
+        numbers = kernel(kernels.number_on_lanes, size)(facts.lane, len(facts.lanes))
+        if not kernel(kernels.sends, size)(facts.node_of, numbers, facts.shape, facts.crosses, first_stage):
+            return False
+        if not _keeps_sharding(schedule):
+            return False
+    is_within = all(
+        peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
+    )
+    return is_within and not schedule.graph.absent and schedule.graph.is_acyclic
+
+
+def _keeps_sharding(schedule: "Schedule") -> bool:
+    facts, size = schedule.facts, schedule.num_actions
+    kind, stage, _, _, first = facts.columns
+    unlimited = schedule.num_stages
+    most_gathered = unlimited if schedule.max_gathered is None else schedule.max_gathered
+    most_unreduced = unlimited if schedule.gradient_buffers is None else schedule.gradient_buffers
+    return kernel(kernels.gathers, size)(kind, stage, first, schedule.num_stages, most_gathered) and kernel(
+        kernels.reduces, size
+    )(kind, stage, first, schedule.num_stages, most_unreduced)

@@ -1,0 +1,58 @@
+"""Loops over arrays of actions, as plain Python or compiled: the same functions, chosen by how much there is to do.
+
+A kernel is a plain function over arrays in ``pipeloom.schedule.kernels``. Loading the compiler takes about a second,
+more than a small schedule takes altogether. So kernels run as they are until this process has put ``PATIENCE``
+actions through them, and are compiled (by numba, kept on disk) from then on. Without numba they stay as they are.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType, ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PATIENCE = 40_000
+"""Actions that are worth loading the compiler for."""
+_seen = 0
+
+
+def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
+    """The function, compiled if that pays.
+
+    Args:
+        function: of a module of kernels.
+        num_actions: that it is about to run over.
+    """
+    global _seen  # noqa: PLW0603  how much a process has done is a fact about the process
+    _seen += num_actions
+    return compiled(function) if _seen > PATIENCE else function
+
+
+def is_available() -> bool:
+    """Whether there is a compiler."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, compiled, if there is a compiler."""
+    if not is_available():
+        return function
+    module = importlib.import_module(function.__module__)
+    return _compile_all(module)[function.__name__]
+
+
+@cache
+def _compile_all(module: ModuleType) -> dict[str, Any]:
+    """The module's names with every function of its own compiled, so that they call each other compiled."""
+    import numba
+
+    names = dict(vars(module))
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            copy = FunctionType(value.__code__, names, name, value.__defaults__)
+            copy.__module__ = value.__module__
+            names[name] = numba.njit(cache=True)(copy)
+    return names

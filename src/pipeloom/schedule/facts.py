@@ -1,0 +1,112 @@
+"""What the dependency relation has to know about a schedule, in arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.compiled import kernel
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane, lane_of
+from pipeloom.schedule.kernels import waits as kernels
+from pipeloom.schedule.placement import Placement
+from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
+
+MESSAGE_KINDS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A schedule's rows and sizes, in arrays.
+
+    Attributes:
+        rows: one for each rank.
+        placement: stage -> rank.
+        shape: numbers of stages, micro-batches and token slices.
+        has_transfers: whether tensors change rank by sends and receives.
+    """
+
+    rows: Sequence[Row]
+    placement: Placement
+    shape: tuple[int, int, int]
+    has_transfers: bool
+
+    @cached_property
+    def columns(self) -> Columns:
+        """All rows, joined."""
+        return Columns.of(self.rows)
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """For each action its rank."""
+        lengths = [len(row) for row in self.rows]
+        return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+
+    @cached_property
+    def owner(self) -> Ints:
+        """For each stage its rank."""
+        return np.array(self.placement.rank_by_stage, np.int32)
+
+    @cached_property
+    def crosses(self) -> NDArray[np.bool_]:
+        """For each stage whether the next one is on another rank."""
+        return np.append(self.owner[1:] != self.owner[:-1], False)
+
+    @cached_property
+    def is_received(self) -> NDArray[np.bool_]:
+        """For each stage whether its output reaches the next stage by a receive."""
+        return self.crosses & self.has_transfers
+
+    @cached_property
+    def is_split(self) -> NDArray[np.bool_]:
+        """For each stage, micro-batch and slice whether the backward is split into input and weight halves."""
+        split = np.zeros(self.shape, np.bool_)
+        columns = self.columns
+        halves = columns.kind == CODE[Kind.BACKWARD_INPUT]
+        place = np.stack([columns.stage[halves], columns.microbatch[halves], columns.part[halves]])
+        exists = np.all((place >= 0) & (place < np.array(self.shape)[:, None]), axis=0)
+        split[tuple(place[:, exists])] = True
+        return split
+
+    @cached_property
+    def node_of(self) -> Ints:
+        """[kind, stage, micro-batch, slice] -> number of the action in the joined rows; negative for none."""
+        kind, stage, microbatch, part, _ = self.columns
+        place = kernel(kernels.place, len(kind))
+        return place(kind, stage, microbatch, part, self.shape).reshape(kernels.NUM_KEYED, *self.shape)
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, Lane], ...]:
+        """Every lane with its rank: compute lanes by rank, data-parallel lanes by rank, lanes of the directed edges."""
+        ranks = range(self.placement.num_ranks)
+        lanes = dict.fromkeys((rank, lane) for lane in (COMPUTE_LANE, DATA_PARALLEL_LANE) for rank in ranks)
+        lanes.update(dict.fromkeys(self._message_lanes.values()))
+        return tuple(lanes)
+
+    @cached_property
+    def _message_lanes(self) -> dict[tuple[Kind, int], tuple[int, Lane]]:
+        """Lane of each send and receive by kind and stage."""
+        owner = self.placement.rank_by_stage
+        found: dict[tuple[Kind, int], tuple[int, Lane]] = {}
+        for stage in np.flatnonzero(self.crosses).tolist():
+            here = (Kind.SEND_F, stage), (Kind.RECV_B, stage), (Kind.RECV_F, stage + 1), (Kind.SEND_B, stage + 1)
+            found.update({key: (owner[key[1]], lane_of(Action(*key, 0), self.placement)) for key in here})
+        return found
+
+    @cached_property
+    def lane(self) -> Ints:
+        """For each action the number of its lane in ``lanes``."""
+        number = {lane: n for n, lane in enumerate(self.lanes)}
+        table = np.tile(self.owner, (len(KINDS), 1))
+        for kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
+            table[CODE[kind]] += self.placement.num_ranks
+        for (kind, stage), lane in self._message_lanes.items():
+            table[CODE[kind], stage] = number[lane]
+        return table[self.columns.kind, self.columns.stage]
+
+    def action_of(self, key: int) -> Action:
+        """The action of a key, see ``kernels.key_of``."""
+        kind, stage, microbatch, part = np.unravel_index(key, (kernels.NUM_KEYED, *self.shape))
+        return Action(KINDS[int(kind)], int(stage), int(microbatch), int(part))

@@ -1,0 +1,5 @@
+"""Loops over arrays of actions. Plain functions that ``pipeloom.schedule.compiled`` may hand to a compiler.
+
+Each takes numbers and arrays and calls only functions of its own module. Actions are named by their *node*: their
+number in the rows, joined. -1 stands for "none".
+"""

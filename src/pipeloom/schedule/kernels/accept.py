@@ -1,0 +1,201 @@
+"""Whether a schedule keeps every rule of its level: yes or no, in one pass for each group of rules.
+
+The rules are written to be read in ``pipeloom.schedule.verify``, which also says what is wrong and where. This is their
+fast form for large schedules; tests hold both equal.
+"""
+
+import numpy as np
+
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = range(11)
+NO_MICROBATCH = -(2**31)
+
+
+def belongs(
+    kind: Ints, stage: Ints, microbatch: Ints, part: Ints, first: Longs, owner: Ints, shape: Shape, num_kinds: int
+) -> bool:
+    """Whether every action may be on its rank: kinds of the level, numbers in range, stages that the rank holds.
+
+    Args:
+        kind, stage, microbatch, part, first: the columns of a schedule.
+        owner: for each stage its rank.
+        shape: numbers of stages, micro-batches and token slices.
+        num_kinds: kinds that the level has: the first ones.
+    """
+    for rank in range(first.size - 1):
+        for node in range(first[rank], first[rank + 1]):
+            if kind[node] >= num_kinds or not 0 <= stage[node] < shape[0] or owner[stage[node]] != rank:
+                return False
+            if kind[node] >= UNSHARD:
+                if microbatch[node] != NO_MICROBATCH or part[node] != 0:
+                    return False
+            elif not (0 <= microbatch[node] < shape[1] and 0 <= part[node] < shape[2]):
+                return False
+    return True
+
+
+def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> bool:
+    """Whether no action recurs, but for those that concern a whole stage."""
+    seen = np.zeros(UNSHARD * shape[0] * shape[1] * shape[2], np.bool_)
+    for node in range(kind.size):
+        if kind[node] < UNSHARD:
+            key = ((kind[node] * shape[0] + stage[node]) * shape[1] + microbatch[node]) * shape[2] + part[node]
+            if seen[key]:
+                return False
+            seen[key] = True
+    return True
+
+
+def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
+    """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank.
+
+    Args:
+        node_of: [kind, stage, micro-batch, slice] -> node, negative for none.
+        shape: numbers of stages, micro-batches and token slices.
+        first_backward_stage: stages from it on train.
+    """
+    for stage in range(shape[0]):
+        for microbatch in range(shape[1]):
+            for part in range(shape[2]):
+                forward = node_of[FORWARD, stage, microbatch, part]
+                whole = node_of[BACKWARD, stage, microbatch, part]
+                half = node_of[BACKWARD_INPUT, stage, microbatch, part]
+                other = node_of[BACKWARD_WEIGHT, stage, microbatch, part]
+                if forward < 0:
+                    return False
+                if stage < first_backward_stage:
+                    if whole >= 0 or half >= 0 or other >= 0:
+                        return False
+                elif whole >= 0:
+                    if half >= 0 or other >= 0 or whole < forward:
+                        return False
+                elif half < forward or other < half:  # also if one is missing
+                    return False
+    return True
+
+
+def sends(node_of: Ints, number_on_lane: Ints, shape: Shape, crosses: Bools, first_backward_stage: int) -> bool:
+    """Whether the tensors that change rank, and no others, are sent after they are made, taken in the order sent, and
+    received before they are used.
+
+    Args:
+        node_of: see ``computes``.
+        number_on_lane: for each node how many stand before it on its lane.
+        shape: numbers of stages, micro-batches and token slices.
+        crosses: for each stage whether the next one is on another rank.
+        first_backward_stage: stages from it on train.
+    """
+    for stage in range(shape[0]):
+        goes_on = crosses[stage]
+        goes_back = stage > 0 and stage > first_backward_stage and crosses[stage - 1]
+        for microbatch in range(shape[1]):
+            for part in range(shape[2]):
+                made = node_of[FORWARD, stage, microbatch, part]
+                sent = node_of[SEND_F, stage, microbatch, part]
+                if (sent >= 0) != goes_on or (sent >= 0 and sent < made):
+                    return False
+                if stage + 1 < shape[0]:
+                    taken = node_of[RECV_F, stage + 1, microbatch, part]
+                    used = node_of[FORWARD, stage + 1, microbatch, part]
+                    if (taken >= 0) != goes_on or (taken >= 0 and taken > used):
+                        return False
+                    if goes_on and number_on_lane[sent] != number_on_lane[taken]:
+                        return False
+                made = max(node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part])
+                sent = node_of[SEND_B, stage, microbatch, part]
+                if (sent >= 0) != goes_back or (sent >= 0 and sent < made):
+                    return False
+                if stage > 0:
+                    taken = node_of[RECV_B, stage - 1, microbatch, part]
+                    used = max(
+                        node_of[BACKWARD, stage - 1, microbatch, part],
+                        node_of[BACKWARD_INPUT, stage - 1, microbatch, part],
+                    )
+                    if (taken >= 0) != goes_back or (taken >= 0 and taken > used):
+                        return False
+                    if goes_back and number_on_lane[sent] != number_on_lane[taken]:
+                        return False
+    return not has_strangers(node_of, shape)
+
+
+def has_strangers(node_of: Ints, shape: Shape) -> bool:
+    """Whether something is received by the first stage from before it, or by the last one from behind it."""
+    last = shape[0] - 1
+    for microbatch in range(shape[1]):
+        for part in range(shape[2]):
+            if node_of[RECV_F, 0, microbatch, part] >= 0 or node_of[RECV_B, last, microbatch, part] >= 0:
+                return True
+    return False
+
+
+def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered: int) -> bool:
+    """Whether stages that are ever gathered are so when they compute, and never more at once than promised.
+
+    Args:
+        kind, stage, first: columns of a schedule.
+        num_stages: of the pipeline.
+        max_gathered: the most stages that a rank may have gathered.
+    """
+    is_sharded = np.zeros(num_stages, np.bool_)
+    for node in range(kind.size):
+        if kind[node] == UNSHARD:
+            is_sharded[stage[node]] = True
+    is_gathered = np.zeros(num_stages, np.bool_)
+    for rank in range(first.size - 1):
+        count = 0
+        for node in range(first[rank], first[rank + 1]):
+            here = stage[node]
+            if kind[node] == UNSHARD:
+                if is_gathered[here]:
+                    return False
+                is_gathered[here] = True
+                count += 1
+                if count > max_gathered:
+                    return False
+            elif kind[node] == RESHARD:
+                if not is_gathered[here]:
+                    return False
+                is_gathered[here] = False
+                count -= 1
+            elif kind[node] <= BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
+                return False
+    return True
+
+
+def reduces(kind: Ints, stage: Ints, first: Longs, num_stages: int, gradient_buffers: int) -> bool:
+    """Whether every contribution is reduced once, if any is, and never more stages wait for it than there is room for.
+
+    Args:
+        kind, stage, first: columns of a schedule.
+        num_stages: of the pipeline.
+        gradient_buffers: the most stages that may have an unreduced gradient.
+    """
+    is_open = np.zeros(num_stages, np.bool_)  # whether a stage has an unreduced gradient
+    is_any = False
+    for rank in range(first.size - 1):
+        count = 0
+        for node in range(first[rank], first[rank + 1]):
+            here = stage[node]
+            if kind[node] == REDUCE:
+                if not is_open[here]:
+                    return False
+                is_open[here] = False
+                is_any = True
+                count -= 1
+            elif kind[node] in (BACKWARD, BACKWARD_WEIGHT) and not is_open[here]:
+                is_open[here] = True
+                count += 1
+                if count > gradient_buffers:
+                    return False
+    return not (is_any and is_open.any())
+
+
+def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:
+    """For each node how many stand before it on its lane."""
+    count = np.zeros(num_lanes, np.int32)
+    numbers = np.zeros(lane.size, np.int32)
+    for node in range(lane.size):
+        numbers[node] = count[lane[node]]
+        count[lane[node]] += 1
+    return numbers

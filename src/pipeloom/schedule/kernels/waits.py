@@ -1,0 +1,141 @@
+"""What each action waits for: the one dependency relation, on numbers."""
+
+import numpy as np
+
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD = range(9)
+"""Codes of kinds (``pipeloom.schedule.row.CODE``)."""
+NUM_KEYED = 8
+"""Kinds below it name a micro-batch: their actions have a key."""
+ABSENT = -2
+"""In place of a node: the schedule lacks the action that is needed."""
+NUM_WAITS = 5
+"""Most actions that one action waits for: three for data, the one before it on its lane, one for its place."""
+
+
+def key_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape) -> int:
+    """The number of an action among all that name a micro-batch.
+
+    Args:
+        kind: below ``NUM_KEYED``.
+        stage, microbatch, part: of the action.
+        shape: numbers of stages, micro-batches and token slices.
+    """
+    return ((kind * shape[0] + stage) * shape[1] + microbatch) * shape[2] + part
+
+
+def place(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> Ints:
+    """For each key the node of its action, ``ABSENT`` where there is none."""
+    node_of = np.full(NUM_KEYED * shape[0] * shape[1] * shape[2], ABSENT, np.int32)
+    for node in range(kind.size):
+        if kind[node] < NUM_KEYED:
+            node_of[key_of(kind[node], stage[node], microbatch[node], part[node], shape)] = node
+    return node_of
+
+
+def input_gradient(stage: int, microbatch: int, part: int, shape: Shape, is_split: Bools) -> int:
+    """The key of the action that makes the gradient for a stage's input: the backward, or its first half."""
+    kind = BACKWARD_INPUT if is_split[stage, microbatch, part] else BACKWARD
+    return key_of(kind, stage, microbatch, part, shape)
+
+
+def needs(
+    kind: int, stage: int, microbatch: int, part: int, shape: Shape, is_received: Bools, is_split: Bools, found: Longs
+) -> int:
+    """Write the keys of the actions whose results an action uses to ``found``; their number.
+
+    Args:
+        kind, stage, microbatch, part: of the action.
+        shape: numbers of stages, micro-batches and token slices.
+        is_received: for each stage whether its output reaches the next stage by a receive.
+        is_split: for each stage, micro-batch and slice whether the backward is split into halves.
+        found: takes up to three keys.
+    """
+    count = 0
+    if kind == FORWARD:
+        if stage > 0:
+            source = key_of(RECV_F, stage, microbatch, part, shape)
+            if not is_received[stage - 1]:
+                source = key_of(FORWARD, stage - 1, microbatch, part, shape)
+            found[count] = source
+            count += 1
+        if part > 0:  # keys and values of the earlier slice, on the same stage
+            found[count] = key_of(FORWARD, stage, microbatch, part - 1, shape)
+            count += 1
+    elif kind in (BACKWARD, BACKWARD_INPUT):
+        found[count] = key_of(FORWARD, stage, microbatch, part, shape)
+        count += 1
+        if stage + 1 < shape[0]:
+            source = key_of(RECV_B, stage, microbatch, part, shape)
+            if not is_received[stage]:
+                source = input_gradient(stage + 1, microbatch, part, shape, is_split)
+            found[count] = source
+            count += 1
+        if part + 1 < shape[2]:  # gradients for keys and values from the later slice
+            found[count] = input_gradient(stage, microbatch, part + 1, shape, is_split)
+            count += 1
+    elif kind == BACKWARD_WEIGHT:
+        found[count] = key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
+        count += 1
+    elif kind == SEND_F:
+        found[count] = key_of(FORWARD, stage, microbatch, part, shape)
+        count += 1
+    elif kind == SEND_B:
+        found[count] = input_gradient(stage, microbatch, part, shape, is_split)
+        count += 1
+    elif kind == RECV_F:
+        found[count] = key_of(SEND_F, stage - 1, microbatch, part, shape)
+        count += 1
+    elif kind == RECV_B:
+        found[count] = key_of(SEND_B, stage + 1, microbatch, part, shape)
+        count += 1
+    return count
+
+
+def find_waits(
+    kind: Ints,
+    stage: Ints,
+    microbatch: Ints,
+    part: Ints,
+    first: Longs,
+    lane: Ints,
+    num_lanes: int,
+    node_of: Ints,
+    shape: Shape,
+    is_received: Bools,
+    is_split: Bools,
+) -> Ints:
+    """For each node the nodes that have to end before it starts.
+
+    Args:
+        kind, stage, microbatch, part, first: the columns of a schedule.
+        lane: for each node its lane, numbered over all ranks.
+        num_lanes: number of lanes.
+        node_of: from ``place``.
+        shape, is_received, is_split: see ``needs``.
+
+    Returns:
+        [nodes, NUM_WAITS]: three for data, then the action before it on its lane, then what its place in the
+        row demands; -1 for none, ``ABSENT`` for one that the schedule lacks.
+    """
+    waits = np.full((kind.size, NUM_WAITS), -1, np.int32)
+    last_on_lane = np.full(num_lanes, -1, np.int32)
+    last_unshard = np.full(shape[0], -1, np.int32)
+    found = np.zeros(3, np.int64)
+    for rank in range(first.size - 1):
+        last_compute = -1
+        for node in range(first[rank], first[rank + 1]):
+            count = needs(kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, found)
+            for number in range(count):
+                waits[node, number] = node_of[found[number]]
+            waits[node, 3] = last_on_lane[lane[node]]
+            last_on_lane[lane[node]] = node
+            if kind[node] <= BACKWARD_WEIGHT:
+                waits[node, 4] = last_unshard[stage[node]]
+                last_compute = node
+            else:
+                waits[node, 4] = last_compute
+            if kind[node] == UNSHARD:
+                last_unshard[stage[node]] = node
+    return waits

@@ -1,0 +1,88 @@
+"""``pipeloom profile``: a file that the other commands read, a table, JSON, refusals."""
+
+import json
+
+import pytest
+from machines import findings
+
+import pipeloom.machine
+from pipeloom.catalog import load_cluster
+from pipeloom.cli import main
+from pipeloom.cost.hardware import Group
+
+QUICK = ["--device", "cpu", "--budget-s", "1"]
+
+
+def test_two_processes_measure_this_machine_and_the_file_is_a_cluster(tmp_path, capfd):
+    file = tmp_path / "here.toml"
+    assert main(["profile", *QUICK, "--processes", "2", "--output", str(file), "--json"]) == 0
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    cluster = load_cluster(str(file))
+    assert cluster.name == answer["cluster"]["name"] == "here"
+    assert cluster.intra.latency_s == pytest.approx(answer["cluster"]["intra"]["latency_s"], rel=1e-5)
+    assert "measuring 1/35" in err
+    assert 1e7 < cluster.device.peak_flops_per_s["fp32"] < 1e13
+    assert 1e8 < cluster.device.memory_bytes_per_s < 1e13
+    assert 1e-8 < cluster.device.launch_s < 1e-2
+    assert all(curves[0].ranks == 2 for curves in cluster.collective_curves.values())
+    assert len(cluster.collective_curves) == 3
+    assert 0 < cluster.collective_s("all_reduce", 1e6, Group(2, 2, 1)) < 10
+    text = file.read_text()
+    assert "# Measured by `pipeloom profile` on 20" in text
+    assert "NOT MEASURED, there was one host" in text
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Findings that need no measuring."""
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        return findings(**found)
+
+    found = {}
+    monkeypatch.setattr(pipeloom.machine, "measure_machine", answer)
+    return asked, found
+
+
+def test_the_table_names_everything_that_was_measured(measured, tmp_path, capsys):
+    file = tmp_path / "mine.toml"
+    assert main(["profile", *QUICK, "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    for words in ("fp32 product, 512 wide", "host's time", "memory, copy", "latency", "all_reduce of 2, 1 MiB, bus"):
+        assert words in out
+    assert f"pipeloom validate TABLE.csv --cluster {file}" in out
+    assert "busy" not in out
+
+
+def test_one_process_says_that_links_were_skipped_and_a_busy_machine_that_it_was(measured, tmp_path, capsys):
+    measured[1].update(intra=None, collectives=(), num_processes=1, per_host=1, core_share=0.5)
+    assert main(["profile", *QUICK, "--processes", "1", "--output", str(tmp_path / "mine.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "links      not measured" in out
+    assert "rank 0 had 50% of a core" in out
+    assert measured[0][0].num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--output", "nowhere/mine.toml"], "there is no folder nowhere"),
+        (["--output", "."], "--output must be a file"),
+        (["--processes", "0", "--budget-s", "0"], "the command line has 2 problems"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--device", "cpu", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not measured[0]
+
+
+def test_a_file_that_may_not_be_written_is_told_before_anything_is_measured(measured, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert main(["profile", "--device", "cpu", "--output", str(tmp_path / "mine.toml")]) == 2
+    assert "no permission; choose another place with --output" in capsys.readouterr().err
+    assert not measured[0]

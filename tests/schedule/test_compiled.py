@@ -1,0 +1,152 @@
+"""Compiled loops and plain Python give the same answers, and the fast check those of the rules as they are written."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unverified import unverified
+
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.errors import ScheduleError
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.schedule import Action, Kind, add_reduce_grad, add_unshard, compiled, lower, parse_schedule
+from pipeloom.schedule import verify as rules
+from pipeloom.schedule.accept import accepts
+from pipeloom.schedule.action import STAGE_KINDS
+from pipeloom.simulate import Host, Sharing, simulate
+
+KINDS = list(Kind)
+SHARDED = """
+0UNSHARD 0F0 2UNSHARD 0F1 0RESHARD 0SEND_F0 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1 2B0 2SEND_B0 2B1 2SEND_B1 2REDUCE_GRAD \
+2RESHARD 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD
+1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1 1REDUCE_GRAD
+"""
+SPLIT = "0F0 0F0.1 0SEND_F0 0SEND_F0.1 0RECV_B0.1 0I0.1 0RECV_B0 0I0 0W0 0W0.1\n\
+1RECV_F0 1F0 1RECV_F0.1 1F0.1 1B0.1 1SEND_B0.1 1B0 1SEND_B0"
+
+
+@st.composite
+def schedules(draw):
+    special = draw(st.sampled_from([None, None, None, SHARDED, SPLIT]))
+    if special is not None:
+        return parse_schedule(special)
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    loops = draw(st.integers(1, 3)) if FAMILIES[name].is_looped else 1
+    pp, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    placement = draw(st.sampled_from(["looped", "v", "linear"]))
+    schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
+    if draw(st.booleans()):
+        return schedule
+    schedule = lower(schedule, draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        schedule = add_unshard(schedule, draw(st.one_of(st.none(), st.integers(1, 3))), draw(st.integers(0, 2)))
+    return add_reduce_grad(schedule, draw(st.one_of(st.none(), st.integers(1, 3)))) if draw(st.booleans()) else schedule
+
+
+@st.composite
+def wrong_rows(draw, schedule):
+    """Rows with up to three random changes."""
+    rows = [list(row) for row in schedule.rows]
+    for _ in range(draw(st.integers(0, 3))):
+        row = rows[draw(st.integers(0, len(rows) - 1))]
+        if not row:
+            continue
+        here, there = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1))
+        match draw(st.sampled_from(["swap", "delete", "repeat", "move", "kind", "number"])):
+            case "swap":
+                row[here], row[there] = row[there], row[here]
+            case "delete":
+                del row[here]
+            case "repeat":
+                row.insert(there, row[here])
+            case "move":
+                rows[draw(st.integers(0, len(rows) - 1))].append(row.pop(here))
+            case "kind":
+                kind = draw(st.sampled_from(KINDS))
+                microbatch = None if kind in STAGE_KINDS and draw(st.booleans()) else row[here].microbatch
+                row[here] = Action(kind, row[here].stage, microbatch, row[here].slice)
+            case "number":
+                field = draw(st.sampled_from(["stage", "microbatch", "slice"]))
+                row[here] = row[here]._replace(**{field: draw(st.integers(-1, 7))})
+    return rows
+
+
+def obeys_the_rules(schedule):
+    return not any(list(rule(schedule)) for rule in taken_rules(schedule))
+
+
+def taken_rules(schedule):
+    """The rules, one after the other, up to the first that is broken: later ones assume the earlier ones."""
+    for rule in rules.RULES[schedule.level]:
+        yield rule
+        if list(rule(schedule)):
+            return
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_the_fast_check_accepts_what_the_rules_accept(data):
+    schedule = data.draw(schedules())
+    changed = unverified(schedule, data.draw(wrong_rows(schedule)))
+    assert accepts(changed) == obeys_the_rules(changed)
+
+
+@pytest.mark.parametrize("text", [SHARDED, SPLIT])
+def test_what_the_random_changes_start_from_is_accepted(text):
+    assert accepts(parse_schedule(text))
+
+
+def test_a_large_schedule_is_refused_with_the_reason_of_the_rules(monkeypatch):
+    monkeypatch.setattr(rules, "LARGE", 0)
+    with pytest.raises(ScheduleError, match="1B0 stands before 1F0") as small:
+        parse_schedule("0F0 0B0\n1B0 1F0")
+    assert small.value.rule == "forward-before-backward"
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def how(request, monkeypatch):
+    """Let every kernel run as it is, or compiled."""
+    if request.param == "compiled" and not compiled.is_available():
+        pytest.skip("needs numba")
+    monkeypatch.setattr(compiled, "PATIENCE", 10**12 if request.param == "plain" else -1)
+
+
+def answers():
+    """What every kernel has a part in, on schedules small and odd."""
+    for name in sorted(FAMILIES):
+        for pp, loops, count in ((1, 1, 3), (3, 2, 4), (4, 3, 6)):
+            sizes = {"pp": pp, "loops": loops if FAMILIES[name].is_looped else 1, "num_microbatches": count}
+            schedule = lower(make_schedule(name, **sizes), 2)
+            costs = UniformCosts(1.0, 2.0, 0.25)
+            yield name, schedule, simulate(schedule, costs)
+            yield name, schedule, simulate(schedule, costs, host=Host(lambda _: 0.125, 3))
+            sharing = Sharing(lambda action, rank: rank % 2 if action.kind in ("F", "B") else None, {0: 1, 1: 2})
+            yield name, schedule, simulate(schedule, costs, sharing)
+            sharded = add_reduce_grad(add_unshard(schedule, 2, 1), 1)
+            yield name, sharded, simulate(sharded, UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5))
+            assert accepts(schedule)
+    for text in (SHARDED, SPLIT):
+        yield text, parse_schedule(text), simulate(parse_schedule(text), UniformCosts(1.0, 2.0, 0.25))
+
+
+@pytest.fixture(scope="module")
+def plain_answers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "PATIENCE", 10**12)
+        return list(answers())
+
+
+@pytest.mark.timeout(300)
+def test_compiled_and_plain_loops_are_equal(how, plain_answers):
+    for (name, schedule, trace), (_, plain, plain_trace) in zip(answers(), plain_answers, strict=True):
+        assert schedule == plain, name
+        assert np.array_equal(schedule.graph.waits, plain.graph.waits), name
+        assert np.array_equal(trace.spans.start_s, plain_trace.spans.start_s), name
+        assert np.array_equal(trace.spans.end_s, plain_trace.spans.end_s), name
+        assert trace.spans.row == plain_trace.spans.row, name
+
+
+def test_nothing_small_loads_the_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "_seen", 0)
+    monkeypatch.setattr(compiled, "compiled", lambda function: pytest.fail("compiled"))
+    simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)), UniformCosts(1, 2, 0.5))
