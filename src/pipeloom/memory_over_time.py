@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
-from pipeloom.schedule.depend import consumer_of
+from pipeloom.schedule.depend import HOST_LANE, consumer_of
 from pipeloom.trace import Span, Trace
 
 Change = tuple[float, float, str]
@@ -71,7 +71,8 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     """
     by_rank: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
     for span in trace.spans:
-        by_rank[span.rank].append(span)
+        if span.lane != HOST_LANE:
+            by_rank[span.rank].append(span)
     return tuple(
         _curve(always, _changes(schedule, row, spans, held, trace), trace.start_s)
         for always, row, spans in zip(held.always_bytes, schedule.rows, by_rank, strict=True)
