@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipeloom.schedule.action import COMPUTE_KINDS
-from pipeloom.trace import Trace
+from pipeloom.trace import Spans, Trace
 
 
 @dataclass(frozen=True)
@@ -38,4 +38,4 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> Exc
         notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")
     if not notes:
         return Excerpt(trace, "")
-    return Excerpt(Trace(tuple(spans), num_ranks), f"; {', '.join(notes)}")
+    return Excerpt(Trace(Spans.of(spans), num_ranks), f"; {', '.join(notes)}")
