@@ -207,7 +207,7 @@ def _blocked_s(
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that lower the peak of the fullest rank, each alone and all with the same rows -> bytes then."""
+    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then."""
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
     levels = ("optimizer", "gradients", "full")
@@ -225,6 +225,8 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    ranks = range(run.pp)
-    memories = (rank_memory_of(run, step.software, step.schedule, rank, step.order.receive_buffers) for rank in ranks)
-    return max(memory.total_bytes for memory in memories)
+    schedule = step.schedule if run.shard == step.run.shard else _lowered(run, step.software, step.order)
+    return max(
+        rank_memory_of(run, step.software, schedule, rank, step.order.receive_buffers).total_bytes
+        for rank in range(run.pp)
+    )
