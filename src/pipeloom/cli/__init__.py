@@ -50,7 +50,9 @@ def _complain(command: str, message: str, error: BaseException) -> None:
 
 def _run(command: str, words: list[str]) -> int:
     from pipeloom.errors import UserError
+    from pipeloom.schedule.compiled import start_lean
 
+    start_lean()
     try:
         return importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:

@@ -243,10 +243,6 @@ def in_flight_bound(schedule: "Schedule") -> Violations:
 
 Rule = Callable[["Schedule"], Violations]
 
-LARGE = 20_000
-"""Actions beyond which a schedule is first checked by compiled loops. They give no reasons, so what they refuse is
-checked again, rule by rule."""
-
 COMPUTE_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
     kinds_of_level,
@@ -286,12 +282,12 @@ def rule_name(rule: Rule) -> str:
 
 
 def verify(schedule: "Schedule") -> None:
-    """Check every rule of the schedule's level.
+    """Check every rule of the schedule's level: all at once and fast, or one by one for a reason to refuse.
 
     Raises:
         ScheduleError: naming the first broken rule, the place, and how often the rule is broken.
     """
-    if schedule.num_actions > LARGE and accepts(schedule):
+    if accepts(schedule):
         return
     for rule in RULES[schedule.level]:
         violations = list(rule(schedule))
@@ -300,6 +296,7 @@ def verify(schedule: "Schedule") -> None:
             more = f" (and {len(violations) - 1} more like it)" if len(violations) > 1 else ""
             view = window(schedule.rows, rank, slot) if rank is not None else ""
             raise ScheduleError(rule_name(rule), message + more, rank=rank, slot=slot, window=view)
+    raise AssertionError(f"the fast check refuses what no rule refuses: {schedule.rows}")
 
 
 def _slots(schedule: "Schedule") -> dict[Action, int]:
