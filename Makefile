@@ -51,4 +51,6 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
 	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "Compiling loops (once; about 10 seconds) ..."
+	$(BIN)/pipeloom simulate examples/gpt-1t-3072-a100.toml --machine.software pipeloom > $(VENV)/simulated.txt
 	@touch $@
