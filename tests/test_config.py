@@ -240,15 +240,9 @@ def test_axes_that_do_not_fit_together_are_named(title):
 
 
 FOR_SIMULATE = {
-    "layout__dp": 2,
     "layout__tp": 2,
-    "layout__shard": "full",
-    "layout__replicate": 2,
     "layout__sequence_parallel": True,
     "layout__recompute": "selective",
-    "schedule__residency": 3,
-    "schedule__prefetch": 2,
-    "schedule__gradient_buffers": 2,
     "model__tied": True,
 }
 
@@ -259,11 +253,10 @@ def test_training_refuses_all_at_once_what_only_simulate_understands():
     problems = config.problems()
     assert {problem.split()[0] for problem in problems} == {name.replace("__", ".") for name in FOR_SIMULATE}
     assert "layout.sequence_parallel true is for simulate only so far; use false" in problems
-    assert "schedule.residency 3 is for simulate only so far; leave it out" in problems
 
 
 def test_every_setting_of_the_layout_is_used_by_training_or_refused():
-    used = {"pp", "loops", "num_microbatches", "microbatch_size", "partition"}
+    used = {"pp", "loops", "dp", "replicate", "shard", "num_microbatches", "microbatch_size", "partition"}
     refused = {name.removeprefix("layout__") for name in FOR_SIMULATE if name.startswith("layout__")}
     assert {item.name for item in fields(layout_module.Layout)} == used | refused
 

@@ -96,12 +96,22 @@ class ScheduleConfig:
     receive_buffers: int = 2
     """Receives posted ahead and not yet used, for each directed edge between two ranks."""
     residency: int | None = None
-    """Stages whose gathered weights a rank holds at once, with layout.shard full; for simulate. None: 2."""
+    """Stages whose gathered weights a rank holds at once, with layout.shard full. None: 2."""
     prefetch: int | None = None
-    """How many stages ahead a gather of sharded weights may start; for simulate. None: 1."""
+    """How many stages ahead a gather of sharded weights may start. None: 1."""
     gradient_buffers: int | None = None
-    """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full; for simulate. None:
-    all of its stages."""
+    """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full. None: all of its
+    stages."""
+
+    @property
+    def known_residency(self) -> int:
+        """With its default."""
+        return 2 if self.residency is None else self.residency
+
+    @property
+    def known_prefetch(self) -> int:
+        """With its default."""
+        return 1 if self.prefetch is None else self.prefetch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,20 +352,13 @@ def _pipeline_problems(config: RunConfig) -> list[str]:
 def _not_trainable(config: RunConfig) -> list[str]:
     """Settings that simulate understands and train cannot run yet."""
     wanted: dict[str, Any] = {
-        "layout.dp": 1,
         "layout.tp": 1,
-        "layout.replicate": None,
-        "layout.shard": "none",
         "layout.sequence_parallel": False,
         "layout.recompute": "none",
-        "schedule.residency": None,
-        "schedule.prefetch": None,
-        "schedule.gradient_buffers": None,
     }
     tied = ["model.tied true is for simulate only so far; train a model whose head has weights of its own"]
     return [
-        f"{name} {_as_written(_value(config, name))} is for simulate only so far; "
-        + ("leave it out" if only is None else f"use {_as_written(only)}")
+        f"{name} {_as_written(_value(config, name))} is for simulate only so far; use {_as_written(only)}"
         for name, only in wanted.items()
         if _value(config, name) != only
     ] + (tied if config.model.tied else [])

@@ -40,13 +40,13 @@ class Layout:
     tp: int = 1
     """Tensor-parallel ranks, which share every matrix. For simulate; train takes 1."""
     dp: int = 1
-    """Data-parallel replicas. For simulate; train takes 1."""
+    """Data-parallel replicas of the pipeline; each takes micro-batches of its own."""
     replicate: int | None = None
-    """Hybrid sharding: copies of the sharded state; each is sharded over dp / replicate ranks. For simulate. None: one
-    copy, sharded over all of dp."""
+    """Hybrid sharding: copies of the sharded state; each is sharded over dp / replicate ranks. None: one copy,
+    sharded over all of dp."""
     shard: Shard = "none"
     """What data-parallel ranks share instead of holding it whole: nothing, the optimizer's state, also the gradients,
-    or also the weights (full). For simulate; train takes none."""
+    or also the weights (full)."""
     sequence_parallel: bool = False
     """Whether what tensor parallelism leaves whole is split over the sequence. For simulate; train takes no tp."""
     recompute: Recompute = "none"
@@ -77,3 +77,34 @@ class Layout:
     def rank_at(self, place: Coordinates) -> int:
         """The rank that stands there."""
         return (place.pipeline * self.dp + place.data) * self.tp + place.tensor
+
+    @property
+    def shard_size(self) -> int:
+        """Data-parallel ranks that share one copy of a stage; 1 without sharding."""
+        return 1 if self.shard == "none" else self.dp // (self.replicate or 1)
+
+    def pipelines(self) -> list[list[int]]:
+        """For each place on the data and tensor axes, the ranks of that pipeline in order."""
+        return [
+            [self.rank_at(Coordinates(pipeline, data, tensor)) for pipeline in range(self.pp)]
+            for data in range(self.dp)
+            for tensor in range(self.tp)
+        ]
+
+    def shard_groups(self) -> list[list[int]]:
+        """All groups of ranks that share one copy of the same stages, each in the order of the shards."""
+        size = self.shard_size
+        return [ranks[begin : begin + size] for ranks in self._data_groups() for begin in range(0, self.dp, size)]
+
+    def copy_groups(self) -> list[list[int]]:
+        """All groups of ranks that hold the same shard of the same stages."""
+        size = self.shard_size
+        return [ranks[first::size] for ranks in self._data_groups() for first in range(size)]
+
+    def _data_groups(self) -> list[list[int]]:
+        """For each place on the pipeline and tensor axes, the ranks along the data axis."""
+        return [
+            [self.rank_at(Coordinates(pipeline, data, tensor)) for data in range(self.dp)]
+            for pipeline in range(self.pp)
+            for tensor in range(self.tp)
+        ]

@@ -14,7 +14,7 @@ from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.memory_over_time import MemoryCurve, memory_over_time
 from pipeloom.predict import Prediction
-from pipeloom.schedule import Schedule, add_reduce_grad, add_unshard, lower
+from pipeloom.schedule import Schedule, add_data_parallel, lower
 from pipeloom.simulate import simulate
 from pipeloom.step_memory import held_bytes, rank_memory_of
 from pipeloom.trace import Trace
@@ -186,10 +186,13 @@ def _lowered(run: Run, software: Software, order: Order) -> Schedule:
     schedule = lower(schedule, order.receive_buffers)
     if not software.has_reduction_lane or run.dp == 1:
         return schedule
-    if run.shard != "none":
-        schedule = add_unshard(schedule, order.residency if run.shard == "full" else None, order.prefetch)
-    buffers = order.gradient_buffers if run.shard in ("gradients", "full") else None
-    return add_reduce_grad(schedule, buffers)
+    return add_data_parallel(
+        schedule,
+        run.shard,
+        residency=order.residency,
+        prefetch=order.prefetch,
+        gradient_buffers=order.gradient_buffers,
+    )
 
 
 def _blocked_s(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
+from pipeloom.execute.weights import StageWeights
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 
 
@@ -25,9 +26,10 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
 
 
 def test_only_matrices_decay():
-    optimizer = make_adamw(OptimizerConfig(weight_decay=0.3), list(nn.Linear(3, 2).parameters()))
-    decays = {p.ndim: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    assert decays == {2: 0.3, 1: 0.0}
+    stage = StageWeights(nn.Linear(3, 2), "none", 1, 0)
+    optimizer = make_adamw(OptimizerConfig(weight_decay=0.3), *stage.optimizer_parts())
+    decays = {p.numel(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays == {3 * 2: 0.3, 2: 0.0}
 
 
 def test_clipping_over_parts_equals_clipping_the_whole():

@@ -70,8 +70,8 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
     order = Order(
         choice=config.choice(),
         receive_buffers=schedule.receive_buffers,
-        residency=2 if schedule.residency is None else schedule.residency,
-        prefetch=1 if schedule.prefetch is None else schedule.prefetch,
+        residency=schedule.known_residency,
+        prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
     )
     return simulate_step(described.run, described.cluster, described.software, order)

@@ -76,11 +76,20 @@ def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
         f"pipeline   {schedule.family}: {count(layout.pp, 'process')} x {count(layout.loops, 'stage')} each, "
-        f"{schedule.placement}\n"
+        f"{schedule.placement}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}",
         flush=True,
     )
+
+
+def _replicas(config: RunConfig) -> str:
+    """What data parallelism adds to the pipeline; nothing without it."""
+    layout = config.layout
+    if layout.dp == 1:
+        return ""
+    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
+    return f"; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:

@@ -30,9 +30,10 @@ def run(words: list[str]) -> int:
     check_processes(config)
     if is_first():
         layout, schedule = config.layout, config.schedule
+        replicas = f"{layout.dp} replicas, shard {layout.shard}, " if layout.dp > 1 else ""
         print(
             f"{schedule.family} ({schedule.placement}) over {layout.pp} processes x {layout.loops} stages, "
-            f"{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
+            f"{replicas}{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )
         load_data(config.data, config.training.seed)

@@ -7,7 +7,7 @@ from torch import Tensor
 from pipeloom.errors import StallError
 from pipeloom.execute.executor import Executor, StepResult, Steps
 from pipeloom.execute.stage import Objective
-from pipeloom.execute.transport import Transfer
+from pipeloom.execute.transport import Pending
 
 
 def run_rank(
@@ -67,22 +67,38 @@ def run_in_process(
         StallError: no rank can go on, which a verified schedule excludes.
         RunError: an action failed.
     """
+    return play_in_process([(executor, executor.steps(inputs, objective)) for executor in executors])
+
+
+def play_in_process(ranks: Sequence[tuple[Executor, Steps]]) -> list[StepResult]:
+    """Run ranks of any number of pipelines that work together, as ``run_in_process`` does those of one.
+
+    Args:
+        ranks: each rank's executor with its steps, which no one has begun.
+
+    Returns:
+        Each rank's result.
+
+    Raises:
+        StallError: no rank can go on, which a verified schedule excludes.
+        RunError: an action failed.
+    """
     try:
-        return _play(executors, inputs, objective)
+        return _play(ranks)
     except BaseException:
-        for executor in executors:
+        for executor, _ in ranks:
             executor.forget()
         raise
 
 
-def _play(executors: Sequence[Executor], inputs: Sequence[Tensor], objective: Objective | None) -> list[StepResult]:
-    running = {rank: executor.steps(inputs, objective) for rank, executor in enumerate(executors)}
-    waiting: dict[int, Transfer] = {}
+def _play(ranks: Sequence[tuple[Executor, Steps]]) -> list[StepResult]:
+    running = {rank: steps for rank, (_, steps) in enumerate(ranks)}
+    waiting: dict[int, Pending] = {}
     results: dict[int, StepResult] = {}
     while running:
         ready = [rank for rank in running if rank not in waiting or waiting[rank].is_done()]
         if not ready:
-            positions = "\n".join(f"  {executors[rank].position()}" for rank in running)
+            positions = "\n".join(f"  {ranks[rank][0].position()}" for rank in running)
             raise StallError(f"no rank can go on:\n{positions}")
         for rank in ready:
             try:
@@ -90,4 +106,4 @@ def _play(executors: Sequence[Executor], inputs: Sequence[Tensor], objective: Ob
             except StopIteration as end:
                 results[rank] = end.value
                 del running[rank]
-    return [results[rank] for rank in range(len(executors))]
+    return [results[rank] for rank in range(len(ranks))]

@@ -12,11 +12,13 @@ from torch import Tensor
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock, Mark
+from pipeloom.execute.data_parallel import DataParallel, Held
+from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, data_dependencies, lane_of
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
@@ -28,13 +30,15 @@ class StepResult:
     Attributes:
         outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
         trace: what this rank did and when.
+        held: most gathered weights and unreduced gradients of the step.
     """
 
     outputs: dict[int, Tensor]
     trace: Trace
+    held: Held
 
 
-Steps = Generator[Transfer, None, StepResult]
+Steps = Generator[Pending, None, StepResult]
 """A rank under way: yields what it waits for, returns what came of it."""
 
 
@@ -48,6 +52,7 @@ class Executor:
         outputs: the agreed spec of every stage's output, for all stages.
         transport: to the other ranks.
         clock: what spans are measured with.
+        data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
 
     Raises:
         UserError: the schedule is compute-only, or has actions that nothing here can run.
@@ -62,6 +67,7 @@ class Executor:
         outputs: Sequence[TensorSpec],
         transport: Transport,
         clock: Clock,
+        data_parallel: DataParallel | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -70,6 +76,7 @@ class Executor:
         self._outputs = outputs
         self._transport = transport
         self._clock = clock
+        self._data_parallel = data_parallel
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -78,7 +85,15 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.RECV_B: self._receive,
         }
+        if data_parallel is not None:
+            self._handlers |= dict.fromkeys(STAGE_KINDS, self._collect)
+            self._starts: dict[Kind, Callable[[int], Collective]] = {
+                Kind.UNSHARD: data_parallel.unshard,
+                Kind.RESHARD: data_parallel.reshard,
+                Kind.REDUCE_GRAD: data_parallel.reduce,
+            }
         self._check()
+        self._awaited = self._awaited_collectives()
         self._source = {action: self._source_of(action) for action in self._row}
         self._peer = {action: lane_of(action, schedule.placement).peer for action in self._row}
         self._begin([], None)
@@ -101,27 +116,39 @@ class Executor:
             RunError: an action failed; names it and shows the rows around it.
         """
         self._begin(inputs, objective)
+        if self._data_parallel is not None:
+            self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._source[action]
             transfer = self._transfers.get(source) if source is not None else None
             if transfer is not None:
                 yield from self._until_done(source, transfer)
+            for awaited in self._awaited.get(slot, ()):
+                yield from self._until_done(self._row[awaited], self._collectives[awaited])
             self._run(action)
         self._slot = len(self._row)
-        for action, transfer in self._transfers.items():
-            yield from self._until_done(action, transfer)
-            transfer.take()
-            self._note(action, transfer)
-        result = StepResult(self._results_of_objective, self._trace())
+        yield from self._rest()
+        held = Held() if self._data_parallel is None else self._data_parallel.most_held
+        result = StepResult(self._results_of_objective, self._trace(), held)
         self._begin([], None)
         self._slot = len(self._row)
         return result
 
-    def _until_done(self, action: Action | None, transfer: Transfer) -> Iterator[Transfer]:
-        if not transfer.is_done():
+    def _rest(self) -> Iterator[Pending]:
+        """Wait for what nothing has waited for."""
+        for action, transfer in self._transfers.items():
+            yield from self._until_done(action, transfer)
+            transfer.take()
+            self._note(action, transfer)
+        for slot, collective in self._collectives.items():
+            yield from self._until_done(self._row[slot], collective)
+            collective.take()
+
+    def _until_done(self, action: Action | None, pending: Pending) -> Iterator[Pending]:
+        if not pending.is_done():
             self._waits_for = action
-            yield transfer
+            yield pending
             self._waits_for = None
 
     def position(self) -> str:
@@ -133,12 +160,16 @@ class Executor:
             place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
         if waits_for is None:
             return f"rank {self.rank} is {place}"
-        return f"rank {self.rank} is {place}, waiting for {waits_for} with rank {self._peer[waits_for]}"
+        peer = self._peer[waits_for]
+        others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
+        return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
         for stage in self._stages.values():
             stage.forget()
+        if self._data_parallel is not None:
+            self._data_parallel.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -149,6 +180,7 @@ class Executor:
         self._results: dict[Action, Tensor] = {}
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
+        self._collectives: dict[int, Collective] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
 
@@ -163,6 +195,21 @@ class Executor:
         if unknown:
             raise UserError(f"the executor has nothing to run {', '.join(unknown)} with")
 
+    def _awaited_collectives(self) -> dict[int, list[int]]:
+        """For each slot of a compute action the slots of the collectives that it waits for, by the dependency relation.
+
+        Collectives wait for nothing here: their lane keeps the order of the row, and compute is issued in that order.
+        """
+        first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
+        collectives = {slot for slot, action in enumerate(self._row) if action.kind in STAGE_KINDS}
+        awaited: dict[int, list[int]] = {}
+        for slot, action in enumerate(self._row):
+            if collectives and action.kind in COMPUTE_KINDS:
+                found = [needed - first for needed in graph.needed(first + slot) if needed - first in collectives]
+                if found:
+                    awaited[slot] = found
+        return awaited
+
     def _source_of(self, action: Action) -> Action | None:
         """The action whose result is this action's input, if it is not the batch or the loss."""
         own_forward = action._replace(kind=Kind.FORWARD)
@@ -172,8 +219,10 @@ class Executor:
         return None
 
     def _run(self, action: Action) -> None:
-        begin = self._clock.mark()
         try:
+            for awaited in self._awaited.get(self._slot, ()):
+                self._collectives[awaited].take()
+            begin = self._clock.mark()
             self._handlers[action.kind](action)
         except Exception as error:
             raise self._explained(action, error) from error
@@ -218,6 +267,8 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         assert action.microbatch is not None
+        if self._data_parallel is not None:
+            self._data_parallel.before_backward(action.stage)
         gradient = self._stages[action.stage].backward(action.microbatch, self._input(action))
         if gradient is not None:
             self._results[action] = gradient
@@ -234,10 +285,16 @@ class Executor:
         spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
         self._transfers[action] = self._transport.receive(spec, peer)
 
+    def _collect(self, action: Action) -> None:
+        self._collectives[self._slot] = self._starts[action.kind](action.stage)
+
     def _trace(self) -> Trace:
         self._clock.settle()
         seconds, placement = self._clock.seconds, self.schedule.placement
         spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in self._marks]
         for action, start_s, end_s in self._transfer_times:
             spans.append(Span(action, self.rank, lane_of(action, placement), start_s, end_s))
+        for slot, collective in self._collectives.items():
+            begin, end = seconds(collective.begin), seconds(collective.end)
+            spans.append(Span(self._row[slot], self.rank, DATA_PARALLEL_LANE, begin, end))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

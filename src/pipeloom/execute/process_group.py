@@ -46,10 +46,12 @@ class ProcessGroupTransport:
     On NCCL the transfers are ordered by streams and waiting is left to the device.
 
     Args:
-        rank: this process's pipeline rank, equal to its rank in the default process group.
+        rank: this process's pipeline rank.
         edges: from ``edges_of``, the same on every rank.
         device: where tensors live.
         timeout: of the communicators.
+        pipelines: for each replica of the pipeline, its ranks in the default process group; ``None`` for one replica
+            of all ranks.
 
     Raises:
         BoundaryError: the two ends of an edge disagree on what travels there.
@@ -57,10 +59,17 @@ class ProcessGroupTransport:
     """
 
     def __init__(
-        self, rank: int, edges: Mapping[Edge, Sequence[TensorSpec]], device: torch.device, timeout: timedelta
+        self,
+        rank: int,
+        edges: Mapping[Edge, Sequence[TensorSpec]],
+        device: torch.device,
+        timeout: timedelta,
+        pipelines: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._rank = rank
         self._device = device
+        self._pipelines = pipelines or [range(dist.get_world_size())]
+        (self._process_of,) = [ranks for ranks in self._pipelines if dist.get_rank() in ranks]
         self._groups: dict[Edge, dist.ProcessGroup | None] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
         for edge, specs in edges.items():
@@ -69,12 +78,12 @@ class ProcessGroupTransport:
                 self._exercise(edge, specs)
 
     def _open(self, edge: Edge, timeout: timedelta) -> None:
-        """Make the edge's communicator. Every rank takes part in each, in the same order."""
-        if self._device.type == "cuda":
-            group = dist.new_group(list(edge), timeout=timeout, backend="nccl")
-            self._groups[edge] = group if isinstance(group, dist.ProcessGroup) else None
-        else:
-            self._groups[edge] = None  # gloo connects every pair when the default group is made
+        """Make the edge's communicators, of all replicas. Every rank takes part in each, in the same order."""
+        self._groups[edge] = None  # gloo connects every pair when the default group is made
+        for ranks in self._pipelines if self._device.type == "cuda" else ():
+            group = dist.new_group([ranks[end] for end in edge], timeout=timeout, backend="nccl")
+            if isinstance(group, dist.ProcessGroup):
+                self._groups[edge] = group
 
     def _exercise(self, edge: Edge, specs: Sequence[TensorSpec]) -> None:
         """Send what travels on the edge over the edge, and compare."""
@@ -82,10 +91,10 @@ class ProcessGroupTransport:
         expected = encode(specs).to(self._device)
         try:
             if self._rank == source:
-                dist.send(expected, destination, group=self._groups[edge])
+                dist.send(expected, self._process_of[destination], group=self._groups[edge])
                 return
             found = torch.zeros_like(expected)
-            dist.recv(found, source, group=self._groups[edge])
+            dist.recv(found, self._process_of[source], group=self._groups[edge])
         except RuntimeError as error:
             raise PeerLostError(f"the connection between ranks {source} and {destination} failed: {error}") from error
         if not torch.equal(found, expected):
@@ -95,14 +104,14 @@ class ProcessGroupTransport:
     def send(self, tensor: Tensor, peer: int) -> Transfer:
         """Start sending a tensor."""
         tensor = tensor.contiguous()
-        group = self._groups[self._rank, peer]
-        return self._start("send", peer, tensor, lambda: dist.isend(tensor, peer, group=group))
+        group, process = self._groups[self._rank, peer], self._process_of[peer]
+        return self._start("send", peer, tensor, lambda: dist.isend(tensor, process, group=group))
 
     def receive(self, spec: TensorSpec, peer: int) -> Transfer:
         """Start receiving a tensor into a fresh buffer."""
         buffer = spec.empty(self._device)
-        group = self._groups[peer, self._rank]
-        return self._start("recv", peer, buffer, lambda: dist.irecv(buffer, peer, group=group))
+        group, process = self._groups[peer, self._rank], self._process_of[peer]
+        return self._start("recv", peer, buffer, lambda: dist.irecv(buffer, process, group=group))
 
     def _start(self, direction: str, peer: int, tensor: Tensor, post: Callable[[], dist.Work | None]) -> Transfer:
         asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns

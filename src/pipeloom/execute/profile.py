@@ -11,9 +11,13 @@ from torch import Tensor
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.data_parallel import DataParallel, finish
+from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.transport import Transport
 from pipeloom.execute.world import World
+from pipeloom.schedule import Kind, Schedule
 
 _REPEATS = 5
 _CROWD_S = 0.6
@@ -24,10 +28,10 @@ class Profile:
     """What was measured.
 
     Attributes:
-        costs: seconds of each stage, computing alone, and of a transfer.
-        host_by_rank: ranks of the same name share a host.
-        capacity_by_host: ranks that the host serves at full speed when all its ranks compute at once; below
-            their number where they share cores, caches or memory.
+        costs: seconds of each stage, computing alone, of a transfer, and of each stage's collectives.
+        host_by_rank: for each pipeline rank its host, by name; ranks of the same name share one.
+        capacity_by_host: ranks of one pipeline that the host serves at full speed when all its ranks compute at once;
+            below their number where they share cores, caches or memory, with each other or with other replicas.
     """
 
     costs: StageCosts
@@ -36,13 +40,41 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """What a stage's collectives are timed with.
+
+    Attributes:
+        schedule: tells which there are.
+        data_parallel: runs them.
+        clock: of its lane.
+    """
+
+    schedule: Schedule
+    data_parallel: DataParallel
+    clock: Clock
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the schedule has such an action."""
+        return any(row.is_kind(kind).any() for row in self.schedule.rows)
+
+
+@dataclass(frozen=True)
 class _Part:
-    """What one rank measured: its host, (forward, backward) seconds of its stages, slowdown in the crowd."""
+    """What one rank measured.
+
+    Attributes:
+        host: its name.
+        alone: by stage seconds of forward and backward.
+        slowdown: in the crowd.
+        transfer_s: seconds of a transfer.
+        collective_s: by stage seconds of gather and reduction.
+    """
 
     host: str
     alone: dict[int, tuple[float, float]]
     slowdown: float
     transfer_s: float
+    collective_s: dict[int, tuple[float, float]]
 
 
 def profile_stages(
@@ -53,63 +85,101 @@ def profile_stages(
     outputs: Sequence[TensorSpec],
     tokens: Tensor,
     objective: Objective,
+    pipeline: Sequence[int],
+    collectives: Collectives,
 ) -> Profile | None:
-    """Time forward and backward of one micro-batch for every stage of the pipeline.
+    """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
 
-    The ranks take turns, so that each is timed alone; then all compute at once, which tells how much they
-    slow each other down. Gradients that this leaves behind are dropped. Every rank calls it.
+    For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
+    alone; then all compute at once, which tells how much they slow each other down. Gradients that this leaves
+    behind are dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
-        stages: this rank's.
+        stages: this rank's; every rank has equally many.
         transport: to the other ranks.
         outputs: the agreed spec of every stage's output.
         tokens: stage 0's input.
         objective: applied to the last stage's output.
+        pipeline: the ranks of the replica of which the profile is.
+        collectives: times gathers and reductions.
 
     Returns:
         The profile on rank 0, ``None`` elsewhere.
     """
-    runs = {index: _runner(stage, outputs, tokens, objective, world.device) for index, stage in stages.items()}
+    timeout_s = world.timeout.total_seconds()
+    collective_s = {index: _time_collectives(collectives, index, timeout_s) for index in stages}
     alone: dict[int, tuple[float, float]] = {}
-    for turn in range(world.size):
-        if turn == world.rank:
-            alone = {index: _time(run) for index, run in runs.items()}
-        world.wait_for_all()
-    transfer_s = _time_transfer(world, transport, outputs[0])
-    slowdown = _crowd(runs, alone)
-    for stage in stages.values():
+    expected = found = 0.0
+    for index, stage in stages.items():
+        run = _runner(stage, outputs, tokens, objective, world.device)
+        with collectives.data_parallel.gathered(index, timeout_s):
+            for turn in range(world.size):
+                if turn == world.rank:
+                    alone[index] = _time(run)
+                world.wait_for_all()
+            times = _crowd(run, _CROWD_S / len(stages))
+        expected += len(times) * sum(alone[index])
+        found += sum(times)
         for parameter in stage.module.parameters():
             parameter.grad = None
-    parts: list[_Part] | None = world.gather(_Part(socket.gethostname(), alone, slowdown, transfer_s))
-    return None if parts is None else _joined(parts, world.device.type == "cuda")
+    place = pipeline.index(world.rank) if world.rank in pipeline else None
+    transfer_s = _time_transfer(world, transport, outputs[0], place) if len(pipeline) > 1 else 0.0
+    part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
+    parts: list[_Part] | None = world.gather(part)
+    return None if parts is None else _joined(parts, pipeline, world.device.type == "cuda")
 
 
-def _joined(parts: Sequence[_Part], has_own_device: bool) -> Profile:
-    by_stage = {index: times for part in parts for index, times in part.alone.items()}
-    hosts = [part.host for part in parts]
+def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
+    own = [parts[rank] for rank in pipeline]
+    by_stage = {index: (*times, *part.collective_s[index]) for part in own for index, times in part.alone.items()}
+    forward_s, backward_s, unshard_s, reduce_s = zip(*(by_stage[index] for index in sorted(by_stage)), strict=True)
+    hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
     for host in set(hosts):
         slowdowns = [part.slowdown for part in parts if part.host == host]
         num_ranks = len(slowdowns)
-        capacity[host] = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
-    costs = StageCosts(
-        forward_s=tuple(by_stage[index][0] for index in sorted(by_stage)),
-        backward_s=tuple(by_stage[index][1] for index in sorted(by_stage)),
-        transfer_s=parts[0].transfer_s,
-    )
+        served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
+        capacity[host] = served * hosts.count(host) / num_ranks  # replicas do the same at the same time
+    costs = StageCosts(forward_s, backward_s, own[0].transfer_s, unshard_s, reduce_s)
     return Profile(costs, tuple(hosts), capacity)
 
 
-def _time_transfer(world: World, transport: Transport, spec: TensorSpec) -> float:
-    """Seconds of one tensor between ranks 0 and 1: half of there and back. 0 on other ranks, or with one rank."""
-    if world.size == 1 or world.rank > 1:
+def _time_collectives(collectives: Collectives, stage: int, timeout_s: float) -> tuple[float, float]:
+    """Seconds of gathering a stage's weights and of reducing its gradient; 0 for what the schedule does not do.
+
+    All ranks do it at once, each with its own group.
+    """
+    parallel, clock = collectives.data_parallel, collectives.clock
+    gathers, reduces = (collectives.has(kind) for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
+    seconds: tuple[list[float], list[float]] = ([], [])
+
+    def run(collective: Collective) -> float:
+        finish(collective, timeout_s)
+        clock.settle()
+        return clock.seconds(collective.end) - clock.seconds(collective.begin)
+
+    for _ in range(_REPEATS + 1):
+        parallel.begin(trains=reduces)
+        if gathers:
+            seconds[0].append(run(parallel.unshard(stage)))
+            finish(parallel.reshard(stage), timeout_s)
+        if reduces:
+            parallel.before_backward(stage)
+            seconds[1].append(run(parallel.reduce(stage)))
+    gather_s, reduce_s = (median(part[1:]) if part else 0.0 for part in seconds)
+    return gather_s, reduce_s
+
+
+def _time_transfer(world: World, transport: Transport, spec: TensorSpec, place: int | None) -> float:
+    """Seconds of one tensor between the pipeline's first two ranks: half of there and back. 0 on other ranks."""
+    if place is None or place > 1:
         return 0.0
-    peer, tensor = 1 - world.rank, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+    peer, tensor = 1 - place, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
     times: list[float] = []
     for _ in range(_REPEATS + 1):
         begin = _now(world.device)
-        for is_send in (world.rank == 0, world.rank != 0):
+        for is_send in (place == 0, place != 0):
             transfer = transport.send(tensor, peer) if is_send else transport.receive(spec, peer)
             transfer.is_done()
             transfer.wait(world.timeout.total_seconds())
@@ -155,12 +225,10 @@ def _time(run: Run) -> tuple[float, float]:
     return median(forward for forward, _ in times), median(backward for _, backward in times)
 
 
-def _crowd(runs: Mapping[int, Run], alone: Mapping[int, tuple[float, float]]) -> float:
-    """Time of this rank's stages while all ranks compute, by their time alone."""
-    expected = found = 0.0
+def _crowd(run: Run, seconds: float) -> list[float]:
+    """Seconds of each run of this rank's stage while all ranks compute."""
+    times: list[float] = []
     begin = time.perf_counter()
-    while time.perf_counter() - begin < _CROWD_S:
-        for index, run in runs.items():
-            expected += sum(alone[index])
-            found += sum(run())
-    return found / expected
+    while not times or time.perf_counter() - begin < seconds:
+        times.append(sum(run()))
+    return times

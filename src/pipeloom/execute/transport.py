@@ -13,7 +13,23 @@ from torch import Tensor
 from pipeloom.execute.boundary import TensorSpec
 
 
-class Transfer(Protocol):
+class Pending(Protocol):
+    """Communication that a rank can wait for: a message, or a collective."""
+
+    def is_done(self) -> bool:
+        """Whether its tensors may be used, or dropped by whoever sent them."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
+        ...
+
+    def take(self) -> Tensor | None:
+        """Hand over the result, or raise what went wrong."""
+        ...
+
+
+class Transfer(Pending, Protocol):
     """A message under way.
 
     Attributes:
@@ -23,14 +39,6 @@ class Transfer(Protocol):
 
     start_s: float
     end_s: float
-
-    def is_done(self) -> bool:
-        """Whether the tensor may be used (receive) or dropped (send)."""
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
-        ...
 
     def take(self) -> Tensor | None:
         """Hand over the tensor of a receive that is done, once; ``None`` for a send that is done.

@@ -2,7 +2,7 @@
 
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.lower import lower
-from pipeloom.schedule.lower_sharding import add_reduce_grad, add_unshard
+from pipeloom.schedule.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
@@ -16,6 +16,7 @@ __all__ = [
     "Placement",
     "Row",
     "Schedule",
+    "add_data_parallel",
     "add_reduce_grad",
     "add_unshard",
     "format_schedule",

@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,26 @@ from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, Stay, fewest_stays
+
+SharedState = Literal["none", "optimizer", "gradients", "full"]
+"""What data-parallel ranks share instead of holding it whole: nothing, or the optimizer's state and more."""
+
+
+def add_data_parallel(
+    schedule: Schedule, shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
+) -> Schedule:
+    """Add what a level of sharding takes: gathers where the optimizer leaves shards, and reductions.
+
+    Args:
+        schedule: with its other communication.
+        shard: what data-parallel ranks share.
+        residency: stages gathered at once where weights are sharded at all times.
+        prefetch: see ``add_unshard``.
+        gradient_buffers: see ``add_reduce_grad``; only where gradients are sharded.
+    """
+    if shard != "none":
+        schedule = add_unshard(schedule, residency if shard == "full" else None, prefetch)
+    return add_reduce_grad(schedule, gradient_buffers if shard in ("gradients", "full") else None)
 
 
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:

@@ -14,12 +14,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets of one step.
+    """Inputs and targets of one step, those of one data-parallel replica.
 
     Attributes:
         inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``.
         targets: the same shape, one token ahead.
-        num_valid: targets that count, over the whole step.
+        num_valid: targets that count, over the whole step of all replicas.
     """
 
     inputs: list[Tensor]
@@ -27,17 +27,28 @@ class Batch:
     num_valid: int
 
     @classmethod
-    def of(cls, windows: npt.NDArray[np.int64], num_microbatches: int, device: torch.device) -> "Batch":
-        """Cut windows of ``seq_len + 1`` tokens into equal micro-batches.
+    def of(
+        cls,
+        windows: npt.NDArray[np.int64],
+        num_microbatches: int,
+        device: torch.device,
+        *,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> "Batch":
+        """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
 
         Args:
-            windows: ``[num_microbatches * microbatch_size, seq_len + 1]``.
-            num_microbatches: how many.
+            windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``.
+            num_microbatches: how many each replica takes.
             device: where the tokens go.
+            replica: whose; 0..num_replicas-1.
+            num_replicas: data-parallel replicas.
         """
-        parts = torch.from_numpy(windows).to(device).chunk(num_microbatches)
+        num_valid = int((windows[:, 1:] != IGNORED).sum())
+        own = np.split(windows, num_replicas)[replica]
+        parts = torch.from_numpy(own).to(device).chunk(num_microbatches)
         targets = [part[:, 1:].contiguous() for part in parts]
-        num_valid = sum(int((target != IGNORED).sum()) for target in targets)
         return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
 
     def loss(self, logits: Tensor, microbatch: int) -> Tensor:

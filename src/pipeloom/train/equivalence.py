@@ -96,12 +96,10 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
         Differences by name on rank 0, ``None`` elsewhere.
     """
     pipeline, layout = Pipeline(config, world), config.layout
-    batches = [
-        Batch.of(data.train.batch(index, layout.batch_size), layout.num_microbatches, world.device)
-        for index in range(num_batches)
-    ]
-    found = [world.gather(_step(pipeline, batch)) for batch in batches]
+    windows = [data.train.batch(index, layout.batch_size) for index in range(num_batches)]
+    found = [world.gather(_step(pipeline, pipeline.batch(one))) for one in windows]
     pipeline.close()
+    batches = [Batch.of(one, layout.dp * layout.num_microbatches, world.device) for one in windows]
     worst: dict[str, float] = {}
     for batch, parts in zip(batches, found, strict=True):
         if parts is None:
@@ -112,11 +110,11 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
 
 
 def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
-    for _, parameter in pipeline.named_parameters():
-        parameter.grad = None
     result = pipeline.train_step(batch)
     loss = sum(float(share) for share in result.outputs.values())
-    return Gradients(loss, _cpu_gradients(pipeline.named_parameters()))
+    gradients = pipeline.gradients()
+    is_whole = pipeline.is_first_replica
+    return Gradients(loss, {name: gradient.cpu() for name, gradient in gradients.items()} if is_whole else {})
 
 
 def _joined(parts: Sequence[Gradients]) -> Gradients:

@@ -24,18 +24,20 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return config.lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
 
 
-def make_adamw(config: OptimizerConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: norms and biases have none."""
+def make_adamw(
+    config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]
+) -> torch.optim.AdamW:
+    """AdamW with weight decay on some parameters only."""
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": list(decayed), "weight_decay": config.weight_decay},
+        {"params": list(plain), "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def squared_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
-    """Sum of the squares of this rank's gradients; add up over the ranks for the whole model's."""
+    """Sum of the squares of some gradients; add up over ranks that share the model out for the whole model's."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
 

@@ -1,39 +1,58 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
+from pipeloom.execute.lanes import StreamLane, ThreadLane
+from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.profile import Profile, profile_stages
+from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
+from pipeloom.generate import Choice
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.schedule import Schedule, lower
+from pipeloom.schedule import Schedule, add_data_parallel, lower
 from pipeloom.train.batch import Batch
 
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    return lower(config.choice().make(), config.schedule.receive_buffers)
+    return _lowered(config, config.choice())
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
     choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
-    return lower(choice.make(), config.schedule.receive_buffers)
+    return _lowered(config, choice)
+
+
+def _lowered(config: RunConfig, choice: Choice) -> Schedule:
+    settings = config.schedule
+    schedule = lower(choice.make(), settings.receive_buffers)
+    if config.layout.dp == 1:
+        return schedule
+    return add_data_parallel(
+        schedule,
+        config.layout.shard,
+        residency=settings.known_residency,
+        prefetch=settings.known_prefetch,
+        gradient_buffers=settings.gradient_buffers,
+    )
 
 
 class Pipeline:
-    """The stages of one rank, connected to the other ranks'.
+    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks.
 
     Args:
         config: resolved.
@@ -46,38 +65,61 @@ class Pipeline:
         self._dtype = getattr(torch, config.training.dtype)
         assert config.layout.partition is not None
         self._pieces = stage_pieces(config.layout.partition)
+        layout = config.layout
+        self._place = layout.coordinates(world.rank)
         self.schedule = training_schedule(config)
-        self.modules: dict[int, nn.Module] = {
-            stage: self._build(stage, world.device) for stage in self.schedule.placement.stages_of(world.rank)
-        }
-        outputs = self._outputs(config.layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs)
-        self._transport = ProcessGroupTransport(world.rank, edges, world.device, world.timeout)
         self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
+        own = self.schedule.placement.stages_of(self._place.pipeline)
+        is_cuda = world.device.type == "cuda"
+        self.data_parallel = DataParallel(
+            self.schedule,
+            ((stage, self._build(stage, world.device)) for stage in own),
+            layout.shard if layout.dp > 1 else "none",
+            make_groups(layout, world),
+            StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+        )
+        outputs = self._outputs(layout.microbatch_size)
+        edges = edges_of(self.schedule, outputs)
+        self._transport = ProcessGroupTransport(
+            self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
+        )
         self._outputs_in_training = outputs
         self._trainer = self._executor(self.schedule, outputs)
-        self._evaluator = self._executor(forward_schedule(config, config.layout.num_microbatches), outputs)
+        self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._running = self._trainer
         self._watch = Watch(world.store, world.rank, world.size, self._position)
 
     @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.schedule.num_stages - 1 in self.modules
+    def is_first_replica(self) -> bool:
+        """Whether this rank is in the pipeline that stands for all replicas where one does."""
+        return self._place.data == 0
 
     @property
     def last_rank(self) -> int:
-        """The rank that computes the loss."""
-        return self.schedule.placement.rank_by_stage[-1]
+        """The rank of the first replica that computes the loss."""
+        return self._config.layout.pipelines()[0][self.schedule.placement.rank_by_stage[-1]]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the whole model."""
-        for module in self.modules.values():
-            yield from module.named_parameters()
+    @property
+    def num_parameters(self) -> int:
+        """Of this rank's stages, however they are shared."""
+        return sum(p.numel() for one in self.data_parallel.weights.values() for p in one.module.parameters())
+
+    def batch(self, windows: npt.NDArray[np.int64]) -> Batch:
+        """This replica's part of the windows of a whole step."""
+        layout, device = self._config.layout, self._world.device
+        return Batch.of(windows, layout.num_microbatches, device, replica=self._place.data, num_replicas=layout.dp)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """After a step, whole gradients of this rank's stages by name in the whole model. Every rank calls it."""
+        timeout_s = self._config.training.stall_timeout_s
+        found: dict[str, Tensor] = {}
+        for stage in self.data_parallel.weights:
+            found |= self.data_parallel.gather_gradient(stage, timeout_s)
+        return found
 
     def train_step(self, batch: Batch) -> StepResult:
-        """Forward and backward of a step; gradients add to the parameters'. Outputs are shares of the loss."""
+        """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
         return self._run(self._trainer, batch.inputs, batch.loss)
 
     def evaluate(self, batch: Batch) -> StepResult:
@@ -85,7 +127,7 @@ class Pipeline:
         return self._run(self._evaluator, batch.inputs, batch.loss)
 
     def profile(self, batch: Batch) -> Profile | None:
-        """Time every stage on a micro-batch of this batch; on rank 0 only. Gradients are dropped."""
+        """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
         return profile_stages(
             self._world,
             self._stages(self.schedule, self._outputs_in_training),
@@ -93,6 +135,8 @@ class Pipeline:
             outputs=self._outputs_in_training,
             tokens=batch.inputs[0],
             objective=batch.loss,
+            pipeline=self._config.layout.pipelines()[0],
+            collectives=Collectives(self.schedule, self.data_parallel, self._clock),
         )
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
@@ -109,9 +153,11 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
+        self.data_parallel.close()
 
     def _position(self) -> str:
-        return self._running.position()
+        place = self._running.position()
+        return place if self._config.layout.dp == 1 else f"replica {self._place.data}: {place}"
 
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
@@ -134,12 +180,18 @@ class Pipeline:
 
     def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
         return {
-            index: Stage(module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
-            for index, module in self.modules.items()
+            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            for index, one in self.data_parallel.weights.items()
         }
 
     def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
         stages = self._stages(schedule, outputs)
         return Executor(
-            schedule, self._world.rank, stages, outputs=outputs, transport=self._transport, clock=self._clock
+            schedule,
+            self._place.pipeline,
+            stages,
+            outputs=outputs,
+            transport=self._transport,
+            clock=self._clock,
+            data_parallel=self.data_parallel,
         )

@@ -35,15 +35,16 @@ class Prediction:
 
 
 def predict_step(pipeline: Pipeline, world: World, batch: Batch, optimizer: OptimizerConfig) -> Prediction | None:
-    """Profile the stages and the update on this machine and simulate the pipeline's schedule with them.
+    """Profile the stages, their collectives and the update on this machine and simulate the pipeline's schedule.
 
-    Weights, gradients and optimizer state of the pipeline are as before. Every rank calls it.
+    Collectives are timed while no rank computes; that they slow compute down where they share its cores is left out.
+    Weights and optimizer state of the pipeline are as before. Every rank calls it.
 
     Returns:
         The prediction on rank 0, ``None`` elsewhere.
     """
     profile = pipeline.profile(batch)
-    update_s = _time_update(world, [p for _, p in pipeline.named_parameters()], optimizer)
+    update_s = _time_update(world, pipeline.data_parallel.optimizer_parts(), optimizer)
     if profile is None:
         return None
     trace = simulate_profile(pipeline.schedule, profile)
@@ -59,10 +60,12 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
     return simulate(schedule, profile.costs, Sharing(host, profile.capacity_by_host))
 
 
-def _time_update(world: World, parameters: Sequence[nn.Parameter], config: OptimizerConfig) -> float:
+def _time_update(
+    world: World, parts: tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]], config: OptimizerConfig
+) -> float:
     """Seconds of gradient norm and optimizer step on copies, all ranks at once; the slowest rank's, on rank 0."""
-    copies = [nn.Parameter(torch.zeros_like(p)) for p in parameters]
-    optimizer = make_adamw(config, copies)
+    decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
+    copies, optimizer = [*decayed, *plain], make_adamw(config, decayed, plain)
     times: list[float] = []
     for _ in range(_REPEATS + 1):
         for copy in copies:

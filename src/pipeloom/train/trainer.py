@@ -92,8 +92,9 @@ class Trainer:
         self._data = data
         self._folder = folder
         self._pipeline = Pipeline(config, world)
-        self._parameters: list[nn.Parameter] = [p for _, p in self._pipeline.named_parameters()]
-        self._optimizer = make_adamw(config.optimizer, self._parameters)
+        decayed, plain = self._pipeline.data_parallel.optimizer_parts()
+        self._parameters: list[nn.Parameter] = [*decayed, *plain]
+        self._optimizer = make_adamw(config.optimizer, decayed, plain)
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
 
@@ -134,17 +135,16 @@ class Trainer:
             self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
 
     def _batch(self, windows: TokenWindows, index: int) -> Batch:
-        layout = self._config.layout
-        return Batch.of(windows.batch(index, layout.batch_size), layout.num_microbatches, self._world.device)
+        return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
 
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
-        self._optimizer.zero_grad(set_to_none=True)
         result = self._pipeline.train_step(self._batch(self._data.train, step - 1))
-        loss, squares = self._world.sum([_total(result), squared_gradient_norm(self._parameters)])
+        counted = self._parameters if self._pipeline.data_parallel.counts else []
+        loss, squares = self._world.sum([_total(result), squared_gradient_norm(counted)])
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
@@ -156,16 +156,16 @@ class Trainer:
         return loss, grad_norm, result
 
     def _keep_trace(self, result: StepResult) -> None:
-        """Gather the step's trace on rank 0 and write it. Drawing it takes longer: the other ranks would wait."""
+        """Gather the trace of the first replica on rank 0 and write it. Drawing it takes longer: others would wait."""
         traces: list[Trace] | None = self._world.gather(result.trace)
         if traces is not None:
-            self._measured = merge(traces)
+            self._measured = merge(traces[rank] for rank in self._config.layout.pipelines()[0])
             self._folder.write(run_folder.TRACE, to_chrome(self._measured, "measured"))
 
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
         step_time_s = median_high(times)
-        sizes = sum(p.numel() for p in self._parameters)
+        sizes = self._pipeline.num_parameters if self._pipeline.is_first_replica else 0
         bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
         (num_parameters,) = self._world.sum([sizes])
         summary = RunSummary(

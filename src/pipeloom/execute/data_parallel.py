@@ -1,0 +1,266 @@
+"""What UNSHARD, RESHARD and REDUCE_GRAD do on a rank: its stages' weights, gradient buffers, and the lane."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.errors import StallError
+from pipeloom.execute.collectives import Groups, Job
+from pipeloom.execute.lanes import Collective, Lane
+from pipeloom.execute.weights import StageWeights
+from pipeloom.layout import Shard
+from pipeloom.schedule import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most that a rank held at any moment of a step.
+
+    Attributes:
+        gathered: stages whose whole weights were gathered or being gathered.
+        gathered_bytes: of these weights.
+        gradients: stages with a gradient that was not reduced, or being reduced.
+        gradient_bytes: of their buffers.
+    """
+
+    gathered: int = 0
+    gathered_bytes: int = 0
+    gradients: int = 0
+    gradient_bytes: int = 0
+
+    def most(self, other: "Held") -> "Held":
+        """Of each number the larger one."""
+        mine, theirs = vars(self), vars(other)
+        return Held(**{name: max(mine[name], theirs[name]) for name in mine})
+
+
+def finish(collective: Collective, timeout_s: float) -> None:
+    """Wait for a collective outside a step.
+
+    Raises:
+        PeerLostError: another rank went away.
+        StallError: it did not come in time.
+    """
+    if not collective.is_done() and not collective.wait(timeout_s):
+        raise StallError(f"waited {timeout_s:g} s in vain for the other data-parallel ranks")
+    collective.take()
+
+
+class GradientBuffers:
+    """Buffers for whole gradients.
+
+    Args:
+        count: buffers.
+        size: elements of each.
+        like: tells type and device.
+        reuses: whether a buffer is taken again in the same step, the one that was given back first before the others.
+            Reductions end in the order of the row, so that is the buffer whose reduction the dependency relation makes
+            the backward wait for. Without such waits a buffer rests until the next step.
+    """
+
+    def __init__(self, count: int, size: int, like: Tensor, *, reuses: bool) -> None:
+        self._count = count
+        self._size = size
+        self._like = like
+        self._reuses = reuses
+        self._num_made = 0
+        self._free: deque[Tensor] = deque()
+        self._resting: deque[Tensor] = deque()
+
+    def begin(self) -> None:
+        """Before a step, with no reduction under way."""
+        self._free.extend(self._resting)
+        self._resting.clear()
+
+    def forget(self) -> None:
+        """Drop all buffers; they are made when they are first taken."""
+        self._num_made = 0
+        self._free.clear()
+        self._resting.clear()
+
+    @property
+    def num_taken(self) -> int:
+        """Buffers that were taken and not given back."""
+        return self._num_made - len(self._free) - len(self._resting)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of these buffers."""
+        return self.num_taken * self._size * self._like.element_size()
+
+    def take(self) -> Tensor:
+        """A buffer; what is in it is not known."""
+        if self._free:
+            return self._free.popleft()
+        assert self._num_made < self._count, "no gradient buffer is free: the schedule did not wait for its reduction"
+        self._num_made += 1
+        return torch.empty(self._size, dtype=self._like.dtype, device=self._like.device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Free a buffer; the lane's thread calls it."""
+        (self._free if self._reuses else self._resting).append(buffer)
+
+
+class DataParallel:
+    """The stages of one rank among those of its data-parallel group.
+
+    Args:
+        schedule: that trains; tells how often gradients are reduced and how many buffers there are for them.
+        modules: this rank's stages by index, with their first weights; taken over one after the other.
+        level: what is sharded.
+        groups: the other ranks.
+        lane: runs the collectives.
+    """
+
+    def __init__(
+        self, schedule: Schedule, modules: Iterable[tuple[int, nn.Module]], level: Shard, groups: Groups, lane: Lane
+    ) -> None:
+        self._groups = groups
+        self._lane = lane
+        reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
+        self.weights = {
+            index: StageWeights(
+                module, level, groups.shard.size, groups.shard.index, reduces_again=reduced.count(index) > 1
+            )
+            for index, module in modules
+        }
+        self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
+        self._gathered: set[int] = set()
+        self._open: dict[int, Tensor] = {}
+        self._scratch: Tensor | None = None
+        self.most_held = Held()
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's shards are the ones that count where every shard is to be counted once."""
+        return self._groups.copies.index == 0
+
+    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
+        parts = [weights.optimizer_parts() for weights in self.weights.values()]
+        return [p for decayed, _ in parts for p in decayed], [p for _, plain in parts for p in plain]
+
+    def begin(self, *, trains: bool) -> None:
+        """Before a step: no gradient yet. Weights that were dropped stay so."""
+        self._close_all()
+        for buffers in self._buffers.values():
+            buffers.begin()
+        self.most_held = Held()
+        if trains:
+            for weights in self.weights.values():
+                weights.gradient.zero_()
+
+    def unshard(self, stage: int) -> Collective:
+        """Start gathering a stage's weights from its shards."""
+        weights = self.weights[stage]
+        weights.hold()
+        self._gathered.add(stage)
+        self._count()
+        return self._lane.start(self._gather(weights.whole, weights.shard))
+
+    def _gather(self, whole: Tensor, shard: Tensor) -> Job:
+        yield self._groups.shard.gather(whole, shard)
+
+    def reshard(self, stage: int) -> Collective:
+        """Free a stage's gathered weights, now; the lane notes it in its order."""
+        self.weights[stage].drop()
+        self._gathered.discard(stage)
+        return self._lane.start(iter(()))
+
+    def before_backward(self, stage: int) -> None:
+        """Find a buffer for the gradient that a backward begins, if it begins one."""
+        if stage in self._open:
+            return
+        weights = self.weights[stage]
+        buffer = weights.gradient if weights.reduces_in_place else self._buffers[stage].take()
+        self._open[stage] = buffer
+        weights.open_gradient(buffer[: weights.order.size])
+        self._count()
+
+    def reduce(self, stage: int) -> Collective:
+        """Start adding up over the ranks what the backwards since the last reduction have added."""
+        weights, buffer = self.weights[stage], self._open.pop(stage)
+        weights.close_gradient()
+        return self._lane.start(self._reduction(weights, buffer, self._buffers[stage]))
+
+    def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers) -> Job:
+        if weights.reduces_in_place:
+            yield self._groups.copies.all_reduce(buffer)
+            return
+        part = self._room_for(weights.shard)
+        yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
+        buffers.give_back(buffer)
+        yield self._groups.copies.all_reduce(part)
+        weights.gradient.add_(part)
+
+    def _room_for(self, shard: Tensor) -> Tensor:
+        """A buffer like the shard; one for all reductions, since the lane runs one at a time."""
+        if self._scratch is None or self._scratch.numel() < shard.numel():
+            self._scratch = torch.empty_like(shard)
+        return self._scratch[: shard.numel()]
+
+    def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
+        """After a step, a stage's whole gradient by parameter name. All ranks of the group call it for the same stages.
+
+        Raises:
+            PeerLostError: another rank went away.
+            StallError: it did not come in time.
+        """
+        weights = self.weights[stage]
+        whole = torch.empty(weights.order.size, dtype=weights.gradient.dtype, device=weights.gradient.device)
+        finish(self._lane.start(self._gather(whole, weights.gradient)), timeout_s)
+        return weights.order.views(whole)
+
+    @contextmanager
+    def gathered(self, stage: int, timeout_s: float) -> Iterator[None]:
+        """Outside a step, hold a stage's whole weights meanwhile. The group's ranks call it for the same stages."""
+        if self.weights[stage].is_held:
+            yield
+            return
+        finish(self.unshard(stage), timeout_s)
+        yield
+        self.reshard(stage)
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._close_all()
+        for buffers in self._buffers.values():
+            buffers.forget()
+
+    def close(self) -> None:
+        """Let go of the lane."""
+        self._lane.close()
+
+    def _close_all(self) -> None:
+        for stage in self._open:
+            self.weights[stage].close_gradient()
+        self._open.clear()
+
+    def _count(self) -> None:
+        """Note what is held now."""
+        taken = {id(buffers): buffers for buffers in self._buffers.values()}.values()
+        in_place = [self.weights[stage] for stage in self._open if self.weights[stage].reduces_in_place]
+        now = Held(
+            gathered=len(self._gathered),
+            gathered_bytes=sum(self.weights[stage].whole_bytes for stage in self._gathered),
+            gradients=sum(buffers.num_taken for buffers in taken) + len(in_place),
+            gradient_bytes=sum(buffers.taken_bytes for buffers in taken) + sum(w.whole_bytes for w in in_place),
+        )
+        self.most_held = self.most_held.most(now)
+
+
+def _buffers(
+    weights: Mapping[int, StageWeights], count: int | None, num_reductions: Mapping[int, int]
+) -> dict[int, GradientBuffers]:
+    """For each stage where its gradients find a buffer: among a few for all stages, or one of its own for each."""
+    if count is None:
+        return {
+            stage: GradientBuffers(max(1, num_reductions.get(stage, 0)), one.order.size, one.shard, reuses=False)
+            for stage, one in weights.items()
+        }
+    largest = max(weights.values(), key=lambda one: one.order.size)
+    return dict.fromkeys(weights, GradientBuffers(count, largest.order.size, largest.shard, reuses=True))

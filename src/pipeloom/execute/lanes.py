@@ -1,0 +1,234 @@
+"""The data-parallel lane of a rank: runs jobs in the order of the row, one at a time, beside compute.
+
+Three forms of one thing: a thread that waits (gloo), a stream (CUDA), and a lane that is pushed on by whoever looks
+(all ranks in one process).
+"""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pipeloom.execute.clock import Clock, Mark
+from pipeloom.execute.collectives import Finish, Job
+from pipeloom.execute.transport import Pending
+
+
+class Collective(Pending, Protocol):
+    """A job under way. On CUDA, compute that is issued after ``is_done`` waits for it, not the host.
+
+    Attributes:
+        begin: when the lane began it, on the lane's clock; set when it is done.
+        end: when it was done.
+    """
+
+    begin: Mark
+    end: Mark
+
+    def take(self) -> Tensor | None:
+        """Nothing, if all went well; as often as somebody asks.
+
+        Raises:
+            PeerLostError: another rank went away.
+        """
+        ...
+
+
+class Lane(Protocol):
+    """Runs jobs one after the other."""
+
+    def start(self, job: Job) -> Collective:
+        """Run a job behind those that were started before."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads; jobs under way are abandoned."""
+        ...
+
+
+class ThreadLane:
+    """A thread that runs the jobs: on gloo, a collective is over when somebody has waited for it.
+
+    Args:
+        clock: what spans are measured with.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._queue: queue.SimpleQueue[tuple[Job, _ThreadCollective] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, job: Job) -> Collective:
+        """Queue a job."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="data-parallel", daemon=True)
+            self._thread.start()
+        collective = _ThreadCollective()
+        self._queue.put((job, collective))
+        return collective
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        failed: Exception | None = None
+        while (entry := self._queue.get()) is not None:
+            job, collective = entry
+            collective.begin = self._clock.mark()
+            try:
+                if failed is not None:
+                    raise failed  # noqa: TRY301  the other ranks would not come to what follows
+                for finish in job:
+                    finish()
+            except Exception as error:
+                failed = collective.error = error
+            collective.end = self._clock.mark()
+            collective.done.set()
+            del entry, job, collective  # the queue may stay empty for long
+
+
+class _ThreadCollective:
+    """A job that the lane's thread runs."""
+
+    def __init__(self) -> None:
+        self.begin: Mark = None
+        self.end: Mark = None
+        self.done = threading.Event()
+        self.error: Exception | None = None
+
+    def is_done(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.done.wait(timeout_s)
+
+    def take(self) -> Tensor | None:
+        if self.error is not None:
+            raise self.error
+        return None
+
+
+class StreamLane:
+    """A CUDA stream: a job begins when the compute issued before it has ended, and the host never waits.
+
+    Args:
+        clock: what spans are measured with; marks the current stream.
+        device: index of the CUDA device.
+    """
+
+    def __init__(self, clock: Clock, device: int) -> None:
+        import torch
+
+        self._clock = clock
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, job: Job) -> Collective:
+        """Issue a job on the stream."""
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            begin = self._clock.mark()
+            for finish in job:
+                finish()
+            end = self._clock.mark()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _StreamCollective(event, begin, end)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class _StreamCollective:
+    """A job that the device orders: compute works behind its event."""
+
+    def __init__(self, event: Any, begin: Mark, end: Mark) -> None:
+        self.begin, self.end = begin, end
+        self._event = event
+
+    def is_done(self) -> bool:
+        self._event.wait()  # makes the current stream wait, not the host
+        return True
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  the host never waits
+        return self.is_done()
+
+    def take(self) -> Tensor | None:
+        return None
+
+
+class Neighborhood:
+    """The lanes of all ranks of one process: looking at one collective pushes every lane as far as it gets."""
+
+    def __init__(self) -> None:
+        self._lanes: list[PolledLane] = []
+
+    def lane(self, clock: Clock) -> "PolledLane":
+        """A new rank's lane."""
+        self._lanes.append(PolledLane(clock, self.push))
+        return self._lanes[-1]
+
+    def push(self) -> None:
+        """Let every lane go on until none can."""
+        while any(lane.advance() for lane in self._lanes):
+            pass
+
+
+class PolledLane:
+    """A lane that advances when somebody looks; see ``Neighborhood``."""
+
+    def __init__(self, clock: Clock, push: Callable[[], None]) -> None:
+        self._clock = clock
+        self._push = push
+        self._jobs: deque[tuple[Job, _PolledCollective]] = deque()
+        self._finish: Finish | None = None
+
+    def start(self, job: Job) -> Collective:
+        """Queue a job."""
+        collective = _PolledCollective(self._push)
+        self._jobs.append((job, collective))
+        return collective
+
+    def close(self) -> None:
+        """Drop what is queued."""
+        self._jobs.clear()
+        self._finish = None
+
+    def advance(self) -> bool:
+        """Go on with the first job, as far as it gets; whether anything was done."""
+        if not self._jobs:
+            return False
+        job, collective = self._jobs[0]
+        if self._finish is None:
+            collective.begin = self._clock.mark()
+        elif not self._finish():
+            return False
+        self._finish = next(job, None)
+        if self._finish is None:
+            self._jobs.popleft()
+            collective.end = self._clock.mark()
+            collective.has_ended = True
+        return True
+
+
+class _PolledCollective:
+    def __init__(self, push: Callable[[], None]) -> None:
+        self.begin: Mark = None
+        self.end: Mark = None
+        self.has_ended = False
+        self._push = push
+
+    def is_done(self) -> bool:
+        self._push()
+        return self.has_ended
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  nobody else can run while this rank waits
+        return self.is_done()
+
+    def take(self) -> Tensor | None:
+        return None

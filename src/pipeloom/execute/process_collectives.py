@@ -1,0 +1,124 @@
+"""Collectives between processes: gloo on CPUs, NCCL on CUDA devices."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.errors import PeerLostError
+from pipeloom.execute.collectives import Alone, Finish, Group, Groups
+from pipeloom.execute.world import World
+from pipeloom.layout import Layout
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""PyTorch 2.13 renamed both."""
+
+
+def make_groups(layout: Layout, world: World) -> Groups:
+    """The process groups of this rank's data-parallel collectives.
+
+    Every rank makes all groups in the same order, then exercises its own, so that nothing is connected lazily.
+
+    Raises:
+        PeerLostError: another rank went away meanwhile.
+    """
+    own = Groups(_own_group(layout.shard_groups(), world), _own_group(layout.copy_groups(), world))
+    for group in (own.shard, own.copies):
+        group.all_reduce(torch.zeros(1, device=world.device))()
+    return own
+
+
+def _own_group(groups: Sequence[Sequence[int]], world: World) -> Group:
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    own: Group = Alone()
+    for ranks in groups:
+        if len(ranks) == 1:
+            continue
+        group = dist.new_group(list(ranks), timeout=world.timeout, backend=backend)
+        if world.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            kind = NcclGroup if backend == "nccl" else GlooGroup
+            own = kind(group, len(ranks), ranks.index(world.rank))
+    return own
+
+
+class NcclGroup:
+    """A group on CUDA devices; the current stream waits.
+
+    Args:
+        group: of ``torch.distributed``.
+        size: its ranks.
+        index: this rank's place in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+        self.size = size
+        self.index = index
+        self._group = group
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Finish:
+        """All-gather."""
+        with _peer_errors():
+            return _end_of(_all_gather(whole, shard, group=self._group, async_op=True))
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
+        """Reduce-scatter."""
+        with _peer_errors():
+            return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True))
+
+    def all_reduce(self, tensor: Tensor) -> Finish:
+        """All-reduce."""
+        with _peer_errors():
+            return _end_of(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+
+class GlooGroup(NcclGroup):
+    """A group on CPUs.
+
+    Gloo's reduce-scatter sends what an all-reduce sends. An all-to-all and a sum here send half of that.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+        super().__init__(group, size, index)
+        self._received: Tensor | None = None
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
+        """All-to-all, and the sum of what came, in the order of the ranks."""
+        received = self._room_for(whole)
+        with _peer_errors():
+            arrive = _end_of(dist.all_to_all_single(received, whole, group=self._group, async_op=True))
+
+        def finish() -> bool:
+            arrive()
+            torch.sum(received.view(self.size, -1), 0, out=shard)
+            return True
+
+        return finish
+
+    def _room_for(self, whole: Tensor) -> Tensor:
+        """A buffer like the tensor; one for all that this group ever receives, since it does one thing at a time."""
+        if self._received is None or self._received.numel() < whole.numel() or self._received.dtype != whole.dtype:
+            self._received = torch.empty_like(whole)
+        return self._received[: whole.numel()]
+
+
+def _end_of(work: dist.Work | None) -> Finish:
+    assert work is not None, "this rank is not in the group"
+
+    def finish() -> bool:
+        with _peer_errors():
+            work.wait()
+        return True
+
+    return finish
+
+
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLostError(f"a data-parallel rank went away, or did not come in time: {error}") from error

@@ -1,0 +1,125 @@
+"""The weights of one stage under data parallelism: one flat buffer, of which ranks hold shards."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from pipeloom.layout import Shard
+
+
+@dataclass(frozen=True)
+class FlatOrder:
+    """Where each parameter lies in a stage's flat buffer.
+
+    Parameters with weight decay, which are those of two dims and more, come first, so that a shard's part with decay
+    is a slice. Zeros behind the last parameter fill the buffer up to a multiple of the number of shards.
+
+    Attributes:
+        shapes: of each parameter, by name, in the order of the buffer.
+        num_decayed: elements with weight decay.
+        size: elements of the buffer.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    num_decayed: int
+    size: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, Tensor]], num_shards: int) -> "FlatOrder":
+        """The order of some named parameters."""
+        ordered = sorted(parameters, key=lambda item: item[1].ndim < 2)  # stable: the module's order in each part
+        shapes = {name: tuple(tensor.shape) for name, tensor in ordered}
+        decayed = sum(tensor.numel() for _, tensor in ordered if tensor.ndim >= 2)
+        total = sum(tensor.numel() for _, tensor in ordered)
+        return cls(shapes, decayed, -(-total // num_shards) * num_shards)
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """Each parameter's part of a buffer, in its shape."""
+        sizes = [prod(shape) for shape in self.shapes.values()]
+        begins = accumulate(sizes, initial=0)
+        parts = zip(self.shapes.items(), begins, sizes, strict=False)
+        return {name: buffer[begin : begin + size].view(shape) for (name, shape), begin, size in parts}
+
+
+class StageWeights:
+    """A stage's parameters, gradients, and this rank's shards of both.
+
+    The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
+    are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
+    its storage stays the same object, since autograd keeps views of it from forward to backward.
+
+    Args:
+        module: of the stage, with its first weights; taken over.
+        level: what data-parallel ranks share.
+        num_shards: over how many ranks.
+        index: which shard is this rank's.
+        reduces_again: whether a gradient is reduced more than once a step, so that reductions have to add up.
+    """
+
+    def __init__(
+        self, module: nn.Module, level: Shard, num_shards: int, index: int, *, reduces_again: bool = False
+    ) -> None:
+        self.module = module
+        self._parameters = dict(module.named_parameters())
+        self._level = level
+        self.order = FlatOrder.of(self._parameters.items(), num_shards)
+        first = next(iter(self._parameters.values()))
+        self.whole = torch.zeros(self.order.size, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            for name, view in self.order.views(self.whole).items():
+                view.copy_(self._parameters[name])
+                self._parameters[name].data = view
+        self.shard = self.whole if level == "none" else self.whole.chunk(num_shards)[index].clone()
+        self.reduces_in_place = level == "none" and not reduces_again
+        self.gradient = torch.zeros_like(self.shard)
+        self._num_decayed = min(max(0, self.order.num_decayed - index * self.shard.numel()), self.shard.numel())
+        self._full_bytes = self.whole.nbytes
+        self.is_held = True
+        self.drop()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the whole weights where they are here."""
+        return self._full_bytes if self.is_held else 0
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole weights, here or not; of the whole gradient too."""
+        return self._full_bytes
+
+    def hold(self) -> None:
+        """Make room for the whole weights; what they are is not known before they are gathered."""
+        self.whole.untyped_storage().resize_(self._full_bytes)
+        self.is_held = True
+
+    def drop(self) -> None:
+        """Let go of the whole weights, where they are sharded at all times."""
+        if self._level == "full":
+            self.whole.untyped_storage().resize_(0)
+            self.is_held = False
+
+    def open_gradient(self, buffer: Tensor) -> None:
+        """Let backwards add to a buffer, from zero."""
+        buffer.zero_()
+        for name, view in self.order.views(buffer).items():
+            self._parameters[name].grad = view
+
+    def close_gradient(self) -> None:
+        """Nothing adds to the buffer any more."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """What the optimizer updates, with gradients: the parts of the shard with and without weight decay."""
+        cut = self._num_decayed
+        parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for part, begin, end in ((parts[0], 0, cut), (parts[1], cut, self.shard.numel())):
+            if begin < end:
+                parameter = nn.Parameter(self.shard[begin:end])
+                parameter.grad = self.gradient[begin:end]
+                part.append(parameter)
+        return parts
