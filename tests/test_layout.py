@@ -33,3 +33,20 @@ def test_a_batch_goes_over_all_replicas():
 def test_without_data_and_tensor_axes_a_rank_is_a_pipeline_rank(size):
     layout = Layout(pp=size)
     assert [layout.coordinates(rank).pipeline for rank in range(layout.num_ranks)] == list(range(size))
+
+
+def test_ranks_of_one_copy_are_neighbors_and_copies_hold_the_same_shard():
+    layout = Layout(pp=2, dp=4, replicate=2, shard="full")
+    assert layout.shard_size == 2
+    assert layout.shard_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layout.copy_groups() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.pipelines() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(("shard", "size"), [("none", 1), ("optimizer", 4), ("gradients", 4), ("full", 4)])
+def test_without_hybrid_sharding_there_is_one_copy_or_nothing_is_shared(shard, size):
+    layout = Layout(pp=2, dp=4, shard=shard)
+    assert {len(group) for group in layout.shard_groups()} == {size}
+    assert {len(group) for group in layout.copy_groups()} == {4 // size}
+    for groups in (layout.shard_groups(), layout.copy_groups(), layout.pipelines()):
+        assert sorted(rank for group in groups for rank in group) == list(range(8))

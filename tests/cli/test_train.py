@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from small_run import write_text
 
+from pipeloom.schedule import Kind
+from pipeloom.trace import from_chrome
+
 MODEL = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
 
@@ -83,6 +86,49 @@ def test_the_layout_does_not_change_the_training(tmp_path):
         losses.append([line["loss"] for line in metrics(folder)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     assert losses[2] == pytest.approx(losses[0], rel=1e-12)
+
+
+DATA_PARALLEL = {
+    "none": ["--layout.dp", "2"],
+    "full": ["--layout.dp", "2", "--layout.shard", "full"],
+    "hybrid": ["--layout.pp", "1", "--layout.dp", "4", "--layout.shard", "gradients", "--layout.replicate", "2",
+               "--schedule.gradient-buffers", "1", "--layout.num-microbatches", "1"],
+}  # fmt: skip
+
+
+def test_replicas_and_sharding_do_not_change_the_training(tmp_path):
+    found = {}
+    for name, layout in {"plain": [], **DATA_PARALLEL}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        sizes = ["--layout.num-microbatches", "4" if name == "plain" else "2", "--training.dtype", "float64"]
+        clipped = ["--optimizer.clip-grad-norm", "0.5", "--training.sample-tokens", "5"]
+        done = pipeloom(arguments(folder, *sizes, *clipped, *layout))
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((folder / "run" / "summary.json").read_text())
+        numbers = [line[key] for line in metrics(folder) for key in ("loss", "grad_norm")]
+        found[name] = (
+            [*numbers, summary["validation_loss"]],
+            summary["num_parameters"],
+            (folder / "run" / "sample.txt").read_text(),
+        )
+        assert "Warning" not in done.stderr
+    losses, *rest = found.pop("plain")
+    for others, *same in found.values():
+        assert others == pytest.approx(losses, rel=1e-12)
+        assert same == rest
+
+
+def test_collectives_are_in_the_measured_and_in_the_predicted_trace(tmp_path):
+    assert pipeloom(arguments(tmp_path, *DATA_PARALLEL["full"])).returncode == 0
+    for name in ("trace.json", "predicted_trace.json"):
+        trace = from_chrome((tmp_path / "run" / name).read_text())
+        assert trace.num_ranks == 2
+        spans = [span for span in trace.spans if span.lane.name == "data-parallel"]
+        assert {span.action.kind.value for span in spans} == {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+        longest = {kind: max(s.end_s - s.start_s for s in spans if s.action.kind == kind) for kind in Kind
+                   if kind.value in ("UNSHARD", "REDUCE_GRAD")}  # fmt: skip
+        assert all(seconds > 0 for seconds in longest.values())
 
 
 def test_torchrun_runs_the_same(tmp_path):

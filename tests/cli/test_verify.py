@@ -4,6 +4,7 @@ import pytest
 from small_run import write_text
 
 from pipeloom.cli import main
+from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.stage import Stage
 
 
@@ -25,6 +26,26 @@ def test_equal_gradients_are_reported_by_name(tmp_path, capsys, dtype):
 def test_float64_is_the_default(tmp_path, capsys):
     assert main(arguments(tmp_path)) == 0
     assert "float64" in capsys.readouterr().out
+
+
+def test_replicas_that_share_everything_are_equal_too(tmp_path, capsys):
+    assert main(arguments(tmp_path, "--layout.dp", "2", "--layout.shard", "full")) == 0
+    printed = capsys.readouterr().out
+    assert "2 replicas, shard full" in printed
+    assert "EQUAL" in printed
+
+
+def test_a_reduction_that_forgets_a_replica_is_found(tmp_path, capsys, monkeypatch):
+    honest = DataParallel.reduce
+
+    def forgetful(self, stage):
+        if stage == 1 and self._groups.shard.index == 1:
+            self._open[stage].zero_()
+        return honest(self, stage)
+
+    monkeypatch.setattr(DataParallel, "reduce", forgetful)
+    assert main(arguments(tmp_path, "--layout.dp", "2", "--layout.shard", "gradients")) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
 
 
 def test_a_wrong_gradient_is_found_and_named(tmp_path, capsys, monkeypatch):

@@ -3,113 +3,27 @@
 from dataclasses import replace
 
 import pytest
-import torch
+from replicas import Cluster, adamw, cluster_of
 from torch import nn
-from toy import WIDTH, Toy, objective
+from toy import WIDTH, objective
 
-from pipeloom.config import OptimizerConfig
+from pipeloom.bubble import account_bubble
+from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Groups, InProcessGroups
+from pipeloom.execute.collectives import Alone, Groups
 from pipeloom.execute.data_parallel import DataParallel
-from pipeloom.execute.drive import play_in_process
+from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
-from pipeloom.schedule import Action, Kind, Level, add_data_parallel, lower
-from pipeloom.train.optimizer import make_adamw
+from pipeloom.schedule import Action, Kind, Level
+from pipeloom.trace import merge
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 STEPS = 3
-
-
-class Cluster:
-    """All ranks of a layout over a toy model, in this process."""
-
-    def __init__(self, layout, schedule):
-        self.layout, self.schedule = layout, schedule
-        self.toy = Toy(layout.num_stages, layout.dp * layout.num_microbatches)
-        lanes, posts = Neighborhood(), [Post() for _ in range(layout.dp)]
-        shards, copies = _groups(layout.shard_groups()), _groups(layout.copy_groups())
-        self.parallel, self.executors = [], []
-        for rank in range(layout.num_ranks):
-            place = layout.coordinates(rank)
-            own = self.schedule.placement.stages_of(place.pipeline)
-            modules = {index: module for index, module in enumerate(self.toy.modules()) if index in own}
-            groups = Groups(shards[rank], copies[rank])
-            parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lanes.lane(HostClock()))
-            stages = {
-                index: Stage(module, index, self.toy.outputs()[index], needs_input_gradient=index > 0)
-                for index, module in modules.items()
-            }
-            self.parallel.append(parallel)
-            self.executors.append(
-                Executor(
-                    self.schedule,
-                    place.pipeline,
-                    stages,
-                    outputs=self.toy.outputs(),
-                    transport=posts[place.data].transport(place.pipeline),
-                    clock=HostClock(),
-                    data_parallel=parallel,
-                )
-            )
-        self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
-
-    def step(self):
-        """One step of training; the results by rank."""
-        size, inputs = self.layout.num_microbatches, self.toy.inputs()
-        ranks = []
-        for rank, executor in enumerate(self.executors):
-            first = self.layout.coordinates(rank).data * size
-            loss = lambda output, number, first=first: objective(output, first + number)  # noqa: E731
-            ranks.append((executor, executor.steps(inputs[first : first + size], loss)))
-        results = play_in_process(ranks)
-        self.gradients = [self._whole(rank, "gradient") for rank in range(self.layout.num_ranks)]
-        for optimizer in self.optimizers:
-            optimizer.step()
-        return results
-
-    def parameters(self):
-        """By rank, stage and name what the optimizer holds."""
-        return [self._whole(rank, "shard") for rank in range(self.layout.num_ranks)]
-
-    def _whole(self, rank, what):
-        """Put together from the shards of the rank's group, as a reader of the ranks' memory would."""
-        (group,) = [group for group in self.layout.shard_groups() if rank in group]
-        found = {}
-        for stage, weights in self.parallel[rank].weights.items():
-            parts = [getattr(self.parallel[other].weights[stage], what) for other in group]
-            found |= {(stage, name): view for name, view in weights.order.views(torch.cat(parts)).items()}
-        return found
-
-
-def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1):
-    choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
-    schedule = add_data_parallel(
-        lower(make_schedule(family, **choice)),
-        layout.shard,
-        residency=residency,
-        prefetch=prefetch,
-        gradient_buffers=gradient_buffers,
-    )
-    return Cluster(layout, schedule)
-
-
-def _groups(lists):
-    return {
-        rank: shared.group(index)
-        for ranks in lists
-        for shared in [InProcessGroups(len(ranks))]
-        for index, rank in enumerate(ranks)
-    }
-
-
-def adamw(decayed, plain):
-    return make_adamw(OptimizerConfig(lr=0.05, weight_decay=0.3), decayed, plain)
 
 
 def plain_steps(toy):
@@ -205,3 +119,114 @@ def test_gathered_weights_stay_within_the_residency_and_are_freed(family, reside
         for weights in parallel.weights.values():
             assert weights.whole.untyped_storage().nbytes() == 0
             assert weights.shard.nbytes == stage_bytes // 2
+
+
+def test_the_trace_of_a_step_is_one_of_the_schedule_with_every_collective():
+    cluster = cluster_of(layout_of("full"))
+    results = cluster.step()
+    for data in range(2):
+        trace = merge(results[rank].trace for rank in cluster.layout.pipelines()[data])
+        spans = [span.action for span in trace.spans if span.lane.name == "data-parallel" and span.rank == 0]
+        assert spans == [action for action in cluster.schedule.rows[0] if action.microbatch is None]
+        accounts = account_bubble(cluster.schedule, trace)  # refuses what is not a trace of the schedule
+        assert all(account.compute_s > 0 for account in accounts)
+
+
+class Reluctant:
+    """A lane whose jobs run when somebody waits for one, with the jobs before it; tells what was waited for, where."""
+
+    def __init__(self):
+        self.waits, self.jobs, self.executor = [], [], None
+
+    def start(self, job):
+        self.jobs.append(ReluctantCollective(self, job, self.executor._row[self.executor._slot]))
+        return self.jobs[-1]
+
+    def run_until(self, collective):
+        executor = self.executor
+        slot = executor._slot
+        self.waits.append((str(executor._row[slot]) if slot < len(executor._row) else "end", str(collective.action)))
+        for job in self.jobs[: self.jobs.index(collective) + 1]:
+            job.run()
+
+
+class ReluctantCollective:
+    def __init__(self, lane, job, action):
+        self.lane, self.job, self.action, self.has_run = lane, job, action, False
+        self.begin = self.end = 0.0
+
+    def run(self):
+        for finish in self.job:
+            finish()
+        self.has_run = True
+
+    def is_done(self):
+        return self.has_run
+
+    def wait(self, timeout_s):
+        self.lane.run_until(self)
+        return True
+
+    def take(self):
+        return None
+
+
+def waits_of(shard, **options):
+    """What one rank waits for and at which action, breadth-first with three stages and two micro-batches."""
+    layout = Layout(pp=1, loops=3, dp=1, shard=shard, num_microbatches=2)
+    shape = cluster_of(layout, **options)
+    toy, schedule, lane = shape.toy, shape.schedule, Reluctant()
+    modules = toy.modules()
+    groups = Groups(Alone(), Alone())
+    parallel = DataParallel(schedule, enumerate(modules), shard, groups, lane)
+    stages = {
+        index: Stage(module, index, toy.outputs()[index], needs_input_gradient=index > 0)
+        for index, module in enumerate(modules)
+    }
+    transport = Post().transport(0)
+    executor = Executor(
+        schedule, 0, stages, outputs=toy.outputs(), transport=transport, clock=HostClock(), data_parallel=parallel
+    )
+    lane.executor = executor
+    run_rank(executor, toy.inputs(), objective)
+    return [(at, awaited) for at, awaited in lane.waits if "RESHARD" not in awaited]
+
+
+def test_nothing_waits_for_a_reduction_before_the_end_of_the_step():
+    assert waits_of("none") == [("end", "2REDUCE_GRAD"), ("end", "1REDUCE_GRAD"), ("end", "0REDUCE_GRAD")]
+
+
+def test_the_first_compute_action_on_a_stage_waits_for_its_gather():
+    found = waits_of("full", residency=2, prefetch=1)
+    gathers = [(at, awaited) for at, awaited in found if "UNSHARD" in awaited]
+    assert gathers == [
+        ("0F0", "0UNSHARD"),
+        ("1F0", "1UNSHARD"),
+        ("2F0", "2UNSHARD"),
+        ("0B0", "0UNSHARD"),
+    ]
+    assert [at for at, awaited in found if "REDUCE" in awaited] == ["end"] * 3
+
+
+def test_with_one_gradient_buffer_the_next_stage_waits_for_the_reduction_before_it():
+    assert waits_of("gradients", gradient_buffers=1)[3:] == [
+        ("1B0", "2REDUCE_GRAD"),
+        ("0B0", "1REDUCE_GRAD"),
+        ("end", "0REDUCE_GRAD"),
+    ]
+
+
+def test_with_two_gradient_buffers_the_stage_after_the_next_waits():
+    assert waits_of("gradients", gradient_buffers=2)[3:] == [
+        ("0B0", "2REDUCE_GRAD"),
+        ("end", "1REDUCE_GRAD"),
+        ("end", "0REDUCE_GRAD"),
+    ]
+
+
+def test_without_data_parallelism_such_a_schedule_is_refused():
+    cluster = cluster_of(layout_of("full"))
+    with pytest.raises(UserError, match="nothing to run REDUCE_GRAD, RESHARD, UNSHARD with"):
+        Executor(
+            cluster.schedule, 0, {}, outputs=cluster.toy.outputs(), transport=Post().transport(0), clock=HostClock()
+        )

@@ -15,13 +15,19 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
+from pipeloom.execute.executor import Executor
+from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.launch import run_workers
+from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import lower
+from pipeloom.schedule import add_data_parallel, lower
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import compare_with_reference
 from pipeloom.train.session import resolve
@@ -62,6 +68,61 @@ def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
     worst = run_workers(partial(_all_differences, configs), pp)[0]
     assert len(worst) == len(configs)
     assert max(worst) < 1e-9
+
+
+def test_every_sharding_level_equals_the_single_process_over_gloo(tmp_path):
+    levels = [("none", None), ("optimizer", None), ("gradients", None), ("full", None)]
+    cases = [(2, 2, 2, family, *level) for family in ("breadth-first", "depth-first") for level in levels]
+    cases += [(2, 2, 1, "1f1b", "gradients", None), (1, 4, 3, "hybrid", "full", 2), (1, 4, 3, "gpipe", "gradients", 2)]
+    configs = []
+    for pp, dp, loops, family, shard, replicate in cases:
+        few = shard in ("gradients", "full")
+        loops = loops if FAMILIES[family].is_looped else 1
+        configs.append(
+            small_run(
+                tmp_path,
+                layout=Layout(
+                    pp=pp,
+                    dp=dp,
+                    loops=loops,
+                    shard=shard,
+                    replicate=replicate,
+                    num_microbatches=3,
+                    microbatch_size=2,
+                ),
+                schedule=ScheduleConfig(
+                    family=family,
+                    residency=1 if family == "depth-first" and shard == "full" else None,
+                    gradient_buffers=1 if family == "depth-first" and few else None,
+                ),
+            )
+        )
+    load_data(configs[0].data, 0)
+    worst = run_workers(partial(_all_differences, configs), 4)[0]
+    assert len(worst) == len(configs)
+    assert max(worst) < 1e-9
+
+
+def _gather_with_nobody(rendezvous, rank, size):
+    """Rank 1 never comes to the first gather."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    layout = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2)
+    toy, clock = Toy(2, 2), HostClock()
+    plain = lower(make_schedule("breadth-first", pp=1, loops=2, num_microbatches=2))
+    schedule = add_data_parallel(plain, "full", residency=2, prefetch=1, gradient_buffers=None)
+    groups, modules = make_groups(layout, world), toy.modules()
+    parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
+    stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}
+    transport = ProcessGroupTransport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
+    sizes = {"outputs": toy.outputs(), "transport": transport, "clock": clock, "data_parallel": parallel}
+    if rank == 1:
+        time.sleep(20)
+    run_rank(Executor(schedule, 0, stages, **sizes), toy.inputs(), objective, 2.0)
+
+
+def test_a_rank_whose_gather_does_not_come_says_so():
+    with pytest.raises(WorkerError, match="waiting for 0UNSHARD with its data-parallel ranks"):
+        run_workers(_gather_with_nobody, 2)
 
 
 class Faulty(nn.Module):

@@ -1,0 +1,84 @@
+"""A stage's parameters in one flat buffer, and the shards of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeloom.execute.weights import FlatOrder, StageWeights
+
+
+def stage():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 5), nn.Linear(5, 2)).double()
+
+
+def test_what_decays_comes_first_and_the_end_is_filled_up():
+    order = FlatOrder.of(stage().named_parameters(), 4)
+    assert list(order.shapes) == ["1.weight", "2.weight", "0.weight", "0.bias", "1.bias", "2.bias"]
+    assert order.num_decayed == 15 + 10
+    assert order.size == 40  # 38 elements
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("level", ["optimizer", "gradients", "full"])
+def test_shards_together_are_the_parameters_and_each_element_decays_as_its_parameter(level, num_shards):
+    expected = dict(stage().named_parameters())
+    shards = [StageWeights(stage(), level, num_shards, index) for index in range(num_shards)]
+    order = shards[0].order
+    whole = order.views(torch.cat([one.shard for one in shards]))
+    assert all(torch.equal(whole[name], parameter) for name, parameter in expected.items())
+    marks = torch.zeros(order.size, dtype=torch.float64)
+    for one in shards:
+        decayed, plain = one.optimizer_parts()
+        assert sum(part.numel() for part in decayed + plain) == one.shard.numel()
+        with torch.no_grad():
+            for part in decayed:
+                part.fill_(1.0)
+            for part in plain:
+                part.fill_(2.0)
+    marks = order.views(torch.cat([one.shard for one in shards]))
+    for name, parameter in expected.items():
+        assert marks[name].unique().tolist() == [1.0 if parameter.ndim == 2 else 2.0]
+
+
+def test_without_sharding_the_optimizer_works_on_the_weights_that_compute():
+    module = stage()
+    weights = StageWeights(module, "none", 1, 0)
+    with torch.no_grad():
+        for part in [part for parts in weights.optimizer_parts() for part in parts]:
+            part.fill_(7.0)
+    assert all((parameter == 7.0).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients"])
+def test_only_weights_that_are_sharded_at_all_times_are_dropped(level):
+    weights = StageWeights(stage(), level, 1, 0)
+    weights.drop()
+    assert weights.is_held
+    assert weights.held_bytes == weights.whole.untyped_storage().nbytes() == 38 * 8
+
+
+def test_dropped_weights_hold_no_memory_and_come_back_to_the_same_storage():
+    weights = StageWeights(stage(), "full", 2, 0)
+    assert weights.held_bytes == weights.whole.untyped_storage().nbytes() == 0
+    view = next(weights.module.parameters())
+    weights.hold()
+    weights.whole.fill_(3.0)
+    assert weights.held_bytes == 38 * 8
+    assert view.unique().tolist() == [3.0]
+
+
+def test_gradients_add_up_in_the_buffer_from_zero():
+    module = stage()
+    weights = StageWeights(module, "gradients", 2, 1)
+    buffer = torch.full((weights.order.size,), 9.0, dtype=torch.float64)
+    weights.open_gradient(buffer)
+    inputs = torch.randn(4, 3, dtype=torch.float64)
+    for _ in range(2):
+        module(inputs).sum().backward()
+    weights.close_gradient()
+    plain = stage()
+    plain(inputs).sum().backward()
+    for name, view in weights.order.views(buffer).items():
+        torch.testing.assert_close(view, 2 * dict(plain.named_parameters())[name].grad)
+    assert all(parameter.grad is None for parameter in module.parameters())

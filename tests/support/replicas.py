@@ -1,0 +1,104 @@
+"""All ranks of a data-parallel layout over toy pipelines, in one process."""
+
+import torch
+from toy import Toy, objective
+
+from pipeloom.config import OptimizerConfig
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.collectives import Groups, InProcessGroups
+from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.drive import play_in_process
+from pipeloom.execute.executor import Executor
+from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.stage import Stage
+from pipeloom.execute.transport import Post
+from pipeloom.generate import make_schedule
+from pipeloom.schedule import add_data_parallel, lower
+from pipeloom.train.optimizer import make_adamw
+
+
+class Cluster:
+    """All ranks of a layout over a toy model, in this process."""
+
+    def __init__(self, layout, schedule):
+        self.layout, self.schedule = layout, schedule
+        self.toy = Toy(layout.num_stages, layout.dp * layout.num_microbatches)
+        lanes, posts = Neighborhood(), [Post() for _ in range(layout.dp)]
+        shards, copies = groups_in_process(layout.shard_groups()), groups_in_process(layout.copy_groups())
+        self.parallel, self.executors = [], []
+        for rank in range(layout.num_ranks):
+            place = layout.coordinates(rank)
+            own = self.schedule.placement.stages_of(place.pipeline)
+            modules = {index: module for index, module in enumerate(self.toy.modules()) if index in own}
+            groups = Groups(shards[rank], copies[rank])
+            parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lanes.lane(HostClock()))
+            stages = {
+                index: Stage(module, index, self.toy.outputs()[index], needs_input_gradient=index > 0)
+                for index, module in modules.items()
+            }
+            self.parallel.append(parallel)
+            self.executors.append(
+                Executor(
+                    self.schedule,
+                    place.pipeline,
+                    stages,
+                    outputs=self.toy.outputs(),
+                    transport=posts[place.data].transport(place.pipeline),
+                    clock=HostClock(),
+                    data_parallel=parallel,
+                )
+            )
+        self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
+
+    def step(self):
+        """One step of training; the results by rank."""
+        size, inputs = self.layout.num_microbatches, self.toy.inputs()
+        ranks = []
+        for rank, executor in enumerate(self.executors):
+            first = self.layout.coordinates(rank).data * size
+            loss = lambda output, number, first=first: objective(output, first + number)  # noqa: E731
+            ranks.append((executor, executor.steps(inputs[first : first + size], loss)))
+        results = play_in_process(ranks)
+        self.gradients = [self._whole(rank, "gradient") for rank in range(self.layout.num_ranks)]
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return results
+
+    def parameters(self):
+        """By rank, stage and name what the optimizer holds."""
+        return [self._whole(rank, "shard") for rank in range(self.layout.num_ranks)]
+
+    def _whole(self, rank, what):
+        """Put together from the shards of the rank's group, as a reader of the ranks' memory would."""
+        (group,) = [group for group in self.layout.shard_groups() if rank in group]
+        found = {}
+        for stage, weights in self.parallel[rank].weights.items():
+            parts = [getattr(self.parallel[other].weights[stage], what) for other in group]
+            found |= {(stage, name): view for name, view in weights.order.views(torch.cat(parts)).items()}
+        return found
+
+
+def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1):
+    choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
+    schedule = add_data_parallel(
+        lower(make_schedule(family, **choice)),
+        layout.shard,
+        residency=residency,
+        prefetch=prefetch,
+        gradient_buffers=gradient_buffers,
+    )
+    return Cluster(layout, schedule)
+
+
+def groups_in_process(lists):
+    """By rank its group among lists of ranks."""
+    return {
+        rank: shared.group(index)
+        for ranks in lists
+        for shared in [InProcessGroups(len(ranks))]
+        for index, rank in enumerate(ranks)
+    }
+
+
+def adamw(decayed, plain):
+    return make_adamw(OptimizerConfig(lr=0.05, weight_decay=0.3), decayed, plain)
