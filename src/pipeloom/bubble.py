@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.row import Ints
 from pipeloom.spans import Seconds, Spans
@@ -29,7 +29,7 @@ class BubbleAccount:
     still before a compute action, the cause at each moment is the first of these that holds:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
-    - *exposed p2p*: that has ended, and its result has not arrived;
+    - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded;
     - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
@@ -124,7 +124,7 @@ class _Needs:
         self.computes = spans.row.is_kind(*COMPUTE_KINDS)
         self.collects = spans.row.is_kind(*STAGE_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
-        is_receive = spans.row.is_kind(*RECEIVE_KINDS)
+        is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(Kind.LOAD)
         self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
         for needed in waits.T:
             exists = needed >= 0
@@ -134,7 +134,7 @@ class _Needs:
             _raise(self.collected, exists & self.collects[needed], ends[needed])
             _raise(self.computed, is_taken, ends[producer])
             _raise(self.computed, is_elsewhere, ends[needed])
-            _raise(self.arrived, is_taken | is_elsewhere, ends[needed])
+            _raise(self.arrived, is_taken | is_elsewhere | (exists & is_load[needed]), ends[needed])
 
 
 def _raise(values: Seconds, where: NDArray[np.bool_], to: Seconds) -> None:

@@ -107,6 +107,7 @@ def _changes(
     ends = {action: end_s for action, _, end_s in placed}
     slices = schedule.num_slices
     yield from _compute_changes(schedule, placed, held)
+    yield from _swaps(placed, held, slices)
     yield from _whole_stages(placed, held, trace.end_s)
     posted_s = trace.start_s
     for action, _, end_s in placed:
@@ -133,6 +134,16 @@ def _compute_changes(
         if working:
             yield start_s, working, "working"
             yield end_s, -working, "working"
+
+
+def _swaps(placed: Sequence[tuple[Action, float, float]], held: HeldBytes, slices: int) -> Iterator[Change]:
+    """What is evicted is gone when that has ended, and is there again from the start of its load."""
+    for action, start_s, end_s in placed:
+        kept = held.input_bytes[action.stage] / slices
+        if action.kind is Kind.EVICT and kept:
+            yield end_s, -kept, "stage inputs"
+        elif action.kind is Kind.LOAD and kept:
+            yield start_s, kept, "stage inputs"
 
 
 def _whole_stages(placed: Sequence[tuple[Action, float, float]], held: HeldBytes, end_s: float) -> Iterator[Change]:
