@@ -85,25 +85,27 @@ def needs(
         if part + 1 < shape[2]:  # gradients for keys and values from the later slice
             found[count] = input_gradient(stage, microbatch, part + 1, shape, is_split)
             count += 1
-    elif kind == BACKWARD_WEIGHT:
-        found[count] = key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
-        count += 1
-    elif kind in (SEND_F, EVICT):
-        found[count] = key_of(FORWARD, stage, microbatch, part, shape)
-        count += 1
-    elif kind == SEND_B:
-        found[count] = input_gradient(stage, microbatch, part, shape, is_split)
-        count += 1
-    elif kind == LOAD:
-        found[count] = key_of(EVICT, stage, microbatch, part, shape)
-        count += 1
-    elif kind == RECV_F:
-        found[count] = key_of(SEND_F, stage - 1, microbatch, part, shape)
-        count += 1
-    elif kind == RECV_B:
-        found[count] = key_of(SEND_B, stage + 1, microbatch, part, shape)
-        count += 1
+    else:
+        found[0] = source_of(kind, stage, microbatch, part, shape, is_split)
+        count = int(found[0] >= 0)
     return count
+
+
+def source_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape, is_split: Bools) -> int:
+    """The key of the one action whose result a half backward or communication uses; -1 for none."""
+    if kind == BACKWARD_WEIGHT:
+        return key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
+    if kind in (SEND_F, EVICT):
+        return key_of(FORWARD, stage, microbatch, part, shape)
+    if kind == SEND_B:
+        return input_gradient(stage, microbatch, part, shape, is_split)
+    if kind == LOAD:
+        return key_of(EVICT, stage, microbatch, part, shape)
+    if kind == RECV_F:
+        return key_of(SEND_F, stage - 1, microbatch, part, shape)
+    if kind == RECV_B:
+        return key_of(SEND_B, stage + 1, microbatch, part, shape)
+    return -1
 
 
 def find_waits(
