@@ -122,14 +122,17 @@ CLOSED = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 0.0, "zb-2p": 0.0, "zb-v": 0.0}
 
 
 def _zero_bubble_s(run: Run, costs: StageCosts) -> float:
-    """Closed form for the zero-bubble schedules (arXiv 2401.10241, table 2): T_B and T_W are halves of the backward.
+    """Closed form for the zero-bubble schedules (arXiv 2401.10241, table 2).
 
-    With few micro-batches the first rank runs out of forwards before the first gradient has come back to it.
+    With few micro-batches the way there and back is the longest path: the last stage has every forward and every
+    gradient of an input in turn, and the first ends with a gradient of its weights.
     """
     forward, backward = sum(costs.forward_s) / run.pp, sum(costs.backward_s) / run.pp
+    of_weights, count = backward * costs.weight_share, run.num_microbatches
+    of_input = backward - of_weights
     slowest = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
     if run.loops > 1:
         slowest = forward + backward
-    bubble = CLOSED[run.schedule] * (run.pp - 1) * forward
-    wait = (run.pp * forward + (run.pp - 1) * backward / 2) - run.num_microbatches * forward
-    return run.num_microbatches * slowest + max(bubble, wait, 0.0)
+    bubble = CLOSED[run.schedule] * (run.pp - 1) * (forward + of_input - of_weights)
+    there_and_back = (run.pp - 1 + count) * (forward + of_input) + of_weights
+    return max(count * slowest + bubble, there_and_back)

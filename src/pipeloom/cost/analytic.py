@@ -63,7 +63,8 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
                 for stage, value in enumerate(seconds)
             ]
         sides.append(tuple(seconds))
-    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s)
+    share = pieces.layer_weight_s() / layer_s[1]
+    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s, min(0.5, share))
 
 
 def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
@@ -85,7 +86,7 @@ def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
     if run.pp == 1 or run.seq > software.drain_seq:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
-    return max(0.0, software.least_drain_slots - (run.pp - 1)) * slot_s
+    return software.extra_drain_slots * slot_s
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,23 @@ class StageCosts:
 
     Attributes:
         forward_s: for each stage, seconds of its forward for one micro-batch.
-        backward_s: for each stage, seconds of its full backward; a split backward is two halves of it.
+        backward_s: for each stage, seconds of its full backward.
         transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
+        weight_share: part of a backward that a split leaves to the gradients of the weights.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     transfer_s: float = 0.0
+    weight_share: float = 0.5
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
-        if action.kind is Kind.FORWARD:
-            return self.forward_s[action.stage]
-        uniform = UniformCosts(0.0, self.backward_s[action.stage], self.transfer_s)
-        return uniform.seconds(action)
+        match action.kind:
+            case Kind.FORWARD:
+                return self.forward_s[action.stage]
+            case Kind.BACKWARD_INPUT:
+                return self.backward_s[action.stage] * (1 - self.weight_share)
+            case Kind.BACKWARD_WEIGHT:
+                return self.backward_s[action.stage] * self.weight_share
+        return UniformCosts(0.0, self.backward_s[action.stage], self.transfer_s).seconds(action)

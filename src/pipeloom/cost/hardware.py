@@ -11,6 +11,10 @@ from typing import Literal
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.5))
+"""Tiles of a matrix product's output (height, width, rate): a multiprocessor computes one at a time; small ones load
+more for each operation. The sizes are cuBLAS's; the rates are rounded from general experience, not fitted."""
+
 
 def interpolate(curve: tuple[tuple[float, float], ...], x: float) -> float:
     """Value at ``x`` of a curve given by (x, y) points with rising x; linear in log x, flat outside."""
@@ -34,6 +38,7 @@ class Device:
         memory_bytes: what a process can allocate.
         memory_bytes_per_s: nominal bandwidth.
         launch_s: seconds of the host for each kernel it launches.
+        num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
     """
 
     name: str
@@ -43,6 +48,7 @@ class Device:
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float
+    num_multiprocessors: int = 0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -57,6 +63,22 @@ class Device:
             return 0.0
         rate = self.peak_flops_per_s[precision] * interpolate(self.matmul_curve, flops) * efficiency
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
+
+    def filling(self, rows: float, columns: float) -> float:
+        """Part of the device that computes useful numbers while a product's output is made, 0 to 1.
+
+        Each multiprocessor makes one tile at a time, so that the last wave of tiles may be partly empty, and tiles at
+        the edge too (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library takes
+        the size of tile that is best for the product.
+        """
+        if self.num_multiprocessors == 0:
+            return 1.0
+        best = 0.0
+        for height, width, rate in TILES:
+            waves = -(-(-(-rows // height) * -(-columns // width)) // self.num_multiprocessors)
+            made = waves * self.num_multiprocessors * height * width
+            best = max(best, rate * rows * columns / made)
+        return best
 
     def memory_s(self, moved_bytes: float, efficiency: float = 1.0) -> float:
         """Seconds of kernels that are bound by memory."""
