@@ -97,12 +97,13 @@ def fullest(run: Run, software: Software) -> Memory:
     return max((rank_memory(run, software, rank, held[rank]) for rank in range(run.pp)), key=lambda m: m.total_bytes)
 
 
-def in_flight(run: Run) -> tuple[int, ...]:
+def in_flight(run: Run) -> tuple[float, ...]:
     """Most stage inputs that each pipeline rank holds at once, from the rows of its schedule.
 
     In families that alternate, the peak does not grow any more once every rank has warmed up, so that a short
-    step tells it. For zero-bubble schedules, which no family makes: as 1F1B, ``zb-2p`` and ``zb-h2`` up to 2 P - 1 of
-    them, ``zb-v`` P on each of two half stages (arXiv 2401.10241, sections 2 and 6).
+    step tells it. For zero-bubble schedules, which no family makes: as 1F1B, ``zb-2p`` and ``zb-h2`` twice as many,
+    ``zb-v`` P on each of two half stages (arXiv 2401.10241, sections 2 and 6), and ``PENDING`` for the gradients that
+    wait for their second half.
     """
     count = run.num_microbatches
     if run.pp == 1 and run.loops == 1:
@@ -110,12 +111,15 @@ def in_flight(run: Run) -> tuple[int, ...]:
     if run.schedule in CLOSED:
         factor = 2 if run.schedule in ("zb-2p", "zb-h2") else 1
         most = [run.pp * run.loops] * run.pp if run.loops > 1 else [factor * (run.pp - r) for r in range(run.pp)]
-        return tuple(min(value, count * run.loops) for value in most)
+        return tuple(float(min(value + PENDING, count * run.loops)) for value in most)
     family = FAMILY_OF.get(run.schedule, run.schedule)
     if family in ("1f1b", "depth-first"):
         count = min(count, 4 * run.pp + count % run.pp)
     return _schedule(family, run.pp, run.loops, count, has_transfers=False).peak_stage_inputs
 
+
+PENDING = 0.6
+"""Stage inputs' worth of memory that backwards hold whose gradients of weights wait, observed for arXiv 2401.10241."""
 
 CLOSED = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 0.0, "zb-2p": 0.0, "zb-v": 0.0}
 """Zero-bubble schedules, which no family makes: their bubble as a multiple of (P - 1) (T_F + T_B - T_W)."""

@@ -24,6 +24,9 @@ from pipeloom.cost.software import Software
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""
 
+GATHERED_COPIES = 4
+"""Copies of each logit that gathering over tensor-parallel ranks makes: pieces and the whole, with their gradients."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -103,7 +106,7 @@ def state_bytes(run: Run, parameters: float, software: Software) -> float:
             return parameters * (kept + sharded) / run.dp
 
 
-def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memory:
+def rank_memory(run: Run, software: Software, rank: int, in_flight: float) -> Memory:
     """Memory of one pipeline rank.
 
     Args:
@@ -113,7 +116,7 @@ def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memo
         in_flight: most stage inputs it holds at once, as its row says (``Schedule.peak_stage_inputs``).
     """
     counts, head = layers_of_stages(run.shape, run.num_stages, software.partition)
-    layers = max(counts[rank :: run.pp])
+    layers = sum(counts[rank :: run.pp]) / run.loops
     whole = layer_activation_bytes(
         run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
     )
@@ -125,7 +128,9 @@ def rank_memory(run: Run, software: Software, rank: int, in_flight: int) -> Memo
         activations += in_flight / run.loops * stage_input_bytes(run)
     logits = 0.0
     if head % run.pp == rank:
-        logits = run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
+        is_gathered = software.gathers_logits and run.tp > 1
+        each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
+        logits = run.tokens * run.shape.vocab / (1 if is_gathered else run.tp) * each
     weights = state_bytes(run, rank_parameters(run, software)[rank], software)
     lost = software.fragmentation * (activations + logits)
     return Memory(weights, activations, logits, software.reserve_bytes, lost)
