@@ -1,5 +1,7 @@
 """Seconds of products, memory traffic and collectives."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.catalog import load_cluster
@@ -25,6 +27,15 @@ def test_a_large_product_reaches_the_measured_rate():
 def test_a_thin_product_is_bound_by_memory():
     device = A100.device
     assert device.matmul_s(2e6, 2.039e9, "bf16") == pytest.approx(1e-3 + device.kernel_s)
+
+
+def test_the_last_wave_of_tiles_may_be_partly_empty():
+    device = replace(A100.device, num_multiprocessors=108)
+    assert device.filling(128 * 27, 256 * 4) == 1  # 108 tiles, one wave
+    assert device.filling(128 * 109, 256) < 0.99  # one tile too many for one wave of the largest
+    assert device.filling(128 * 108 * 100 + 1, 256) > 0.98  # which matters less after many
+    assert device.filling(64, 64) == pytest.approx(0.5 / 108)
+    assert replace(device, num_multiprocessors=0).filling(64, 64) == 1
 
 
 def test_an_all_reduce_moves_twice_what_a_gather_moves():

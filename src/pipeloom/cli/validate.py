@@ -62,6 +62,8 @@ def run(words: list[str]) -> int:
     if options.fit is not None:
         return _fit(options, rows)
     answer = _compare(options, rows)
+    if not answer.outcomes:
+        raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
     if options.plot is not None:
         from pipeloom.plot import plot_accuracy
         from pipeloom.validate.compare import parts_of
@@ -129,8 +131,8 @@ def _print_table(answer: Comparison) -> None:
     for name, part in parts.items():
         print(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in _cells(part)))
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: of the layout ranked first")
-    for schedule, count in answer.skipped.items():
-        print(f"# {count} rows were not predicted: no family makes the schedule '{schedule}' in their size")
+    for reason, count in answer.skipped.items():
+        print(f"# {count} row{'s' * (count > 1)} not predicted: {reason}")
 
 
 def _cells(part: Measures) -> list[str]:

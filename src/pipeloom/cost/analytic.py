@@ -64,7 +64,7 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
             ]
         sides.append(tuple(seconds))
     share = pieces.layer_weight_s() / layer_s[1]
-    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s, min(0.5, share))
+    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s, share)
 
 
 def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:

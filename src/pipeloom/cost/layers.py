@@ -10,9 +10,9 @@ each rank multiplies (m, k, n):
     head                    (T, H, V / t)
 
 Backward has two products of the same FLOPs for each, and adds the gradients of the weights to those of the
-micro-batches before. What is not a product of matrices is bound by memory, and counted in bytes; what tensor parallelism leaves whole (norms, residual stream) is divided by t only with sequence
-parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time or the host's time to launch its
-kernels, whichever is longer.
+micro-batches before. What is not a product of matrices is bound by memory, and counted in bytes; what tensor
+parallelism leaves whole (norms, residual stream) is divided by t only with sequence parallelism (arXiv 2205.05198,
+section 4.2). A piece takes the device's time or the host's time to launch its kernels, whichever is longer.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-
 
 READS_MORE = 1.5
 """Backward of a kernel that is bound by memory, as a multiple of its forward: a normalization, an activation or a

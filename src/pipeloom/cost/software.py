@@ -43,7 +43,7 @@ class Efficiency:
     flash2: float = 0.45
     softmax_bytes: float = 20.0
     norm_bytes: float = 30.0
-    loss_bytes: float = 18.0
+    loss_bytes: float = 14.0
     accumulation_bytes: float = 8.0
     launch: float = 3.0
     tensor_bus: float = 0.7

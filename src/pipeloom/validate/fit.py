@@ -45,8 +45,9 @@ RANGES: dict[str, tuple[float, float]] = {
 SCALE = 0.02
 """Relative error from which a row counts linearly instead of squared (soft L1), so that outliers do not rule."""
 
-PULL = 0.05
-"""Relative error that a factor e away from the starting value is worth: what no row tells stays where it is."""
+PULL = 0.2
+"""Relative error that a factor e away from the starting value is worth: what no row tells stays where it is. Chosen by
+the errors on held-out rows of every program (docs/accuracy.md)."""
 
 DRAG_S = 1e-4
 """Where ``drag_s`` starts in programs that have it; the default is that a program has none."""
@@ -76,7 +77,9 @@ class Fit:
         """Efficiencies that ended at the edge of what is possible: they stand in for something that is not modelled."""
         values = {name: getattr(self.software.efficiency, name) for name in self.starts}
         edges = {name: RANGES[name] for name in values}
-        return tuple(name for name, value in values.items() if min(abs(np.log(value / edge)) for edge in edges[name]) < 0.01)
+        return tuple(
+            name for name, value in values.items() if min(abs(np.log(value / edge)) for edge in edges[name]) < 0.01
+        )
 
 
 def first_guess(software: Software) -> Software:
