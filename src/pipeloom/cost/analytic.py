@@ -68,15 +68,16 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
 
 
 def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
-    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart."""
+    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart.
+
+    Between nodes a device has its share of the node's network and no more, though nobody else sends: its own adapter.
+    """
     if run.pp == 1:
         return 0.0
-    stride = run.tp * run.dp
     is_inside = run.num_devices <= cluster.devices_per_node
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    sharing = min(cluster.devices_per_node, stride)
-    use = software.efficiency
+    use, sharing = software.efficiency, cluster.devices_per_node
     seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     return seconds + use.exchange_s
 

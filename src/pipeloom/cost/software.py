@@ -48,7 +48,7 @@ class Efficiency:
     launch: float = 3.0
     tensor_bus: float = 0.7
     data_bus: float = 0.5
-    p2p: float = 0.4
+    p2p: float = 0.7
     collective_s: float = 60e-6
     drag_s: float = 0.0
     exchange_s: float = 50e-6
