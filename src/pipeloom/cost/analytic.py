@@ -79,7 +79,7 @@ def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, cluster.devices_per_node
     seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
-    return seconds + use.exchange_s
+    return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:

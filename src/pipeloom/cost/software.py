@@ -70,6 +70,7 @@ class Software:
         gather_bytes: bytes of each weight that is gathered after a sharded step.
         overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
         is_blocking: whether a rank stands still while it sends or receives between stages.
+        is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
             reduce-scattered, half the traffic.
@@ -100,6 +101,7 @@ class Software:
     gather_bytes: float = 2
     overlap: float = 0.0
     is_blocking: bool = True
+    is_both_ways: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True
     extra_drain_slots: float = 0
