@@ -188,7 +188,9 @@ def to_toml(result: Fit, table: str, source: str = "") -> str:
         "mean_abs_error_before": _digits(result.error_before),
         "mean_abs_error_after": _digits(result.error_after),
         "at_bounds": list(result.at_bounds),
-        "start_and_bounds": {name: [_digits(start), *RANGES[name]] for name, start in result.starts.items()},
+        "start_and_bounds": {
+            name: f"{start:.4g}, {RANGES[name][0]:g} to {RANGES[name][1]:g}" for name, start in result.starts.items()
+        },
     }
     values = {key: _digits(value) for key, value in efficiency.items() if value != getattr(Efficiency(), key)}
     given = {"source": source} if source else {}
