@@ -26,6 +26,10 @@ READS_MORE = 1.5
 softmax reads one tensor and writes one, its backward reads two and writes one. Unfused norms: twice, for each step of
 theirs has its own backward kernel."""
 
+EXPONENTIAL = 48.0
+"""What a score's exponential costs in a flash kernel, in elements of a head. A multiprocessor does 16 of them a cycle
+beside 2,048 (A100) or 4,096 (H100) operations of its matrix units: 32 and 64 (arXiv 2407.08608, section 3)."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -234,6 +238,8 @@ class Pieces:
             )
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
+        size = self.run.shape.hidden / self.run.shape.heads
+        rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
         return self._attention_flops() / 2 / rate + device.kernel_s
 
     def _attention_backward_s(self) -> float:

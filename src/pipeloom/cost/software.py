@@ -18,7 +18,7 @@ class Efficiency:
         kernel: the fixed time of a kernel, as a multiple of the device file's.
         memory: fraction of the memory bandwidth that element-wise kernels reach.
         batched_matmul: fraction of the curve that attention's products of plain kernels reach.
-        flash1, flash2: FLOP/s of the flash kernels as a fraction of the peak.
+        flash1, flash2: FLOP/s of the flash kernels with heads of 128 as a fraction of the peak.
         softmax_bytes: bytes that plain attention moves for each score, forward; the fused kernel moves 4.
         norm_bytes: bytes that an unfused norm moves for each element, forward; the fused one moves 4.
         loss_bytes: bytes that the loss moves for each logit, in each direction.
