@@ -12,9 +12,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
+from pipeloom.links import shared_links
 from pipeloom.memory_over_time import MemoryCurve, memory_over_time
 from pipeloom.predict import Prediction
-from pipeloom.schedule import Schedule, add_data_parallel, lower
+from pipeloom.schedule import Level, Schedule, add_data_parallel, lower
 from pipeloom.simulate import simulate
 from pipeloom.step_memory import held_bytes, rank_memory_of
 from pipeloom.trace import Trace
@@ -156,7 +157,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     """
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     schedule = _lowered(run, software, order)
-    trace = simulate(schedule, costs)
+    links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
+    trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))

@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.transport import Transport
+from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
 
 _REPEATS = 5
 _CROWD_S = 0.6
+_MESSAGES = 24
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Profile:
     """What was measured.
 
     Attributes:
-        costs: seconds of each stage, computing alone, of a transfer, and of each stage's collectives.
+        costs: seconds of each stage, computing alone; of a transfer, while the ranks that have no part in it compute;
+            of each stage's collectives, while no rank computes.
         host_by_rank: for each pipeline rank its host, by name; ranks of the same name share one.
         capacity_by_host: ranks of one pipeline that the host serves at full speed when all its ranks compute at once;
             below their number where they share cores, caches or memory, with each other or with other replicas.
@@ -85,14 +87,14 @@ def profile_stages(
     outputs: Sequence[TensorSpec],
     tokens: Tensor,
     objective: Objective,
-    pipeline: Sequence[int],
+    pipelines: Sequence[Sequence[int]],
     collectives: Collectives,
 ) -> Profile | None:
     """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
-    alone; then all compute at once, which tells how much they slow each other down. Gradients that this leaves
-    behind are dropped. Every rank calls it.
+    alone; then two exchange tensors while the others compute; then all compute and exchange at once, which tells how
+    much they slow each other down. Gradients that this leaves behind are dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
@@ -101,7 +103,7 @@ def profile_stages(
         outputs: the agreed spec of every stage's output.
         tokens: stage 0's input.
         objective: applied to the last stage's output.
-        pipeline: the ranks of the replica of which the profile is.
+        pipelines: the ranks of each replica; the profile is of the first.
         collectives: times gathers and reductions.
 
     Returns:
@@ -109,25 +111,26 @@ def profile_stages(
     """
     timeout_s = world.timeout.total_seconds()
     collective_s = {index: _time_collectives(collectives, index, timeout_s) for index in stages}
+    exchange = _Exchange(world, transport, outputs[0], pipelines)
     alone: dict[int, tuple[float, float]] = {}
-    expected = found = 0.0
-    for index, stage in stages.items():
+    transfer_s = expected = found = 0.0
+    for number, (index, stage) in enumerate(stages.items()):
         run = _runner(stage, outputs, tokens, objective, world.device)
         with collectives.data_parallel.gathered(index, timeout_s):
             for turn in range(world.size):
                 if turn == world.rank:
                     alone[index] = _time(run)
                 world.wait_for_all()
-            times = _crowd(run, _CROWD_S / len(stages))
+            if number == 0:
+                transfer_s = exchange.seconds(run)
+            times = _crowd(exchange, run, sum(alone[index]), _CROWD_S / len(stages))
         expected += len(times) * sum(alone[index])
         found += sum(times)
         for parameter in stage.module.parameters():
             parameter.grad = None
-    place = pipeline.index(world.rank) if world.rank in pipeline else None
-    transfer_s = _time_transfer(world, transport, outputs[0], place) if len(pipeline) > 1 else 0.0
     part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
     parts: list[_Part] | None = world.gather(part)
-    return None if parts is None else _joined(parts, pipeline, world.device.type == "cuda")
+    return None if parts is None else _joined(parts, pipelines[0], world.device.type == "cuda")
 
 
 def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
@@ -171,23 +174,6 @@ def _time_collectives(collectives: Collectives, stage: int, timeout_s: float) ->
     return gather_s, reduce_s
 
 
-def _time_transfer(world: World, transport: Transport, spec: TensorSpec, place: int | None) -> float:
-    """Seconds of one tensor between the pipeline's first two ranks: half of there and back. 0 on other ranks."""
-    if place is None or place > 1:
-        return 0.0
-    peer, tensor = 1 - place, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):
-        begin = _now(world.device)
-        for is_send in (place == 0, place != 0):
-            transfer = transport.send(tensor, peer) if is_send else transport.receive(spec, peer)
-            transfer.is_done()
-            transfer.wait(world.timeout.total_seconds())
-            transfer.take()
-        times.append((_now(world.device) - begin) / 2)
-    return median(times[1:])
-
-
 Run = Callable[[], tuple[float, float]]
 """One forward and backward; seconds of each."""
 
@@ -225,10 +211,91 @@ def _time(run: Run) -> tuple[float, float]:
     return median(forward for forward, _ in times), median(backward for _, backward in times)
 
 
-def _crowd(run: Run, seconds: float) -> list[float]:
-    """Seconds of each run of this rank's stage while all ranks compute."""
-    times: list[float] = []
+class _Exchange:
+    """Tensors between this rank and its neighbors in the pipeline.
+
+    Args:
+        world: this process among the others.
+        transport: to the pipeline's other ranks.
+        spec: of each tensor.
+        pipelines: the ranks of each replica.
+    """
+
+    def __init__(
+        self, world: World, transport: Transport, spec: TensorSpec, pipelines: Sequence[Sequence[int]]
+    ) -> None:
+        (self._place,) = [ranks.index(world.rank) for ranks in pipelines if world.rank in ranks]
+        self._is_first_replica = world.rank in pipelines[0]
+        self._num_ranks = len(pipelines[0])
+        self.world = world
+        self._transport = transport
+        self._spec = spec
+        self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+        self._peers = [peer for peer in (self._place - 1, self._place + 1) if 0 <= peer < self._num_ranks]
+
+    def receive_all(self) -> list[Transfer]:
+        """Post a receive from each neighbor."""
+        return [self._transport.receive(self._spec, peer) for peer in self._peers]
+
+    def send_all(self) -> list[Transfer]:
+        """Send a tensor to each neighbor."""
+        return [self._transport.send(self._tensor, peer) for peer in self._peers]
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for a transfer."""
+        transfer.is_done()
+        transfer.wait(self.world.timeout.total_seconds())
+        transfer.take()
+
+    def seconds(self, run: Run) -> float:
+        """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.
+
+        0 on other ranks, or with one rank. On a host whose cores are all busy a message is taken up late, so the time
+        on an idle host would be too short.
+        """
+        if self._num_ranks == 1:
+            return 0.0
+        self.world.wait_for_all()
+        if self._place > 1 or not self._is_first_replica:
+            _keep_busy(run, _CROWD_S / 2)
+            return 0.0
+        times: list[float] = []
+        for _ in range(_MESSAGES):
+            begin = _now(self.world.device)
+            for is_send in (self._place == 0, self._place != 0):
+                self.finish(self._one_way(is_send=is_send))
+            times.append((_now(self.world.device) - begin) / 2)
+        return mean(times[_MESSAGES // 4 :])
+
+    def _one_way(self, *, is_send: bool) -> Transfer:
+        peer = 1 - self._place
+        return self._transport.send(self._tensor, peer) if is_send else self._transport.receive(self._spec, peer)
+
+
+def _keep_busy(run: Run, seconds: float) -> None:
     begin = time.perf_counter()
-    while not times or time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < seconds:
+        run()
+
+
+def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> list[float]:
+    """Seconds of each run of this rank's stage while all ranks compute and send their outputs on.
+
+    A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
+    that move them take from the cores is part of the slowdown.
+    """
+    world = exchange.world
+    mean_s = world.sum([alone_s])[0] / world.size
+    times: list[float] = []
+    under_way: list[Transfer] = []
+    world.wait_for_all()
+    for _ in range(max(1, round(seconds / (mean_s * max(1, world.size / 2))))):
+        exchanged = exchange.receive_all()
         times.append(sum(run()))
+        exchanged += exchange.send_all()
+        for transfer in under_way:
+            exchange.finish(transfer)
+        under_way = exchanged
+    for transfer in under_way:
+        exchange.finish(transfer)
     return times

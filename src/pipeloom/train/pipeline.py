@@ -135,7 +135,7 @@ class Pipeline:
             outputs=self._outputs_in_training,
             tokens=batch.inputs[0],
             objective=batch.loss,
-            pipeline=self._config.layout.pipelines()[0],
+            pipelines=self._config.layout.pipelines(),
             collectives=Collectives(self.schedule, self.data_parallel, self._clock),
         )
 
