@@ -189,6 +189,8 @@ def waits_of(shard, **options):
     )
     lane.executor = executor
     run_rank(executor, toy.inputs(), objective)
+    started = [collective.action for collective in lane.jobs]  # each where the executor stood in its row
+    assert started == [action for action in schedule.rows[0] if action.microbatch is None]
     return [(at, awaited) for at, awaited in lane.waits if "RESHARD" not in awaited]
 
 
