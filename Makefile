@@ -1,6 +1,7 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
+# make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
 #   PYTHON=python3.12        another interpreter
@@ -17,7 +18,7 @@ ARGS        ?=
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 
-.PHONY: demo test predict check format clean
+.PHONY: demo test predict reproduce check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -27,6 +28,9 @@ test: check
 
 predict: $(STAMP)
 	$(BIN)/python benchmarks/predict.py
+
+reproduce: $(STAMP)
+	$(BIN)/python benchmarks/reproduce.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -50,7 +50,7 @@ def breadth_first(model: str, batch: int, own: Software, _: Software) -> Iterato
 
 
 def depth_first(model: str, batch: int, _: Software, megatron: Software) -> Iterator[Candidate]:
-    """Megatron-LM's interleaved schedule, which needs more than two ranks and M divisible by them (its arguments.py)."""
+    """Megatron-LM's interleaved schedule: more than two ranks, M divisible by them (its ``arguments.py``)."""
     for run in runs(model, batch, REPLICATED):
         if run.pp > 2 and run.num_microbatches % run.pp == 0:
             yield from (candidate(each, megatron, "depth-first") for each in looped(run) if each.loops > 1)

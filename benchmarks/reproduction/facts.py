@@ -1,6 +1,7 @@
 """Closed forms of the paper and of its terms, each beside what a real schedule says: counted or simulated.
 
-Times are in units of one layer's forward or a part of it, so that all sums are exact. P ranks, V loops, M micro-batches.
+Times are in units of one layer's forward or a part of it, so that all sums are exact. P ranks, V loops, M
+micro-batches.
 """
 
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def _gathers() -> Iterator[Fact]:
 
 
 def _interleaved_visits(pp: int, loops: int, count: int) -> int:
-    """How often rank 0 changes its stage, from Megatron-LM's rule of 2022 (``schedules.py``), written down once more."""
+    """How often rank 0 changes its stage: Megatron-LM's rule of 2022 (``schedules.py``), written down once more."""
     total = count * loops
     chunks = [k % (pp * loops) // pp for k in range(total)]
     warmup = total if count == pp else min(2 * (pp - 1) + (loops - 1) * pp, total)
@@ -93,18 +94,18 @@ def _traffic() -> Iterator[Fact]:
     """A gather or a reduce-scatter of fp16 sends and receives 2 bytes of each parameter of a stage, an all-reduce 4."""
     loops, count = 4, 32
     whole = add_reduce_grad(_made("breadth-first", 4, loops, count))
-    yield from _bytes_and_intensity("replicated (DP_0)", "8", Fraction(8), whole, 8, loops, count)
+    yield from _bytes_and_intensity("replicated (DP_0)", "8", Fraction(8), whole, 8)
     kept = add_reduce_grad(add_unshard(_made("breadth-first", 4, loops, count), None, 1))
-    yield from _bytes_and_intensity("optimizer sharded (DP_PS)", "8", Fraction(8), kept, 4, loops, count)
+    yield from _bytes_and_intensity("optimizer sharded (DP_PS)", "8", Fraction(8), kept, 4)
     sharded = _sharded("breadth-first", 4, loops, count, 1)
     expected = 12 - Fraction(4, loops)
-    yield from _bytes_and_intensity("all sharded, breadth-first", "12 - 4 / V", expected, sharded, 4, loops, count)
+    yield from _bytes_and_intensity("all sharded, breadth-first", "12 - 4 / V", expected, sharded, 4)
     for loops in (4, 64):
         alone = _sharded("depth-first", 1, loops, count, 1)
         expected = 12 * count - Fraction(8 * count - 4, loops)
         formula = "12 M - (8 M - 4) / V"
         yield from _bytes_and_intensity(
-            f"all sharded, depth-first accumulation of {loops} stages", formula, expected, alone, 4, loops, count
+            f"all sharded, depth-first accumulation of {loops} stages", formula, expected, alone, 4
         )
 
 
@@ -113,9 +114,10 @@ def _sharded(family: str, pp: int, loops: int, count: int, residency: int) -> Sc
 
 
 def _bytes_and_intensity(
-    name: str, formula: str, expected: Fraction, schedule: Schedule, reduction_bytes: int, loops: int, count: int
+    name: str, formula: str, expected: Fraction, schedule: Schedule, reduction_bytes: int
 ) -> Iterator[Fact]:
     """A token needs 8 FLOP for each parameter of a layer, recomputation counted; M sequences of 1,024 tokens."""
+    loops, count = schedule.num_stages // schedule.num_ranks, schedule.num_microbatches
     what = f"{name}, V {loops}, M {count}"
     moved = 4 * _kinds(schedule, Kind.UNSHARD) + reduction_bytes * _kinds(schedule, Kind.REDUCE_GRAD)
     found = Fraction(moved, loops)
@@ -199,11 +201,26 @@ def _blocking() -> Iterator[Fact]:
         slots = count * loops
         expected = float(Fraction((slots + pp - 1) * (work + 6), slots * work) - 1)
         found = float(Fraction(end) / (slots * work) - 1)
-        yield f"{family}, P 8, V {loops}, M 16", "(M V + P - 1) (t_f + t_b + 2 l) / (M V (t_f + t_b)) - 1", expected, found
+        yield (
+            f"{family}, P 8, V {loops}, M 16",
+            "(M V + P - 1) (t_f + t_b + 2 l) / (M V (t_f + t_b)) - 1",
+            expected,
+            found,
+        )
 
 
 def _steps() -> Iterator[Fact]:
-    for family, loops, expected in (("gpipe", 1, 132), ("1f1b", 1, 132), ("depth-first", 4, 105), ("breadth-first", 4, 105)):
+    for family, loops, expected in (
+        ("gpipe", 1, 132),
+        ("1f1b", 1, 132),
+        ("depth-first", 4, 105),
+        ("breadth-first", 4, 105),
+    ):
         layers = 4 // loops
         schedule = make_schedule(family, pp=4, loops=loops, num_microbatches=8)
-        yield f"{family}, V {loops}", "(M V + P - 1) t", expected, simulate(schedule, UniformCosts(layers, 2 * layers)).end_s
+        yield (
+            f"{family}, V {loops}",
+            "(M V + P - 1) t",
+            expected,
+            simulate(schedule, UniformCosts(layers, 2 * layers)).end_s,
+        )

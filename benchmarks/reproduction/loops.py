@@ -8,14 +8,18 @@ from pipeloom.simulated_step import simulate_step
 from reproduction.machine import (
     CLUSTER,
     MEGATRON,
-    MESSAGES,
     OWN,
     Row,
     base_run,
     candidate,
     described,
+    with_efficiency,
     with_messages,
 )
+
+NETWORKS = {"cut": ("cut", 0.7), "whole": ("whole", 0.7), "slow": ("whole", 0.16)}
+"""Messages between stages, and the fraction of the link that they reach: the programs' default, and about the least
+that calibration has found for any program of the catalog (``zero-bubble``)."""
 
 MICROBATCHES = (8, 9, 16, 64)
 LOOPS = (1, 2, 4, 8)
@@ -24,19 +28,20 @@ LOOPS = (1, 2, 4, 8)
 def loop_rows() -> list[Row]:
     """Both looped schedules, each in its own program; with one loop they are GPipe and 1F1B."""
     rows: list[Row] = []
-    for messages, count, looped, loops in product(MESSAGES, MICROBATCHES, ("breadth-first", "depth-first"), LOOPS):
+    for network, count, looped, loops in product(NETWORKS, MICROBATCHES, ("breadth-first", "depth-first"), LOOPS):
         if looped == "depth-first" and loops > 1 and count % 8:
             continue  # Megatron-LM refuses it
-        chosen = chosen_for(looped, messages, count, loops)
+        chosen = chosen_for(looped, network, count, loops)
         step = simulate_step(chosen.run, CLUSTER, chosen.software, chosen.order)
         idle = {"bubble_fraction": f"{step.bubble_fraction:.4f}"}
-        rows.append({"messages": messages, "schedule": looped, **described(step), **idle})
+        rows.append({"network": network, "schedule": looped, **described(step), **idle})
     return rows
 
 
-def chosen_for(looped: str, messages: str, count: int, loops: int) -> Candidate:
+def chosen_for(looped: str, network: str, count: int, loops: int) -> Candidate:
     """One point of the figure."""
+    messages, p2p = NETWORKS[network]
     run = replace(base_run("gpt-52b"), tp=8, pp=8, loops=loops, global_batch=count)
-    if looped == "breadth-first":
-        return candidate(run, with_messages(OWN, messages), looped if loops > 1 else "gpipe")
-    return candidate(run, with_messages(MEGATRON, messages), looped if loops > 1 else "1f1b")
+    program, plain = (OWN, "gpipe") if looped == "breadth-first" else (MEGATRON, "1f1b")
+    software = with_efficiency(with_messages(program, messages), p2p=p2p)
+    return candidate(run, software, looped if loops > 1 else plain)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.shape import Run
@@ -16,12 +17,18 @@ MODELS = {name: load_model(name) for name in ("gpt-52b", "gpt-6.6b")}
 NUM_DEVICES = 64
 OWN, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 MESSAGES = {"cut": True, "whole": False}
-"""How a message between stages goes: cut over the tensor-parallel ranks (scatter/gather), or whole from each of them."""
+"""How a message between stages goes: cut over the tensor-parallel ranks (scatter/gather), or whole from each."""
 
 
 def with_messages(software: Software, messages: str) -> Software:
     """The program with messages that are ``cut`` or ``whole``."""
     return replace(software, scatter_gather=MESSAGES[messages])
+
+
+def with_efficiency(software: Software, **changes: float) -> Software:
+    """The program with some of its efficiencies changed."""
+    values: dict[str, Any] = dict(changes)
+    return replace(software, efficiency=replace(software.efficiency, **values))
 
 
 def base_run(model: str) -> Run:
@@ -55,7 +62,7 @@ def described(step: SimulatedStep) -> dict[str, str]:
         "microbatch_size": str(run.micro_batch),
         "num_microbatches": str(run.num_microbatches),
         "shard": run.shard,
-        "tflop_per_s": f"{tflop_per_s(step):.2f}",
+        "tflop_per_s": f"{tflop_per_s(step):.4f}",
         "step_time_ms": f"{step.prediction.step_time_s * 1e3:.1f}",
         "memory_gb": f"{step.prediction.memory.total_bytes / 1e9:.1f}",
     }

@@ -5,14 +5,14 @@ never above the simulated time, so that the answer is that of simulating everyth
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeloom.cost.analytic import rank_parameters, stage_costs, stage_layers, stage_parameters, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import reduce_s
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import kept_bytes, state_bytes
+from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.simulated_step import Order, SimulatedStep, simulate_step
@@ -59,10 +59,9 @@ def loop_counts(layers: int, pp: int) -> list[int]:
 def least_step_s(candidate: Candidate, cluster: Cluster) -> float:
     """Seconds that the step takes at least, whatever its schedule.
 
-    Micro-batches come to a stage through all stages before it, and their gradients go back the same way. A rank computes
-    everything it has to; a stage of it comes first, and that stage has all its forwards after the first
-    micro-batch's way to it and all its backwards before the last gradient's way back. The reductions of a rank follow
-    each other.
+    Micro-batches come to a stage through all stages before it, and their gradients go back the same way. So a rank
+    begins when the first micro-batch has come to its first stage, then has all its work to do, and the last gradient
+    still goes back to the first rank. The same holds for each stage alone. The reductions of a rank follow each other.
     """
     run, software = candidate.run, candidate.software
     costs = stage_costs(run, cluster, software)
@@ -93,17 +92,21 @@ KEEPS_EVERY_INPUT = frozenset({"gpipe", "breadth-first"})
 def least_bytes(candidate: Candidate) -> float:
     """Bytes that a device of the fullest rank holds at least.
 
-    Weights, gradients, optimizer state and reserve; in families that keep every stage input, also those of the rank
-    with the fewest layers.
+    Weights, gradients, optimizer state and reserve; the largest stage's weights where a rank holds only shards; the
+    layer that is being recomputed; in families that keep every stage input, those of the rank with the fewest layers.
     """
     run, software = candidate.run, candidate.software
-    held = max(rank_parameters(run, software))
-    total = state_bytes(run, held, software).total_bytes + software.reserve_bytes
+    state = state_bytes(run, max(rank_parameters(run, software)), software)
+    gathered = 0.0
+    if run.shard == "full" and run.dp > 1:
+        largest = max(stage_parameters(run, software))
+        gathered = state_bytes(replace(run, shard="none"), largest, software).weights_bytes
+    kept = working_bytes(run, software)
     if candidate.order.choice.family in KEEPS_EVERY_INPUT:
         counts, _ = stage_layers(run, software)
         layers = min(sum(counts[rank :: run.pp]) for rank in range(run.pp))
-        total += run.num_microbatches * layers * kept_bytes(run, software)
-    return total
+        kept += run.num_microbatches * layers * kept_bytes(run, software)
+    return state.total_bytes + gathered + kept * (1 + software.fragmentation) + software.reserve_bytes
 
 
 def fastest(candidates: Iterable[Candidate], cluster: Cluster) -> SimulatedStep | None:
