@@ -67,6 +67,16 @@ def test_depth_first_loses_at_every_number_of_loops():
                 assert speed(network, "depth-first", count, loop) < speed(network, "breadth-first", count, loop)
 
 
+def test_the_gap_grows_with_the_micro_batches():
+    for network in loops.NETWORKS:
+        for loop in (2, 4, 8):
+            gaps = [
+                speed(network, "breadth-first", count, loop) / speed(network, "depth-first", count, loop)
+                for count in (8, 16, 64)
+            ]
+            assert gaps == sorted(gaps)
+
+
 def test_with_whole_messages_depth_first_pays_for_eight_loops():
     best = {n: max(loops.LOOPS, key=lambda loop, n=n: speed("whole", "depth-first", n, loop)) for n in (8, 16, 64)}
     assert best == {8: 4, 16: 2, 64: 1}
