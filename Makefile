@@ -2,6 +2,7 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
 #   PYTHON=python3.12        another interpreter
@@ -18,7 +19,7 @@ ARGS        ?=
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 
-.PHONY: demo test predict reproduce check format clean
+.PHONY: demo test predict reproduce speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -31,6 +32,9 @@ predict: $(STAMP)
 
 reproduce: $(STAMP)
 	$(BIN)/python benchmarks/reproduce.py
+
+speed: $(STAMP)
+	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -51,4 +55,6 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
 	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
+	@echo "Compiling loops (once; about 10 seconds) ..."
+	$(BIN)/pipeloom simulate examples/gpt-1t-3072-a100.toml --machine.software pipeloom > $(VENV)/simulated.txt
 	@touch $@

@@ -3,17 +3,15 @@
 It does not matter whether the trace was simulated or measured.
 """
 
-from collections import Counter
 from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS
-from pipeloom.schedule.depend import HOST_LANE
-from pipeloom.schedule.row import Ints
+from pipeloom.matching import match_spans
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
 
@@ -29,7 +27,7 @@ class BubbleAccount:
     still before a compute action, the cause at each moment is the first of these that holds:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
-    - *exposed p2p*: that has ended, and its result has not arrived;
+    - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded;
     - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
@@ -74,46 +72,9 @@ def account_bubble(schedule: Schedule, trace: Trace) -> tuple[BubbleAccount, ...
     Raises:
         UserError: the trace is not one of the schedule.
     """
-    spans = _match(schedule, trace)
+    spans = match_spans(schedule, trace)
     needs = _Needs(schedule, spans)
     return tuple(_account(rank, needs, trace) for rank in range(schedule.num_ranks))
-
-
-def _match(schedule: Schedule, trace: Trace) -> Spans:
-    """The span of each action, in row order; where an action recurs, in the order of time."""
-    facts, found = schedule.facts, trace.spans.take(~trace.spans.on(HOST_LANE.name))
-    columns, ranks = Row(*facts.columns[:4]), facts.ranks
-    if trace.num_ranks != schedule.num_ranks:
-        what = f"{trace.num_ranks} ranks"
-        raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
-    if _is_same(columns, ranks, found.row, found.rank):
-        return found
-    wanted = np.lexsort((*columns.arrays, ranks))
-    present = np.lexsort((found.start_s, *found.row.arrays, found.rank))
-    if not _is_same(columns.take(wanted), ranks[wanted], found.row.take(present), found.rank[present]):
-        _refuse(schedule, found)
-    order = np.empty_like(wanted)
-    order[wanted] = present
-    return found.take(order)
-
-
-def _is_same(row: Row, ranks: Ints, other_row: Row, other_ranks: Ints) -> bool:
-    return np.array_equal(ranks, other_ranks) and row == other_row
-
-
-def _refuse(schedule: Schedule, found: Spans) -> None:
-    """Say what one has and the other lacks.
-
-    Raises:
-        UserError: always.
-    """
-    wanted = [(action, rank) for rank, _, action in schedule.actions()]
-    present = [(span.action, span.rank) for span in found]
-    for action, rank in Counter(wanted) - Counter(present):
-        raise UserError(f"the trace is not one of this schedule: it lacks {action} on rank {rank}")
-    for action, rank in Counter(present) - Counter(wanted):
-        what = f"{action} on rank {rank}"
-        raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
 
 
 class _Needs:
@@ -124,7 +85,7 @@ class _Needs:
         self.computes = spans.row.is_kind(*COMPUTE_KINDS)
         self.collects = spans.row.is_kind(*STAGE_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
-        is_receive = spans.row.is_kind(*RECEIVE_KINDS)
+        is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(Kind.LOAD)
         self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
         for needed in waits.T:
             exists = needed >= 0
@@ -134,7 +95,7 @@ class _Needs:
             _raise(self.collected, exists & self.collects[needed], ends[needed])
             _raise(self.computed, is_taken, ends[producer])
             _raise(self.computed, is_elsewhere, ends[needed])
-            _raise(self.arrived, is_taken | is_elsewhere, ends[needed])
+            _raise(self.arrived, is_taken | is_elsewhere | (exists & is_load[needed]), ends[needed])
 
 
 def _raise(values: Seconds, where: NDArray[np.bool_], to: Seconds) -> None:

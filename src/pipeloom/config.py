@@ -351,14 +351,14 @@ def _not_trainable(config: RunConfig) -> list[str]:
         "schedule.residency": None,
         "schedule.prefetch": None,
         "schedule.gradient_buffers": None,
-        "model.tied": False,
     }
+    tied = ["model.tied true is for simulate only so far; train a model whose head has weights of its own"]
     return [
         f"{name} {_as_written(_value(config, name))} is for simulate only so far; "
         + ("leave it out" if only is None else f"use {_as_written(only)}")
         for name, only in wanted.items()
         if _value(config, name) != only
-    ]
+    ] + (tied if config.model.tied else [])
 
 
 def _tensor_problems(config: RunConfig) -> list[str]:

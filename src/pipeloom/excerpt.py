@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
-from pipeloom.schedule.action import COMPUTE_KINDS
-from pipeloom.trace import Spans, Trace
+import numpy as np
+
+from pipeloom.schedule.depend import COMPUTE_LANE
+from pipeloom.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> Exc
         most_actions: compute actions to keep.
     """
     num_ranks = min(trace.num_ranks, most_ranks)
-    spans = [span for span in trace.spans if span.rank < num_ranks]
-    starts = sorted(span.start_s for span in spans if span.action.kind in COMPUTE_KINDS)
+    spans = trace.spans.take(trace.spans.rank < num_ranks)
     notes = [f"ranks 0 to {num_ranks - 1} of {trace.num_ranks}"] if num_ranks < trace.num_ranks else []
+    starts = np.sort(spans.start_s[spans.on(COMPUTE_LANE.name)])
     if len(starts) > most_actions:
-        end_s = starts[most_actions]
-        spans = [span for span in spans if span.start_s < end_s]
+        end_s = float(starts[most_actions])
+        spans = spans.take(spans.start_s < end_s)
         whole_s = trace.end_s - trace.start_s
         notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")
     if not notes:
         return Excerpt(trace, "")
-    return Excerpt(Trace(Spans.of(spans), num_ranks), f"; {', '.join(notes)}")
+    return Excerpt(Trace(spans, num_ranks), f"; {', '.join(notes)}")

@@ -3,17 +3,23 @@
 It does not matter whether the trace was simulated or measured.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
-from pipeloom.schedule.depend import consumer_of
-from pipeloom.trace import Span, Trace
+import numpy as np
+from numpy.typing import NDArray
 
-Change = tuple[float, float, str]
-"""Seconds, bytes more or fewer, of what."""
+from pipeloom.matching import match_spans
+from pipeloom.schedule import Row, Schedule
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
+from pipeloom.schedule.row import CODE
+from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.spans import Seconds, Spans
+from pipeloom.trace import Trace
+
+Bytes = NDArray[np.float64]
+Changes = Iterator[tuple[str, Seconds, Bytes]]
+"""Of what, when, and how many bytes more or fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,88 +75,89 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
         trace: of one step of it.
         held: how large things are.
     """
-    by_rank: list[list[Span]] = [[] for _ in range(schedule.num_ranks)]
-    for span in trace.spans:
-        by_rank[span.rank].append(span)
-    return tuple(
-        _curve(always, _changes(schedule, row, spans, held, trace), trace.start_s)
-        for always, row, spans in zip(held.always_bytes, schedule.rows, by_rank, strict=True)
-    )
+    matched = match_spans(schedule, trace)
+    bounds = schedule.facts.columns.first.tolist()
+    curves: list[MemoryCurve] = []
+    for rank, always in enumerate(held.always_bytes):
+        own = matched.take(slice(bounds[rank], bounds[rank + 1]))
+        changes = [
+            *_inputs(schedule, own, held),
+            *_whole_stages(own, held, trace.end_s),
+            *_messages(schedule, rank, matched, held, trace.start_s),
+        ]
+        curves.append(_curve(always, changes, trace.start_s))
+    return tuple(curves)
 
 
-def _curve(always: float, changes: Iterable[Change], origin_s: float) -> MemoryCurve:
-    parts = dict.fromkeys(PARTS, 0.0) | {"always": always}
-    total, peak = always, (always, origin_s, dict(parts))
-    points: list[tuple[float, float]] = [(0.0, always)]
-    for time_s, more, part in sorted(changes):  # at one time, what goes comes before what is added
-        parts[part] += more
-        total += more
-        if total > peak[0]:
-            peak = (total, time_s, dict(parts))
-        if points[-1][0] == time_s - origin_s:
-            points[-1] = (points[-1][0], total)
-        else:
-            points.append((time_s - origin_s, total))
+def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: float) -> MemoryCurve:
+    part = np.repeat([PARTS.index(name) for name, _, _ in changes], [len(times) for _, times, _ in changes])
+    times = np.concatenate([np.empty(0), *(times for _, times, _ in changes)]) - origin_s
+    more = np.concatenate([np.empty(0), *(more for _, _, more in changes)])
+    order = np.lexsort((more, times))  # at one time, what goes comes before what is added
+    part, times, more = part[order], times[order], more[order]
+    total = always + np.cumsum(more)
+    peak = int(total.argmax()) if len(total) and total.max() > always else -1
+    parts = np.bincount(part[: peak + 1].astype(np.intp), more[: peak + 1], len(PARTS))
+    parts[PARTS.index("always")] += always
+    is_last = np.append(times[1:] != times[:-1], True)[: len(times)]
+    points = list(zip(times[is_last].tolist(), total[is_last].tolist(), strict=True))
+    if not points or points[0][0] > 0:
+        points.insert(0, (0.0, always))
     differing = [point for number, point in enumerate(points) if number == 0 or point[1] != points[number - 1][1]]
-    return MemoryCurve(tuple(differing), peak[0], peak[1] - origin_s, peak[2])
+    peak_bytes, peak_s = (float(total[peak]), float(times[peak])) if peak >= 0 else (always, 0.0)
+    return MemoryCurve(tuple(differing), peak_bytes, peak_s, dict(zip(PARTS, parts.tolist(), strict=True)))
 
 
-def _changes(
-    schedule: Schedule, row: Sequence[Action], spans: Sequence[Span], held: HeldBytes, trace: Trace
-) -> Iterator[Change]:
-    """What a rank takes and gives back, when."""
-    times: dict[Action, list[tuple[float, float]]] = defaultdict(list)  # where an action recurs, in the order of time
-    for span in sorted(spans, key=lambda span: span.start_s, reverse=True):
-        times[span.action].append((span.start_s, span.end_s))
-    placed = [(action, *times[action].pop()) for action in row]
-    ends = {action: end_s for action, _, end_s in placed}
-    slices = schedule.num_slices
-    yield from _compute_changes(schedule, placed, held)
-    yield from _whole_stages(placed, held, trace.end_s)
-    posted_s = trace.start_s
-    for action, _, end_s in placed:
-        if action.kind in COMPUTE_KINDS:
-            posted_s = end_s
-        elif action.kind in RECEIVE_KINDS and held.message_bytes:
-            yield posted_s, held.message_bytes / slices, "receive buffers"
-            yield ends[consumer_of(action, schedule)], -held.message_bytes / slices, "receive buffers"
+def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
+    """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
+    kept = np.asarray(held.input_bytes)[own.row.stage] / schedule.num_slices
+    ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
+    takes = own.row.is_kind(Kind.FORWARD, Kind.LOAD)
+    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.EVICT) | ends_early
+    yield "stage inputs", own.start_s[takes], kept[takes]
+    yield "stage inputs", own.end_s[gives], -kept[gives]
+    working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
+    yield "working", own.start_s[computes], working[computes]
+    yield "working", own.end_s[computes], -working[computes]
 
 
-def _compute_changes(
-    schedule: Schedule, placed: Sequence[tuple[Action, float, float]], held: HeldBytes
-) -> Iterator[Change]:
-    slices = schedule.num_slices
-    for action, start_s, end_s in placed:
-        if action.kind not in COMPUTE_KINDS:
-            continue
-        kept, working = held.input_bytes[action.stage] / slices, held.working_bytes[action.stage]
-        if kept and action.kind is Kind.FORWARD:
-            yield start_s, kept, "stage inputs"
-        is_last = action.kind is Kind.FORWARD and action.stage < schedule.first_backward_stage
-        if kept and (is_last or action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)):
-            yield end_s, -kept, "stage inputs"
-        if working:
-            yield start_s, working, "working"
-            yield end_s, -working, "working"
-
-
-def _whole_stages(placed: Sequence[tuple[Action, float, float]], held: HeldBytes, end_s: float) -> Iterator[Change]:
+def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
     """Gathered weights and unreduced gradients, each of a whole stage."""
-    gathered: set[int] = set()
-    unreduced: set[int] = set()
-    for action, start_s, action_end_s in placed:
-        stage = action.stage
-        if action.kind is Kind.UNSHARD and stage not in gathered:
-            gathered.add(stage)
-            yield start_s, held.gathered_bytes[stage], "gathered weights"
-        elif action.kind is Kind.RESHARD and stage in gathered:
-            gathered.remove(stage)
-            yield action_end_s, -held.gathered_bytes[stage], "gathered weights"
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) and stage not in unreduced:
-            unreduced.add(stage)
-            yield start_s, held.gradient_bytes[stage], "gradients"
-        elif action.kind is Kind.REDUCE_GRAD and stage in unreduced:
-            unreduced.remove(stage)
-            yield action_end_s, -held.gradient_bytes[stage], "gradients"
-    yield from ((end_s, -held.gathered_bytes[stage], "gathered weights") for stage in gathered)
-    yield from ((end_s, -held.gradient_bytes[stage], "gradients") for stage in unreduced)
+    begins = np.zeros(len(own), np.bool_)
+    begins[[slot for slot, _ in unreduced_counts(own.row)]] = True
+    gathered, gradients = np.asarray(held.gathered_bytes), np.asarray(held.gradient_bytes)
+    is_gather, is_drop = own.row.is_kind(Kind.UNSHARD), own.row.is_kind(Kind.RESHARD)
+    yield from _until("gathered weights", own, is_gather, is_drop, gathered, end_s=end_s)
+    yield from _until("gradients", own, begins, own.row.is_kind(Kind.REDUCE_GRAD), gradients, end_s=end_s)
+
+
+def _until(
+    what: str, own: Spans, begins: NDArray[np.bool_], ends: NDArray[np.bool_], by_stage: Bytes, *, end_s: float
+) -> Changes:
+    """From the start of some actions to the end of others on the same stages; what is left, to the end of the step."""
+    taken, given = own.row.stage[begins], own.row.stage[ends]
+    yield what, own.start_s[begins], by_stage[taken]
+    yield what, own.end_s[ends], -by_stage[given]
+    left = np.bincount(taken, minlength=len(by_stage)) - np.bincount(given, minlength=len(by_stage))
+    yield what, np.full(len(by_stage), end_s), -by_stage * left
+
+
+def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, start_s: float) -> Changes:
+    """Received tensors, from the posting of the receive, at its place in the row, to the end of what uses them."""
+    facts = schedule.facts
+    nodes = np.arange(facts.columns.first[rank], facts.columns.first[rank + 1])
+    own: Row = matched.row.take(nodes)
+    computes, receives = own.is_kind(*COMPUTE_KINDS), own.is_kind(*RECEIVE_KINDS)
+    before = np.concatenate([[-1], np.maximum.accumulate(np.where(computes, nodes, -1))])[:-1][receives]
+    posted_s = np.where(before >= 0, matched.end_s[before], start_s)
+    _, stage, microbatch, part = (array[receives] for array in own.arrays)
+    uses_gradient = facts.node_of[CODE[Kind.BACKWARD]], facts.node_of[CODE[Kind.BACKWARD_INPUT]]
+    place = (stage, microbatch, part)
+    user = np.where(
+        own.is_kind(Kind.RECV_F)[receives],
+        facts.node_of[CODE[Kind.FORWARD]][place],
+        np.maximum(*(nodes_of[place] for nodes_of in uses_gradient)),
+    )
+    size = np.full(len(user), held.message_bytes / schedule.num_slices)
+    yield "receive buffers", posted_s, size
+    yield "receive buffers", matched.end_s[user], -size

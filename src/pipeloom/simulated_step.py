@@ -12,9 +12,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
+from pipeloom.links import shared_links
 from pipeloom.memory_over_time import MemoryCurve, memory_over_time
 from pipeloom.predict import Prediction
-from pipeloom.schedule import Schedule, add_reduce_grad, add_unshard, lower
+from pipeloom.schedule import Level, Schedule, add_reduce_grad, add_unshard, lower
 from pipeloom.simulate import simulate
 from pipeloom.step_memory import held_bytes, rank_memory_of
 from pipeloom.trace import Trace
@@ -156,7 +157,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     """
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     schedule = _lowered(run, software, order)
-    trace = simulate(schedule, costs)
+    links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
+    trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))
@@ -207,7 +209,7 @@ def _blocked_s(
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that lower the peak of the fullest rank, each alone and all with the same rows -> bytes then."""
+    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then."""
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
     levels = ("optimizer", "gradients", "full")
@@ -225,6 +227,8 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    ranks = range(run.pp)
-    memories = (rank_memory_of(run, step.software, step.schedule, rank, step.order.receive_buffers) for rank in ranks)
-    return max(memory.total_bytes for memory in memories)
+    schedule = step.schedule if run.shard == step.run.shard else _lowered(run, step.software, step.order)
+    return max(
+        rank_memory_of(run, step.software, schedule, rank, step.order.receive_buffers).total_bytes
+        for rank in range(run.pp)
+    )

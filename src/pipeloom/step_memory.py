@@ -105,11 +105,13 @@ def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
 
 def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
     """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
+    none = [0.0] * run.num_stages
+    if run.dp == 1 or run.shard in ("none", "optimizer"):
+        return none, none
     by_stage = stage_parameters(run, software)
     whole = [state_bytes(replace(run, shard="none"), held, software) for held in by_stage]
-    weights = [state.weights_bytes if run.shard == "full" and run.dp > 1 else 0.0 for state in whole]
-    is_lane = software.has_reduction_lane and run.shard in ("gradients", "full") and run.dp > 1
-    return weights, [state.gradients_bytes if is_lane else 0.0 for state in whole]
+    weights = [state.weights_bytes for state in whole] if run.shard == "full" else none
+    return weights, [state.gradients_bytes for state in whole] if software.has_reduction_lane else none
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:

@@ -119,10 +119,18 @@ def test_people_see_the_figures_of_the_json(capsys, monkeypatch):
     assert "does not fit" not in shown
 
 
+def test_every_lane_is_printed_when_it_is_asked_for(capsys, monkeypatch):
+    lanes = answer(capsys, RUN, *SHARDED)["communication"]
+    shown = text(capsys, monkeypatch, RUN, *SHARDED, "--lanes")
+    for lane in lanes:
+        assert re.search(rf"^{lane['rank']}: {lane['lane']} +{lane['actions']} ", shown, flags=re.M)
+    assert "0: send to 1" not in text(capsys, monkeypatch, RUN, *SHARDED)
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 @pytest.mark.parametrize("file", [RUN, GPT_52B])
 def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(capsys, monkeypatch, file, columns):
-    shown = text(capsys, monkeypatch, file, *SHARDED, "--memory-over-time", columns=columns)
+    shown = text(capsys, monkeypatch, file, *SHARDED, "--memory-over-time", "--lanes", columns=columns)
     assert max(map(len, shown.splitlines())) <= columns
     assert "…" not in shown
 
@@ -169,11 +177,11 @@ def test_all_problems_of_model_machine_and_layout_are_reported_at_once(capsys):
 def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 4}))
     run = tmp_path / "run.toml"
-    run.write_text(f'machine.cluster = "nowhere"\nmodel.file = "{tmp_path / "config.json"}"\nlayout.pq = 3\n')
+    run.write_text(f'machine.cluster = "nowhere"\nmodel.file = "{tmp_path / "config.json"}"\nlayout.loop = 3\n')
     message = refusal(capsys, str(run))
     assert "has 5 problems" in message
     assert "num_attention_heads must be a whole number of at least 1, found None" in message
-    assert "there is no setting 'layout.pq'; did you mean 'layout.pp'?" in message
+    assert "there is no setting 'layout.loop'; did you mean 'layout.loops'?" in message
     assert "there is no cluster 'nowhere'" in message
 
 

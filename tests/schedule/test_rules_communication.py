@@ -45,6 +45,10 @@ FAULTS = {
     "a reduction before the first backward": (
         (0, "0F1", "0REDUCE_GRAD 0F1", "reduce-each-contribution-once", 0, 3, "0REDUCE_GRAD reduces nothing")
     ),
+    "an eviction is never undone": (0, "0F1", "0EVICT0 0F1", "swaps-in-turn", 0, 3, "0LOAD0 is missing"),
+    "an eviction before its forward": (
+        (0, "0F0", "0EVICT0 0F0 0LOAD0", "swaps-in-turn", 0, 1, "0EVICT0 does not stand between 0F0 and 0LOAD0")
+    ),
     "a forward comes twice": (0, "0F0", "0F0 0F0", "unique", 0, 2, "0F0 appears a second time"),
     "a backward is missing": (1, "1B1 ", "", "complete", 1, 2, "1B1 is missing"),
     "a micro-batch too many": (0, "0F1", "0F1 0SEND_F2", "in-range", 0, 4, "micro-batch 2"),

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TypeVar, cast
-
-import tyro
+from typing import NamedTuple, TypeVar, cast
 
 from pipeloom.config import RunConfig
 from pipeloom.config_file import read_run_file
@@ -13,6 +11,7 @@ from pipeloom.describe import with_model_sizes
 from pipeloom.errors import ConfigError
 
 _Config = TypeVar("_Config", bound=RunConfig)
+_CONFIG = "CONFIG is a TOML file with sections and fields as below; flags go over it."
 
 
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
@@ -43,27 +42,42 @@ def parse_config(
         sections, problems = read_run_file(Path(words[0]), _run_part(config))
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
-    try:
-        config = cast(
-            "_Config",
-            tyro.cli(
-                type(default),
-                args=words,
-                default=config,
-                prog=f"pipeloom {command} [CONFIG]",
-                description=f"{summary}\n\nCONFIG is a TOML file with sections and fields as below; flags go over it.",
-            ),
-        )
-    except SystemExit as end:
-        problems += _problems(config, judge)[1] if end.code else []
-        if not problems:
-            raise
-        raise ConfigError(problems, f"beside the flags above, {source}") from None
+    if words:
+        flags = _Flags(words, command, summary)
+        config = _with_flags(flags, config, lambda: [*problems, *_problems(config, judge)[1]], source)
     config, found = _problems(config, judge)
     problems = [*problems, *found]
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+class _Flags(NamedTuple):
+    words: list[str]
+    command: str
+    summary: str
+
+
+def _with_flags(flags: _Flags, config: _Config, problems: Callable[[], list[str]], source: str) -> _Config:
+    """The configuration with the flags over it; where a flag is wrong, what else is wrong is said beside it."""
+    import tyro  # takes a quarter of a second, which a run without flags need not wait for
+
+    try:
+        return cast(
+            "_Config",
+            tyro.cli(
+                type(config),
+                args=flags.words,
+                default=config,
+                prog=f"pipeloom {flags.command} [CONFIG]",
+                description=f"{flags.summary}\n\n{_CONFIG}",
+            ),
+        )
+    except SystemExit as end:
+        found = problems() if end.code else []
+        if not found:
+            raise
+        raise ConfigError(found, f"beside the flags above, {source}") from None
 
 
 def _run_part(config: RunConfig) -> RunConfig:

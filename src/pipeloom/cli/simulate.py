@@ -30,6 +30,8 @@ class Options(RunConfig):
     """Draw the step to this file: .png, .svg or .pdf; of many ranks or actions, the first."""
     trace: Path | None = None
     """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
+    lanes: bool = False
+    """Also print every lane of communication; --json always has them."""
     memory_over_time: bool = False
     """Say when each rank holds most and what that is made of; with --json also its curve."""
 
@@ -51,7 +53,7 @@ def run(words: list[str]) -> int:
     else:
         from pipeloom.cli.simulate_text import print_step
 
-        print_step(step, with_peaks=options.memory_over_time)
+        print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time)
         for what, file in (("picture", options.plot), ("trace", options.trace)):
             if file is not None:
                 print(f"{what:<18}{file}")

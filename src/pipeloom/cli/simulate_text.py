@@ -26,17 +26,20 @@ _WIDE = 76
 """Columns of a terminal from which on memory is shown with all of its parts."""
 
 
-def print_step(step: SimulatedStep, *, with_peaks: bool) -> None:
+def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool) -> None:
     """Print the step; tables fit the terminal's width.
 
     Args:
         step: the answer.
+        with_lanes: whether to print every lane.
         with_peaks: whether to say when each rank holds most.
     """
     console = Console(highlight=False)
     _print_headline(console, step)
     is_wide = console.width >= _WIDE
     tables = [_account_table(step), _lane_table(step), _memory_table(step, is_wide=is_wide)]
+    if with_lanes:
+        tables.insert(2, _every_lane_table(step))
     if with_peaks:
         tables.append(_peak_table(step, is_wide=is_wide))
     for title, table in tables:
@@ -108,6 +111,20 @@ def _lane_table(step: SimulatedStep) -> tuple[str, Table]:
     if not table.rows:
         table.add_row("none", "", "", "", "")
     return f"Communication beside compute ({name}, mean of the ranks)", table
+
+
+def _every_lane_table(step: SimulatedStep) -> tuple[str, Table]:
+    """Every lane of communication of the ranks that are shown."""
+    unit, name = _unit_s(step.prediction.step_time_s)
+    table = _table("lane", ["actions", "busy", "hidden", "exposed"])
+    shown = _shown_ranks(step.run.pp, step.prediction.fullest_rank)
+    for use in communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []:
+        if use.rank in shown:
+            cells = [_short(seconds / unit) for seconds in (use.busy_s, use.hidden_s, use.exposed_s)]
+            table.add_row(f"{use.rank}: {use.lane}", str(use.num_actions), *cells)
+    if not table.rows:
+        table.add_row("none", "", "", "", "")
+    return f"Lanes of communication by rank ({name})", table
 
 
 def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:

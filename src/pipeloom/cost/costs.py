@@ -31,6 +31,7 @@ class UniformCosts:
             carried by the receive, so that one edge moves one message at a time.
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
         reduce_s: seconds of reducing one stage's gradient.
+        swap_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -40,6 +41,7 @@ class UniformCosts:
     transfer_s: float = 0.0
     unshard_s: float = 0.0
     reduce_s: float = 0.0
+    swap_s: float = 0.0
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -52,6 +54,8 @@ class UniformCosts:
                 return self.backward_s / 2
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s
+            case Kind.EVICT | Kind.LOAD:
+                return self.swap_s
             case Kind.UNSHARD:
                 return self.unshard_s
             case Kind.REDUCE_GRAD:
@@ -69,6 +73,8 @@ class StageCosts:
         transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
         unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
+        swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
+            that takes none.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -78,6 +84,7 @@ class StageCosts:
     transfer_s: float = 0.0
     unshard_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
+    swap_s: tuple[float, ...] = ()
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -88,5 +95,6 @@ class StageCosts:
             self.transfer_s,
             self.unshard_s[stage] if self.unshard_s else 0.0,
             self.reduce_s[stage] if self.reduce_s else 0.0,
+            self.swap_s[stage] if self.swap_s else 0.0,
         )
         return uniform.seconds(action)

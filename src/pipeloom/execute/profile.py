@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 
 import torch
 from torch import Tensor
@@ -12,11 +12,12 @@ from torch import Tensor
 from pipeloom.cost.costs import StageCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.transport import Transport
+from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.world import World
 
 _REPEATS = 5
 _CROWD_S = 0.6
+_MESSAGES = 24
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Profile:
     """What was measured.
 
     Attributes:
-        costs: seconds of each stage, computing alone, and of a transfer.
+        costs: seconds of each stage, computing alone; of a transfer, while the ranks that have no part in it compute.
         host_by_rank: ranks of the same name share a host.
         capacity_by_host: ranks that the host serves at full speed when all its ranks compute at once; below
             their number where they share cores, caches or memory.
@@ -56,8 +57,9 @@ def profile_stages(
 ) -> Profile | None:
     """Time forward and backward of one micro-batch for every stage of the pipeline.
 
-    The ranks take turns, so that each is timed alone; then all compute at once, which tells how much they
-    slow each other down. Gradients that this leaves behind are dropped. Every rank calls it.
+    The ranks take turns, so that each is timed alone; then two exchange tensors while the others compute; then all
+    compute and exchange at once, which tells how much they slow each other down. Gradients that this leaves behind are
+    dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
@@ -76,8 +78,8 @@ def profile_stages(
         if turn == world.rank:
             alone = {index: _time(run) for index, run in runs.items()}
         world.wait_for_all()
-    transfer_s = _time_transfer(world, transport, outputs[0])
-    slowdown = _crowd(runs, alone)
+    transfer_s = _time_transfer(world, transport, outputs[0], runs)
+    slowdown = _crowd(world, transport, outputs[0], runs, alone)
     for stage in stages.values():
         for parameter in stage.module.parameters():
             parameter.grad = None
@@ -99,23 +101,6 @@ def _joined(parts: Sequence[_Part], has_own_device: bool) -> Profile:
         transfer_s=parts[0].transfer_s,
     )
     return Profile(costs, tuple(hosts), capacity)
-
-
-def _time_transfer(world: World, transport: Transport, spec: TensorSpec) -> float:
-    """Seconds of one tensor between ranks 0 and 1: half of there and back. 0 on other ranks, or with one rank."""
-    if world.size == 1 or world.rank > 1:
-        return 0.0
-    peer, tensor = 1 - world.rank, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):
-        begin = _now(world.device)
-        for is_send in (world.rank == 0, world.rank != 0):
-            transfer = transport.send(tensor, peer) if is_send else transport.receive(spec, peer)
-            transfer.is_done()
-            transfer.wait(world.timeout.total_seconds())
-            transfer.take()
-        times.append((_now(world.device) - begin) / 2)
-    return median(times[1:])
 
 
 Run = Callable[[], tuple[float, float]]
@@ -155,12 +140,69 @@ def _time(run: Run) -> tuple[float, float]:
     return median(forward for forward, _ in times), median(backward for _, backward in times)
 
 
-def _crowd(runs: Mapping[int, Run], alone: Mapping[int, tuple[float, float]]) -> float:
-    """Time of this rank's stages while all ranks compute, by their time alone."""
-    expected = found = 0.0
+def _time_transfer(world: World, transport: Transport, spec: TensorSpec, runs: Mapping[int, Run]) -> float:
+    """Seconds of one tensor between ranks 0 and 1, half of there and back, while all other ranks compute.
+
+    0 on other ranks, or with one rank. On a host whose cores are all busy a message is taken up late, so the time on
+    an idle host would be too short.
+    """
+    if world.size == 1:
+        return 0.0
+    world.wait_for_all()
+    if world.rank > 1:
+        _keep_busy(runs, _CROWD_S / 2)
+        return 0.0
+    peer, tensor = 1 - world.rank, torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+    times: list[float] = []
+    for _ in range(_MESSAGES):
+        begin = _now(world.device)
+        for is_send in (world.rank == 0, world.rank != 0):
+            _finish(transport.send(tensor, peer) if is_send else transport.receive(spec, peer), world)
+        times.append((_now(world.device) - begin) / 2)
+    return mean(times[_MESSAGES // 4 :])
+
+
+def _finish(transfer: Transfer, world: World) -> None:
+    transfer.is_done()
+    transfer.wait(world.timeout.total_seconds())
+    transfer.take()
+
+
+def _keep_busy(runs: Mapping[int, Run], seconds: float) -> None:
     begin = time.perf_counter()
-    while time.perf_counter() - begin < _CROWD_S:
+    while time.perf_counter() - begin < seconds:
+        for run in runs.values():
+            run()
+
+
+def _crowd(
+    world: World,
+    transport: Transport,
+    spec: TensorSpec,
+    runs: Mapping[int, Run],
+    alone: Mapping[int, tuple[float, float]],
+) -> float:
+    """Time of this rank's stages while all ranks compute and send their outputs on, by their time alone.
+
+    A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
+    that move them take from the cores is part of the slowdown.
+    """
+    mean_s = world.sum([sum(map(sum, alone.values()))])[0] / world.size
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+    peers = [peer for peer in (world.rank - 1, world.rank + 1) if 0 <= peer < world.size]
+    num_rounds = max(1, round(_CROWD_S / (mean_s * max(1, world.size / 2))))
+    expected = found = 0.0
+    under_way: list[Transfer] = []
+    world.wait_for_all()
+    for _ in range(num_rounds):
         for index, run in runs.items():
+            exchanged = [transport.receive(spec, peer) for peer in peers]
             expected += sum(alone[index])
             found += sum(run())
+            exchanged += [transport.send(tensor, peer) for peer in peers]
+            for transfer in under_way:
+                _finish(transfer, world)
+            under_way = exchanged
+    for transfer in under_way:
+        _finish(transfer, world)
     return found / expected

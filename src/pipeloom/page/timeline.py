@@ -17,6 +17,8 @@ _WORDS = {
     Kind.RECV_F: "receive of the input",
     Kind.SEND_B: "send of the gradient",
     Kind.RECV_B: "receive of the gradient",
+    Kind.EVICT: "eviction of activations",
+    Kind.LOAD: "load of evicted activations",
     Kind.UNSHARD: "gather of the weights",
     Kind.RESHARD: "release of the weights",
     Kind.REDUCE_GRAD: "reduction of the gradient",
@@ -82,7 +84,7 @@ def _colors(action: Action, num_stages: int) -> tuple[str, str]:
     if action.kind in STAGE_KINDS:
         return _GREY
     if action.kind not in COMPUTE_KINDS:
-        is_output = action.kind in (Kind.SEND_F, Kind.RECV_F)
+        is_output = action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.EVICT)
         action = action._replace(kind=Kind.FORWARD if is_output else Kind.BACKWARD)
     fill, ink = box_colors(action, num_stages)
     return "#" + "".join(f"{round(part * 255):02x}" for part in fill), "#ffffff" if ink == "white" else ink

@@ -47,7 +47,7 @@ def _keeps_order(schedule: "Schedule") -> bool:
         numbers = kernel(kernels.number_on_lanes, size)(facts.lane, len(facts.lanes))
         if not kernel(kernels.sends, size)(facts.node_of, numbers, facts.shape, facts.crosses, first_stage):
             return False
-        if not _keeps_sharding(schedule):
+        if not kernel(kernels.swaps, size)(facts.node_of, facts.shape, first_stage) or not _keeps_sharding(schedule):
             return False
     is_within = all(
         peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)

@@ -25,6 +25,10 @@ class Kind(StrEnum):
     """Send the gradient for the stage's input to the previous stage."""
     RECV_B = "RECV_B"
     """Receive the gradient for the stage's output from the next stage."""
+    EVICT = "EVICT"
+    """Move what a stage keeps for a micro-batch's backward out of the device: to another rank, host memory, a disk."""
+    LOAD = "LOAD"
+    """Move it back."""
     UNSHARD = "UNSHARD"
     """Gather the stage's full weights from the ranks that hold shards of them."""
     RESHARD = "RESHARD"
@@ -36,6 +40,7 @@ class Kind(StrEnum):
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
+SWAP_KINDS = frozenset({Kind.EVICT, Kind.LOAD})
 STAGE_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Kinds that concern a whole stage: their actions name no micro-batch."""
 

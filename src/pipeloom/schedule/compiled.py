@@ -10,14 +10,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PATIENCE = 40_000
-"""Actions that are worth loading the compiler for."""
+PATIENCE = 400_000
+"""Actions that are worth loading the compiler for: about a second of plain Python."""
 _seen = 0
 _is_lean = False
 
@@ -35,9 +36,9 @@ def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
 
 
 def start_lean() -> None:
-    """Let the compiler start without scipy, for which it looks in case somebody's loops do linear algebra.
+    """For a command: let the compiler start without scipy, and say so when it has to compile.
 
-    That takes a third of its start; ours do none. For a process that runs nobody else's loops.
+    It looks for scipy in case somebody's loops do linear algebra, which takes a third of its start; ours do none.
     """
     global _is_lean  # noqa: PLW0603  how the compiler starts is a fact about the process
     _is_lean = True
@@ -64,12 +65,15 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
     if _is_lean:
         with _hidden("scipy.linalg"):
             importlib.import_module("numba.np.arraymath")
-    names = dict(vars(module))
+    names, folder = dict(vars(module)), Path()
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
             copy = FunctionType(value.__code__, names, name, value.__defaults__)
             copy.__module__ = value.__module__
             names[name] = numba.njit(cache=True)(copy)
+            folder = Path(names[name].stats.cache_path)
+    if _is_lean and not any(folder.glob(f"{module.__name__.rpartition('.')[2]}.*.nbi")):
+        print(f"Compiling {module.__name__} (once on this machine) ...", file=sys.stderr)  # noqa: T201
     return names
 
 

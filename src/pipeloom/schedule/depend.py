@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
 
 
-_LANE_PATTERN = re.compile(r"(compute|data-parallel|host)|send to (\d+)|recv from (\d+)")
+_LANE_PATTERN = re.compile(r"(compute|data-parallel|evict|load|host)|send to (\d+)|recv from (\d+)")
 
 
 class Lane(NamedTuple):
-    """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``, ``host``."""
+    """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``,
+    ``evict`` and ``load`` of swapped activations, ``host``.
+    """
 
     name: str
     peer: int | None = None
@@ -49,7 +51,7 @@ class Lane(NamedTuple):
         """
         match = _LANE_PATTERN.fullmatch(text)
         if match is None:
-            known = "'compute', 'data-parallel', 'host', 'send to 1', 'recv from 0'"
+            known = "'compute', 'data-parallel', 'evict', 'load', 'host', 'send to 1', 'recv from 0'"
             raise UserError(f"'{text}' is no lane: expected a text such as {known}")
         plain, send_peer, receive_peer = match.groups()
         if plain is not None:
@@ -59,6 +61,8 @@ class Lane(NamedTuple):
 
 COMPUTE_LANE = Lane("compute")
 DATA_PARALLEL_LANE = Lane("data-parallel")
+SWAP_LANES = {Kind.EVICT: Lane("evict"), Kind.LOAD: Lane("load")}
+"""One for each direction, since links carry both at once."""
 HOST_LANE = Lane("host")
 """The processor that launches actions, one after the other in the order of the row. No action runs there."""
 
@@ -77,6 +81,8 @@ def lane_of(action: Action, placement: Placement) -> Lane:
             return Lane("recv", owner[stage + 1])
         case Kind.UNSHARD | Kind.RESHARD | Kind.REDUCE_GRAD:
             return DATA_PARALLEL_LANE
+        case Kind.EVICT | Kind.LOAD:
+            return SWAP_LANES[action.kind]
     return COMPUTE_LANE
 
 
@@ -112,5 +118,5 @@ def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:
     if microbatch is None:
         return []
     facts = schedule.facts
-    count = needs(CODE[kind], stage, microbatch, part, facts.shape, facts.is_received, facts.is_split, found)
+    count = needs(CODE[kind], stage, microbatch, part, facts.shape, *facts.relation, found)
     return [facts.action_of(int(key)) for key in found[:count]]

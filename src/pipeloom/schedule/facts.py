@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, SWAP_LANES, Lane, lane_of
 from pipeloom.schedule.kernels import waits as kernels
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
@@ -62,13 +62,26 @@ class Facts:
     @cached_property
     def is_split(self) -> NDArray[np.bool_]:
         """For each stage, micro-batch and slice whether the backward is split into input and weight halves."""
-        split = np.zeros(self.shape, np.bool_)
+        return self._has(Kind.BACKWARD_INPUT)
+
+    @property
+    def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """What decides whom an action waits for: outputs received, backwards split, micro-batches swapped."""
+        return self.is_received, self.is_split, self._is_swapped
+
+    @cached_property
+    def _is_swapped(self) -> NDArray[np.bool_]:
+        return self._has(Kind.LOAD)
+
+    def _has(self, kind: Kind) -> NDArray[np.bool_]:
+        """[stage, micro-batch, slice] whether the schedule has such an action."""
+        has = np.zeros(self.shape, np.bool_)
         columns = self.columns
-        halves = columns.kind == CODE[Kind.BACKWARD_INPUT]
-        place = np.stack([columns.stage[halves], columns.microbatch[halves], columns.part[halves]])
+        chosen = columns.kind == CODE[kind]
+        place = np.stack([columns.stage[chosen], columns.microbatch[chosen], columns.part[chosen]])
         exists = np.all((place >= 0) & (place < np.array(self.shape)[:, None]), axis=0)
-        split[tuple(place[:, exists])] = True
-        return split
+        has[tuple(place[:, exists])] = True
+        return has
 
     @cached_property
     def node_of(self) -> Ints:
@@ -79,9 +92,10 @@ class Facts:
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, Lane], ...]:
-        """Every lane with its rank: compute lanes by rank, data-parallel lanes by rank, lanes of the directed edges."""
+        """Every lane with its rank: of compute, data parallelism and swaps, each by rank; of the directed edges."""
         ranks = range(self.placement.num_ranks)
-        lanes = dict.fromkeys((rank, lane) for lane in (COMPUTE_LANE, DATA_PARALLEL_LANE) for rank in ranks)
+        own = (COMPUTE_LANE, DATA_PARALLEL_LANE, *SWAP_LANES.values())
+        lanes = dict.fromkeys((rank, lane) for lane in own for rank in ranks)
         lanes.update(dict.fromkeys(self._message_lanes.values()))
         return tuple(lanes)
 
@@ -102,6 +116,8 @@ class Facts:
         table = np.tile(self.owner, (len(KINDS), 1))
         for kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
             table[CODE[kind]] += self.placement.num_ranks
+        for place, kind in enumerate(SWAP_LANES, start=2):
+            table[CODE[kind]] += place * self.placement.num_ranks
         for (kind, stage), lane in self._message_lanes.items():
             table[CODE[kind], stage] = number[lane]
         return table[self.columns.kind, self.columns.stage]

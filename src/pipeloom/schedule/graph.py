@@ -33,8 +33,7 @@ class Graph:
             len(facts.lanes),
             facts.node_of.reshape(-1),
             facts.shape,
-            facts.is_received,
-            facts.is_split,
+            *facts.relation,
         )
         if gradient_buffers is not None:
             self.waits = np.column_stack([self.waits, _buffer_waits(facts, gradient_buffers)])

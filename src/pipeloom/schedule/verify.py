@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.accept import accepts
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, Action, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, SWAP_KINDS, Action, Kind
 from pipeloom.schedule.depend import consumer_of, data_dependencies, lane_of, matching_receive, matching_send
 from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
 from pipeloom.schedule.violation import Violation, Violations
@@ -196,6 +196,32 @@ def sends_match_receives(schedule: "Schedule") -> Violations:
                 yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
 
 
+def swaps_in_turn(schedule: "Schedule") -> Violations:
+    """What is evicted is loaded again: once, after its forward, and before the backward that needs it."""
+    slot_of = _slots(schedule)
+    for rank, slot, action in schedule.actions():
+        if action.kind not in SWAP_KINDS:
+            continue
+        other = action._replace(kind=Kind.LOAD if action.kind is Kind.EVICT else Kind.EVICT)
+        if other not in slot_of:
+            yield Violation(f"{action} stands alone: {other} is missing", rank, slot)
+        elif action.stage < schedule.first_backward_stage:
+            yield Violation(f"{action} keeps what no backward needs", rank, slot)
+        elif action.kind is Kind.EVICT and not slot_of[action._replace(kind=Kind.FORWARD)] < slot < slot_of[other]:
+            yield Violation(
+                f"{action} does not stand between {action._replace(kind=Kind.FORWARD)} and {other}", rank, slot
+            )
+        elif action.kind is Kind.LOAD:
+            user = schedule.input_gradient(*_keyed(action))
+            if slot_of[user] < slot:
+                yield Violation(f"{action} stands behind {user}, which needs it", rank, slot)
+
+
+def _keyed(action: Action) -> tuple[int, int, int]:
+    assert action.microbatch is not None
+    return action.stage, action.microbatch, action.slice
+
+
 def unshard_before_compute(schedule: "Schedule") -> Violations:
     """If a stage is ever gathered, it is gathered whenever it computes; it is gathered and dropped in turn."""
     sharded_stages = {action.stage for _, _, action in schedule.actions() if action.kind is Kind.UNSHARD}
@@ -243,10 +269,6 @@ def in_flight_bound(schedule: "Schedule") -> Violations:
 
 Rule = Callable[["Schedule"], Violations]
 
-LARGE = 20_000
-"""Actions beyond which a schedule is first checked by compiled loops. They give no reasons, so what they refuse is
-checked again, rule by rule."""
-
 COMPUTE_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
     kinds_of_level,
@@ -269,6 +291,7 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     send_after_compute,
     receive_before_compute,
     sends_match_receives,
+    swaps_in_turn,
     unshard_before_compute,
     gathered_bound,
     reduce_each_contribution_once,
@@ -286,12 +309,12 @@ def rule_name(rule: Rule) -> str:
 
 
 def verify(schedule: "Schedule") -> None:
-    """Check every rule of the schedule's level.
+    """Check every rule of the schedule's level: all at once and fast, or one by one for a reason to refuse.
 
     Raises:
         ScheduleError: naming the first broken rule, the place, and how often the rule is broken.
     """
-    if schedule.num_actions > LARGE and accepts(schedule):
+    if accepts(schedule):
         return
     for rule in RULES[schedule.level]:
         violations = list(rule(schedule))
@@ -300,6 +323,7 @@ def verify(schedule: "Schedule") -> None:
             more = f" (and {len(violations) - 1} more like it)" if len(violations) > 1 else ""
             view = window(schedule.rows, rank, slot) if rank is not None else ""
             raise ScheduleError(rule_name(rule), message + more, rank=rank, slot=slot, window=view)
+    raise AssertionError(f"the fast check refuses what no rule refuses: {schedule.rows}")
 
 
 def _slots(schedule: "Schedule") -> dict[Action, int]:

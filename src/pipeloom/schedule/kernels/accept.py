@@ -8,7 +8,8 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE = range(11)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
+EVICT, LOAD, UNSHARD, RESHARD, REDUCE = range(8, 13)
 NO_MICROBATCH = -(2**31)
 
 
@@ -117,6 +118,28 @@ def sends(node_of: Ints, number_on_lane: Ints, shape: Shape, crosses: Bools, fir
                     if goes_back and number_on_lane[sent] != number_on_lane[taken]:
                         return False
     return not has_strangers(node_of, shape)
+
+
+def swaps(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
+    """Whether what is evicted is loaded again, and both happen between the forward and the backward that needs it.
+
+    Args:
+        node_of: see ``computes``.
+        shape: numbers of stages, micro-batches and token slices.
+        first_backward_stage: stages from it on train.
+    """
+    for stage in range(shape[0]):
+        for microbatch in range(shape[1]):
+            for part in range(shape[2]):
+                out = node_of[EVICT, stage, microbatch, part]
+                back = node_of[LOAD, stage, microbatch, part]
+                if out < 0 and back < 0:
+                    continue
+                made = node_of[FORWARD, stage, microbatch, part]
+                used = max(node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part])
+                if stage < first_backward_stage or not made < out < back < used:
+                    return False
+    return True
 
 
 def has_strangers(node_of: Ints, shape: Shape) -> bool:

@@ -4,9 +4,9 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD = range(9)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, EVICT, LOAD, UNSHARD = range(11)
 """Codes of kinds (``pipeloom.schedule.row.CODE``)."""
-NUM_KEYED = 8
+NUM_KEYED = 10
 """Kinds below it name a micro-batch: their actions have a key."""
 ABSENT = -2
 """In place of a node: the schedule lacks the action that is needed."""
@@ -41,7 +41,15 @@ def input_gradient(stage: int, microbatch: int, part: int, shape: Shape, is_spli
 
 
 def needs(
-    kind: int, stage: int, microbatch: int, part: int, shape: Shape, is_received: Bools, is_split: Bools, found: Longs
+    kind: int,
+    stage: int,
+    microbatch: int,
+    part: int,
+    shape: Shape,
+    is_received: Bools,
+    is_split: Bools,
+    is_swapped: Bools,
+    found: Longs,
 ) -> int:
     """Write the keys of the actions whose results an action uses to ``found``; their number.
 
@@ -50,6 +58,7 @@ def needs(
         shape: numbers of stages, micro-batches and token slices.
         is_received: for each stage whether its output reaches the next stage by a receive.
         is_split: for each stage, micro-batch and slice whether the backward is split into halves.
+        is_swapped: for each stage, micro-batch and slice whether what the backward needs is evicted and loaded.
         found: takes up to three keys.
     """
     count = 0
@@ -64,7 +73,8 @@ def needs(
             found[count] = key_of(FORWARD, stage, microbatch, part - 1, shape)
             count += 1
     elif kind in (BACKWARD, BACKWARD_INPUT):
-        found[count] = key_of(FORWARD, stage, microbatch, part, shape)
+        kept = LOAD if is_swapped[stage, microbatch, part] else FORWARD
+        found[count] = key_of(kept, stage, microbatch, part, shape)
         count += 1
         if stage + 1 < shape[0]:
             source = key_of(RECV_B, stage, microbatch, part, shape)
@@ -75,22 +85,27 @@ def needs(
         if part + 1 < shape[2]:  # gradients for keys and values from the later slice
             found[count] = input_gradient(stage, microbatch, part + 1, shape, is_split)
             count += 1
-    elif kind == BACKWARD_WEIGHT:
-        found[count] = key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
-        count += 1
-    elif kind == SEND_F:
-        found[count] = key_of(FORWARD, stage, microbatch, part, shape)
-        count += 1
-    elif kind == SEND_B:
-        found[count] = input_gradient(stage, microbatch, part, shape, is_split)
-        count += 1
-    elif kind == RECV_F:
-        found[count] = key_of(SEND_F, stage - 1, microbatch, part, shape)
-        count += 1
-    elif kind == RECV_B:
-        found[count] = key_of(SEND_B, stage + 1, microbatch, part, shape)
-        count += 1
+    else:
+        found[0] = source_of(kind, stage, microbatch, part, shape, is_split)
+        count = int(found[0] >= 0)
     return count
+
+
+def source_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape, is_split: Bools) -> int:
+    """The key of the one action whose result a half backward or communication uses; -1 for none."""
+    if kind == BACKWARD_WEIGHT:
+        return key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
+    if kind in (SEND_F, EVICT):
+        return key_of(FORWARD, stage, microbatch, part, shape)
+    if kind == SEND_B:
+        return input_gradient(stage, microbatch, part, shape, is_split)
+    if kind == LOAD:
+        return key_of(EVICT, stage, microbatch, part, shape)
+    if kind == RECV_F:
+        return key_of(SEND_F, stage - 1, microbatch, part, shape)
+    if kind == RECV_B:
+        return key_of(SEND_B, stage + 1, microbatch, part, shape)
+    return -1
 
 
 def find_waits(
@@ -105,6 +120,7 @@ def find_waits(
     shape: Shape,
     is_received: Bools,
     is_split: Bools,
+    is_swapped: Bools,
 ) -> Ints:
     """For each node the nodes that have to end before it starts.
 
@@ -113,7 +129,7 @@ def find_waits(
         lane: for each node its lane, numbered over all ranks.
         num_lanes: number of lanes.
         node_of: from ``place``.
-        shape, is_received, is_split: see ``needs``.
+        shape, is_received, is_split, is_swapped: see ``needs``.
 
     Returns:
         [nodes, NUM_WAITS]: three for data, then the action before it on its lane, then what its place in the
@@ -126,7 +142,9 @@ def find_waits(
     for rank in range(first.size - 1):
         last_compute = -1
         for node in range(first[rank], first[rank + 1]):
-            count = needs(kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, found)
+            count = needs(
+                kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, is_swapped, found
+            )
             for number in range(count):
                 waits[node, number] = node_of[found[number]]
             waits[node, 3] = last_on_lane[lane[node]]

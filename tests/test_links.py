@@ -1,0 +1,76 @@
+"""Which ranks compete for a node's network, and what that costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_model
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.shape import Run
+from pipeloom.links import shared_links
+from pipeloom.schedule import Action, Kind, Placement, parse_schedule
+from pipeloom.simulate import simulate
+
+CLUSTER = load_cluster("dgx-a100")
+RUN = Run(shape=load_model("gpt-52b"), seq=1024, pp=4, tp=8, dp=2)
+
+
+def resources(run, placement=None):
+    links = shared_links(run, CLUSTER, placement or Placement.looped(run.pp, 2))
+    if links is None:
+        return None
+    kinds = {"1RECV_F0": 1, "0RECV_B0": 0, "2UNSHARD": 2, "3REDUCE_GRAD": 3, "1F0": 1, "1SEND_F0": 1, "2RESHARD": 2}
+    return {text: links.resource_of(Action.parse(text), rank) for text, rank in kinds.items()}
+
+
+def test_a_rank_that_fills_nodes_shares_its_network_with_its_own_collectives():
+    assert resources(RUN) == {  # 16 devices, two nodes, for each pipeline rank
+        "1RECV_F0": 2,
+        "0RECV_B0": 0,
+        "2UNSHARD": 4,
+        "3REDUCE_GRAD": 6,
+        "1F0": None,
+        "1SEND_F0": None,
+        "2RESHARD": None,
+    }
+
+
+def test_nothing_is_shared_where_only_one_thing_at_a_time_leaves_a_node():
+    assert resources(replace(RUN, dp=1)) is None  # a node for each pipeline rank, no collectives
+    assert resources(replace(RUN, tp=1, dp=2)) is None  # everything inside one node
+
+
+def test_ranks_of_one_node_share_what_leaves_it():
+    found = resources(replace(RUN, tp=2, dp=2))  # two pipeline ranks on each of two nodes; collectives stay inside
+    assert found["2UNSHARD"] is None
+    assert found["1RECV_F0"] is None  # from rank 0, on the same node
+    links = shared_links(replace(RUN, tp=2, dp=2), CLUSTER, Placement.looped(4, 2))
+    assert links.resource_of(Action(Kind.RECV_F, 2, 0), 2) == 1  # from rank 1
+    assert links.resource_of(Action(Kind.RECV_F, 4, 0), 0) == 0  # from rank 3, round the loop
+
+
+def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
+    run = replace(RUN, pp=2, tp=8, dp=2)
+    schedule = parse_schedule("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD\n")
+    links = shared_links(run, CLUSTER, schedule.placement)
+    costs = UniformCosts(1, 2, transfer_s=4, reduce_s=4)
+    alone = {str(s.action): s for s in simulate(schedule, costs).spans}
+    shared = {str(s.action): s for s in simulate(schedule, costs, links).spans}
+    # 1B0 ends at 8; the gradient moves into rank 0's node 8-12 while rank 1 reduces on its own network: no conflict
+    assert shared["0RECV_B0"].end_s == alone["0RECV_B0"].end_s == 12
+    both = parse_schedule(
+        "0F0 0SEND_F0 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD\n"
+        "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD\n"
+    )
+    links = shared_links(run, CLUSTER, both.placement)
+    alone = {str(s.action): s for s in simulate(both, costs).spans}
+    shared = {str(s.action): s for s in simulate(both, costs, links).spans}
+    # rank 0 reduces stage 2 from 13 on while nothing comes in; then stage 1's gradient comes 19-23
+    assert alone["2REDUCE_GRAD"].end_s == shared["2REDUCE_GRAD"].end_s == pytest.approx(17)
+    late = UniformCosts(1, 2, transfer_s=4, reduce_s=20)
+    alone = {str(s.action): s for s in simulate(both, late).spans}
+    shared = {str(s.action): s for s in simulate(both, late, links).spans}
+    assert alone["0RECV_B0"].end_s == pytest.approx(23)
+    # the reduction has 20 - 6 left when the transfer begins at 19; both run at half speed, the transfer takes 8
+    assert shared["0RECV_B0"].end_s == pytest.approx(27)
+    assert shared["2REDUCE_GRAD"].end_s == pytest.approx(37)
