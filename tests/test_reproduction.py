@@ -107,6 +107,16 @@ def test_what_is_said_about_calibrated_programs():
     assert min(found) < OWN.efficiency.data_bus < max(found)
 
 
+def test_with_slow_collectives_breadth_first_is_still_ahead_at_the_largest_batch():
+    found = [
+        float(row["gain"])
+        for row in DATA["sensitivity"]
+        if row["change"].startswith("data-parallel bandwidth: 0.2") and row["batch"] == str(batch.BATCHES[-1])
+    ]
+    assert len(found) == 2
+    assert min(found) > 0
+
+
 def test_at_the_smallest_batch_cut_messages_are_worth_more_than_the_order():
     cut = max(speed("cut", "depth-first", 8, loop) for loop in loops.LOOPS)
     whole = max(speed("whole", "breadth-first", 8, loop) for loop in loops.LOOPS)
