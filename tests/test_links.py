@@ -25,10 +25,10 @@ def resources(run, placement=None):
 
 def test_a_rank_that_fills_nodes_shares_its_network_with_its_own_collectives():
     assert resources(RUN) == {  # 16 devices, two nodes, for each pipeline rank
-        "1RECV_F0": 2,
-        "0RECV_B0": 0,
-        "2UNSHARD": 4,
-        "3REDUCE_GRAD": 6,
+        "1RECV_F0": (2, 0),
+        "0RECV_B0": (0, 0),
+        "2UNSHARD": (4, 0),
+        "3REDUCE_GRAD": (6, 0),
         "1F0": None,
         "1SEND_F0": None,
         "2RESHARD": None,
@@ -40,13 +40,22 @@ def test_nothing_is_shared_where_only_one_thing_at_a_time_leaves_a_node():
     assert resources(replace(RUN, tp=1, dp=2)) is None  # everything inside one node
 
 
-def test_ranks_of_one_node_share_what_leaves_it():
-    found = resources(replace(RUN, tp=2, dp=2))  # two pipeline ranks on each of two nodes; collectives stay inside
-    assert found["2UNSHARD"] is None
-    assert found["1RECV_F0"] is None  # from rank 0, on the same node
-    links = shared_links(replace(RUN, tp=2, dp=2), CLUSTER, Placement.looped(4, 2))
-    assert links.resource_of(Action(Kind.RECV_F, 2, 0), 2) == 1  # from rank 1
-    assert links.resource_of(Action(Kind.RECV_F, 4, 0), 0) == 0  # from rank 3, round the loop
+def test_ranks_of_one_adapter_share_what_leaves_by_it():
+    run = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes; collectives stay inside
+    assert resources(run) is None  # an adapter for each device
+    one = replace(CLUSTER, adapters_per_node=1)
+    links = shared_links(run, one, Placement.looped(4, 2))
+    assert links.resource_of(Action(Kind.RECV_F, 2, 0), 2) == (1, 0)  # from rank 1
+    assert links.resource_of(Action(Kind.RECV_F, 4, 0), 0) == (0, 0)  # from rank 3, round the loop
+    assert links.resource_of(Action(Kind.RECV_F, 1, 0), 1) is None  # from rank 0, on the same node
+    assert links.resource_of(Action(Kind.UNSHARD, 2), 2) is None
+
+
+@pytest.mark.parametrize(
+    ("adapters", "copies", "sharing"), [(0, 1, 8), (0, 8, 8), (4, 1, 4), (4, 2, 8), (4, 8, 8), (1, 1, 1), (1, 16, 8)]
+)
+def test_a_device_has_its_adapter_and_shares_it_with_its_copies(adapters, copies, sharing):
+    assert replace(CLUSTER, adapters_per_node=adapters).sharing(copies) == sharing
 
 
 def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():

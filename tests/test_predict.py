@@ -67,7 +67,7 @@ def test_rows_say_how_many_micro_batches_are_in_flight():
     assert in_flight(replace(RUN, pp=4, schedule="1f1b")) == (4, 3, 2, 1)
     assert in_flight(replace(RUN, pp=4, schedule="1f1b", global_batch=2)) == (2, 2, 2, 1)
     assert in_flight(replace(RUN, pp=4, loops=2, schedule="breadth-first", global_batch=8)) == (16, 16, 16, 16)
-    assert in_flight(replace(RUN, pp=4, schedule="zb-2p")) == (8, 6, 4, 2)
+    assert in_flight(replace(RUN, pp=4, schedule="zb-2p")) == pytest.approx((8.6, 6.6, 4.6, 2.6))
 
 
 def test_more_devices_or_less_recomputation_are_faster_and_memory_says_what_fits():
@@ -84,13 +84,21 @@ def test_a_zero_bubble_schedule_lies_between_1f1b_and_no_bubble():
     assert times == sorted(times, reverse=True)
 
 
+def test_few_micro_batches_of_a_zero_bubble_schedule_take_the_way_there_and_back():
+    run = replace(RUN, pp=4, schedule="zb-2p", global_batch=2)
+    found = predict(run, A100, PROGRAM)
+    forward_s, backward_s = (sum(side) / 4 for side in (found.costs.forward_s, found.costs.backward_s))
+    of_weights_s = found.costs.weight_share * backward_s
+    assert found.pipeline_s == pytest.approx(5 * (forward_s + backward_s - of_weights_s) + of_weights_s)
+
+
 def test_a_schedule_that_no_family_makes_is_refused():
     with pytest.raises(UserError, match="no family makes the schedule 'chimera'; known: 1f1b"):
         predict(replace(RUN, pp=2, schedule="chimera"), A100, PROGRAM)
 
 
 def test_an_observed_drain_counts_only_where_it_was_observed():
-    slow = replace(PROGRAM, least_drain_slots=8.0, drain_seq=2048)
+    slow = replace(PROGRAM, extra_drain_slots=7.0, drain_seq=2048)
     run = replace(RUN, pp=2, schedule="1f1b")
     plain, more = (predict(run, A100, program) for program in (PROGRAM, slow))
     slot_s = max(f + b for f, b in zip(plain.costs.forward_s, plain.costs.backward_s, strict=True))

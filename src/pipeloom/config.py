@@ -207,9 +207,9 @@ class RunConfig:
                 understands are refused.
             is_model_known: whether the sizes of the model are what the run will have.
         """
-        found = _range_problems(self)
+        found = [*_range_problems(self), *_order_problems(self)]
         if is_model_known:
-            found += [*_model_problems(self), *_pipeline_problems(self), *_tensor_problems(self)]
+            found += [*_model_problems(self), *_stage_problems(self), *_tensor_problems(self)]
         found += _data_parallel_problems(self)
         return [*found, *_text_problems(self), *_not_trainable(self)] if trains else found
 
@@ -320,13 +320,19 @@ def _model_problems(config: RunConfig) -> list[str]:
     return problems
 
 
-def _pipeline_problems(config: RunConfig) -> list[str]:
-    layout, schedule = config.layout, config.schedule
+def _order_problems(config: RunConfig) -> list[str]:
+    schedule = config.schedule
     found = config.choice().problems()
     names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
     problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":
         problems.append("schedule.family forward-only trains nothing; use breadth-first")
+    return problems
+
+
+def _stage_problems(config: RunConfig) -> list[str]:
+    layout = config.layout
+    problems: list[str] = []
     pieces = config.model.num_layers + 2
     if layout.num_stages > pieces:
         problems.append(

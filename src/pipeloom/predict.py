@@ -104,12 +104,13 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, fits)
 
 
-def in_flight(run: Run) -> tuple[int, ...]:
+def in_flight(run: Run) -> tuple[float, ...]:
     """Most stage inputs that each pipeline rank holds at once, from the rows of its schedule.
 
     In families that alternate, the peak does not grow any more once every rank has warmed up, so that a short
-    step tells it. For zero-bubble schedules, which no family makes: as 1F1B, ``zb-2p`` and ``zb-h2`` up to 2 P - 1 of
-    them, ``zb-v`` P on each of two half stages (arXiv 2401.10241, sections 2 and 6).
+    step tells it. For zero-bubble schedules, which no family makes: as 1F1B, ``zb-2p`` and ``zb-h2`` twice as many,
+    ``zb-v`` P on each of two half stages (arXiv 2401.10241, sections 2 and 6), and ``PENDING`` for the gradients that
+    wait for their second half.
     """
     count = run.num_microbatches
     if run.pp == 1 and run.loops == 1:
@@ -117,26 +118,32 @@ def in_flight(run: Run) -> tuple[int, ...]:
     if run.schedule in CLOSED:
         factor = 2 if run.schedule in ("zb-2p", "zb-h2") else 1
         most = [run.pp * run.loops] * run.pp if run.loops > 1 else [factor * (run.pp - r) for r in range(run.pp)]
-        return tuple(min(value, count * run.loops) for value in most)
+        return tuple(float(min(value + PENDING, count * run.loops)) for value in most)
     family = FAMILY_OF.get(run.schedule, run.schedule)
     if family in ("1f1b", "depth-first"):
         count = min(count, 4 * run.pp + count % run.pp)
     return _schedule(family, run.pp, run.loops, count, has_transfers=False).peak_stage_inputs
 
 
+PENDING = 0.6
+"""Stage inputs' worth of memory that backwards hold whose gradients of weights wait, observed for arXiv 2401.10241."""
+
 CLOSED = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 0.0, "zb-2p": 0.0, "zb-v": 0.0}
 """Zero-bubble schedules, which no family makes: their bubble as a multiple of (P - 1) (T_F + T_B - T_W)."""
 
 
 def _zero_bubble_s(run: Run, costs: StageCosts) -> float:
-    """Closed form for the zero-bubble schedules (arXiv 2401.10241, table 2): T_B and T_W are halves of the backward.
+    """Closed form for the zero-bubble schedules (arXiv 2401.10241, table 2).
 
-    With few micro-batches the first rank runs out of forwards before the first gradient has come back to it.
+    With few micro-batches the way there and back is the longest path: the last stage has every forward and every
+    gradient of an input in turn, and the first ends with a gradient of its weights.
     """
     forward, backward = sum(costs.forward_s) / run.pp, sum(costs.backward_s) / run.pp
+    of_weights, count = backward * costs.weight_share, run.num_microbatches
+    of_input = backward - of_weights
     slowest = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
     if run.loops > 1:
         slowest = forward + backward
-    bubble = CLOSED[run.schedule] * (run.pp - 1) * forward
-    wait = (run.pp * forward + (run.pp - 1) * backward / 2) - run.num_microbatches * forward
-    return run.num_microbatches * slowest + max(bubble, wait, 0.0)
+    bubble = CLOSED[run.schedule] * (run.pp - 1) * (forward + of_input - of_weights)
+    there_and_back = (run.pp - 1 + count) * (forward + of_input) + of_weights
+    return max(count * slowest + bubble, there_and_back)

@@ -8,6 +8,7 @@ from pipeloom.cost.memory import (
     Memory,
     kept_bytes,
     logits_bytes,
+    num_logits,
     rank_memory,
     stage_input_bytes,
     state_bytes,
@@ -78,7 +79,7 @@ def _most_unreduced(schedule: Schedule, rank: int) -> int:
 
 
 def _kept_logits(run: Run, software: Software) -> float:
-    return logits_bytes(run, software) / software.logit_bytes * _KEPT_LOGIT_BYTES
+    return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
 def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:

@@ -1,6 +1,8 @@
 """``pipeloom validate``: tables, JSON, pictures, refusals, and the project's own accuracy."""
 
+import csv
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,9 @@ def test_sets_models_cluster_and_program_can_be_chosen(capsys):
         ([EXAMPLE, "--stage-times", EXAMPLE], "expected one table"),
         (["nowhere.csv"], "cannot read the table"),
         ([EXAMPLE, "--sets", "unknown"], "no row of"),
+        ([EXAMPLE, "--attentions", "flash2"], "check --sets, --models and --attentions"),
+        ([EXAMPLE, "--fit", "nowhere/program.toml", "--parameters", "matmul"], "cannot write nowhere/program.toml"),
+        ([EXAMPLE, "--fit", "program.toml", "--parameters", "luck"], "cannot fit luck; known: matmul"),
         ([EXAMPLE, "--cluster", "unknown"], "there is no cluster 'unknown'"),
         ([EXAMPLE, "--plot", "picture.txt"], "cannot draw to picture.txt"),
         (["--stage-times", EXAMPLE], "lacks the columns pp"[:9]),
@@ -71,6 +76,56 @@ def test_sets_models_cluster_and_program_can_be_chosen(capsys):
 def test_wrong_input_gets_one_clear_message(capsys, words, message):
     assert main(["validate", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def with_changed(tmp_path, **cells):
+    """The example with cells of every row changed."""
+    with Path(EXAMPLE).open(encoding="utf-8", newline="") as file:
+        rows = [row | cells for row in csv.DictReader(file)]
+    table = tmp_path / "table.csv"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return str(table)
+
+
+def test_a_table_of_unknown_sets_and_models_is_predicted_by_its_columns(capsys, tmp_path):
+    known = answer(capsys, EXAMPLE)["summary"]
+    found = answer(capsys, with_changed(tmp_path, set="my runs", model="mine"))
+    assert found["summary"]["mean_abs_error"] == known["mean_abs_error"]
+    assert set(found["sets"]) == {"my runs", "my runs/mine"}
+    assert found["skipped"] == {}
+
+
+def test_a_table_of_an_unknown_device_says_so_and_takes_a_cluster(capsys, tmp_path):
+    table = with_changed(tmp_path, device="abacus")
+    assert main(["validate", table]) == 2
+    assert "no cluster of the catalog has the device 'abacus': give --cluster" in capsys.readouterr().err
+    assert answer(capsys, table, "--cluster", "dgx-a100")["summary"]["rows"] == 6
+
+
+def test_calibrate_on_some_models_and_predict_the_others_with_the_file(capsys, tmp_path):
+    pytest.importorskip("scipy")
+    program = tmp_path / "program.toml"
+    words = [EXAMPLE, "--models", "gpt-1.7b", "gpt-3.6b", "gpt-7.5b"]
+    assert main(["validate", *words, "--fit", str(program), "--parameters", "matmul", "memory", "tensor_bus"]) == 0
+    out = capsys.readouterr().out
+    assert "megatron-2021 on dgx-a100: 3 rows, mean absolute error" in out
+    told = tomllib.loads(program.read_text(encoding="utf-8"))["provenance"]
+    assert told["models"] == ["gpt-1.7b", "gpt-3.6b", "gpt-7.5b"]
+    assert told["mean_abs_error_after"] < told["mean_abs_error_before"]
+    others = answer(capsys, EXAMPLE, "--models", "gpt-18b", "gpt-22b", "--software", str(program))
+    assert others["summary"]["rows"] == 3
+    assert others["summary"]["mean_abs_error"] < 0.06
+
+
+def test_rows_of_several_programs_are_not_fitted_as_one(capsys, tmp_path):
+    table = with_changed(tmp_path, set="layouts-mine")
+    text = Path(table).read_text(encoding="utf-8")
+    Path(table).write_text(text.replace("fused-softmax", "flash2", 1), encoding="utf-8")
+    assert main(["validate", table, "--fit", str(tmp_path / "program.toml")]) == 2
+    assert "several programs (scaling-2023b, scaling-2023a)" in capsys.readouterr().err
 
 
 def test_stage_times_test_the_simulation_alone(capsys, tmp_path):
@@ -94,6 +149,6 @@ def test_measured_stage_times_give_the_measured_step_within_one_and_a_half_perce
 
 
 @needs_data
-@pytest.mark.parametrize(("name", "error"), [("zero-bubble", 0.04), ("nanotron", 0.08), ("layouts", 0.06)])
+@pytest.mark.parametrize(("name", "error"), [("zero-bubble", 0.03), ("nanotron", 0.08), ("layouts", 0.04)])
 def test_published_measurements_are_met(capsys, name, error):
     assert answer(capsys, str(MEASURED), "--sets", name)["summary"]["mean_abs_error"] < error

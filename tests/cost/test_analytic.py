@@ -76,7 +76,27 @@ def test_fewer_layers_take_less_and_the_head_stands_in_the_last_stage():
 def test_a_host_that_launches_slowly_bounds_small_layers():
     slow = replace(A100, device=replace(A100.device, launch_s=1e-3))
     parts = Pieces(RUN, slow, PROGRAM)
-    assert parts.seconds(parts.layer_forward()) == pytest.approx(parts.layer_forward().num_kernels * 1e-3)
+    launch_s = PROGRAM.efficiency.launch * 1e-3
+    assert parts.seconds(parts.layer_forward()) == pytest.approx(parts.layer_forward().num_kernels * launch_s)
+
+
+def test_gradients_are_added_once_for_each_micro_batch_and_parameter():
+    lean = replace(PROGRAM, efficiency=replace(PROGRAM.efficiency, accumulation_bytes=0.0))
+    with_, without = (Pieces(RUN, A100, program).layer_backward().memory_s for program in (PROGRAM, lean))
+    moved = PROGRAM.efficiency.accumulation_bytes * RUN.shape.layer_matrix_parameters
+    assert with_ - without == pytest.approx(A100.device.memory_s(moved, PROGRAM.efficiency.memory))
+    halved = Pieces(replace(RUN, tp=2), A100, PROGRAM).accumulation_s(1e9)
+    assert halved == pytest.approx(Pieces(RUN, A100, PROGRAM).accumulation_s(1e9) / 2)
+
+
+def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():
+    costs = stage_costs(replace(RUN, pp=4), A100, PROGRAM)
+    pieces = Pieces(replace(RUN, pp=4), A100, PROGRAM)
+    assert costs.weight_share == pytest.approx(pieces.layer_weight_s() / pieces.seconds(pieces.layer_backward()))
+    assert 0.25 < costs.weight_share < 0.6
+    second = costs.seconds(Action.parse("1W0"))
+    assert second == pytest.approx(costs.weight_share * costs.backward_s[1])
+    assert second + costs.seconds(Action.parse("1I0")) == pytest.approx(costs.backward_s[1])
 
 
 def test_costs_answer_for_every_kind():

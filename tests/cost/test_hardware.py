@@ -30,6 +30,15 @@ def test_a_thin_product_is_bound_by_memory():
     assert device.matmul_s(2e6, 2.039e9, "bf16") == pytest.approx(1e-3 + device.kernel_s)
 
 
+def test_the_last_wave_of_tiles_may_be_partly_empty():
+    device = replace(A100.device, num_multiprocessors=108)
+    assert device.filling(128 * 27, 256 * 4) == 1  # 108 tiles, one wave
+    assert device.filling(128 * 109, 256) < 0.99  # one tile too many for one wave of the largest
+    assert device.filling(128 * 108 * 100 + 1, 256) > 0.98  # which matters less after many
+    assert device.filling(64, 64) == pytest.approx(0.5 / 108)
+    assert replace(device, num_multiprocessors=0).filling(64, 64) == 1
+
+
 def test_an_all_reduce_moves_twice_what_a_gather_moves():
     group = Group.strided(8, 1, 8)
     reduce_s, gather_s = (A100.collective_s(kind, 8e9, group) - 10e-6 for kind in ("all_reduce", "all_gather"))

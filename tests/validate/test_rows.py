@@ -43,7 +43,8 @@ def test_the_example_is_read():
         ({"attention": "flash9"}, "line 2: attention must be one of plain, fused-softmax, flash1, flash2"),
         ({"status": "good"}, "line 2: status must be one of ok, oom, found 'good'"),
         ({"heads": "25"}, "line 2: hidden 2304 does not divide by heads 25"),
-        ({"step_time_s": ""}, "line 2: a row with status ok needs step_time_s or memory_bytes"),
+        ({"status": "", "step_time_s": ""}, "line 2: status must be one of ok, oom, found ''"),
+        ({"hidden": "", "ffn": ""}, "line 2: hidden must be a whole number of at least 1, found ''"),
     ],
 )
 def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
@@ -71,3 +72,18 @@ def test_a_missing_column_an_empty_table_and_no_table(tmp_path):
         read_rows(file)
     with pytest.raises(UserError, match="cannot read the table"):
         read_rows(tmp_path / "nowhere.csv")
+
+
+def test_blank_cells_get_what_the_rest_of_the_row_says(tmp_path):
+    blank = dict.fromkeys(("kv_heads", "ffn", "devices", "loops", "schedule", "shard", "status", "note", "tied"), "")
+    row = read_rows(changed(tmp_path, **blank))[0]
+    assert (row.run.shape.kv_heads, row.run.shape.ffn, row.run.num_devices, row.run.loops) == (24, 4 * 2304, 32, 1)
+    assert (row.run.schedule, row.run.shard, row.is_ok, row.run.shape.tied) == ("none", "none", True, False)
+    assert read_rows(changed(tmp_path, pp="2", devices="64", schedule=""))[0].run.schedule == "1f1b"
+
+
+def test_a_row_may_tell_only_that_it_ran(tmp_path):
+    row = read_rows(changed(tmp_path, step_time_s=""))[0]
+    assert row.is_ok
+    assert row.step_time_s is None
+    assert row.memory_bytes is None

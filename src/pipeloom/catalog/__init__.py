@@ -15,7 +15,7 @@ from pipeloom.cost.shape import Mlp, ModelShape
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import UserError
 
-__all__ = ["load_cluster", "load_model", "load_software", "names"]
+__all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
 
 GIGA, MICRO = 1e9, 1e-6
 
@@ -32,6 +32,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         name=reader.text("name"),
         device=_device(reader.table("device")),
         devices_per_node=reader.integer("devices_per_node"),
+        adapters_per_node=int(reader.number("adapters_per_node", 0)),
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
@@ -54,6 +55,7 @@ def _device(reader: Reader) -> Device:
         memory_bytes_per_s=reader.number("memory_gb_per_s", scale=GIGA),
         launch_s=reader.number("launch_us", scale=MICRO),
         matmul_curves={key: reader.curve("matmul_gflop", key, x_scale=GIGA, within=own) for key in own.names()},
+        num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
     )
 
 
@@ -175,3 +177,8 @@ def load_software(name_or_path: str) -> Software:
 
 def _plain(reader: Reader, key: str, default: Any) -> Any:
     return reader.flag(key, default=default) if isinstance(default, bool) else reader.number(key, default)
+
+
+def source_of(folder: str, name_or_path: str) -> str:
+    """What a file of the catalog says about where its facts come from; empty if it says nothing."""
+    return str(read_toml(folder, name_or_path)[0].get("source", ""))

@@ -27,6 +27,8 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
     """
     told = dict(notes or {})
     top: list[_Line] = [("name", cluster.name), ("devices_per_node", cluster.devices_per_node)]
+    if cluster.adapters_per_node:
+        top.append(("adapters_per_node", cluster.adapters_per_node))
     if cluster.price_per_device_hour is not None:
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
     parts = [[*_comment(told.pop("", ())), *_lines("", top, told)], _table("device", _device(cluster.device), told)]
@@ -57,6 +59,8 @@ def _device(device: Device) -> list[_Line]:
         ("matmul_gflop", [flops / 1e9 for flops, _ in device.matmul_curve]),
         ("matmul_fraction", [fraction for _, fraction in device.matmul_curve]),
     ]
+    if device.num_multiprocessors:
+        lines.append(("num_multiprocessors", device.num_multiprocessors))
     if device.matmul_curves:
         own = {key: [fraction for _, fraction in curve] for key, curve in device.matmul_curves.items()}
         lines.append(("matmul_fraction_of", own))

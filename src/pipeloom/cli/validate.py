@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipeloom.catalog import load_cluster, load_software
+from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.errors import UserError
 from pipeloom.validate.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
 from pipeloom.validate.measures import Measures, measure
@@ -27,14 +27,18 @@ class Options:
     """Only sets whose names begin with one of these."""
     models: tuple[str, ...] = ()
     """Only these models. With --fit: the rows to fit; the others are held out."""
+    attentions: tuple[str, ...] = ()
+    """Only rows with one of these attention kernels: some sets hold runs of two programs."""
     cluster: str | None = None
     """A cluster of the catalog or a file, for every row. None: chosen by the row's device."""
     software: str | None = None
-    """A program of the catalog or a file, for every row. None: chosen by the row's set."""
+    """A program of the catalog or a file, for every row. None: chosen by the row's set. With --fit: where to start;
+    None starts from general values, so that nothing is known of rows that are held out."""
     fit: Path | None = None
-    """Calibrate the program's efficiencies on the rows and write them to this file."""
+    """Calibrate instead: adjust the few efficiencies of the rows' program on its machine until the rows' step times
+    are met, and write them to this file, with where they come from. --software takes the file."""
     parameters: tuple[str, ...] = ()
-    """With --fit: only these efficiencies. None: all."""
+    """With --fit: only these efficiencies. None: all that the rows depend on."""
     json: bool = False
     """Print JSON: summary, sets, and rows that were not predicted."""
     plot: Path | None = None
@@ -50,18 +54,16 @@ def run(words: list[str]) -> int:
         _print_stage_times(compare_stage_times(options.stage_times), as_json=options.json)
         return 0
     assert options.table is not None
-    rows = [
-        row
-        for row in read_rows(options.table)
-        if not options.sets or any(row.set_name.startswith(begin) for begin in options.sets)
-    ]
+    rows = [row for row in read_rows(options.table) if _is_asked_for(row, options)]
+    if not rows:
+        raise UserError(
+            f"no row of {options.table} is left: check --sets, --models and --attentions against its columns"
+        )
     if options.fit is not None:
         return _fit(options, rows)
-    if options.models:
-        rows = [row for row in rows if row.run.shape.name in options.models]
-    if not rows:
-        raise UserError(f"no row of {options.table} is in the sets and models that were asked for")
     answer = _compare(options, rows)
+    if not answer.outcomes:
+        raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
     if options.plot is not None:
         from pipeloom.plot import plot_accuracy
         from pipeloom.validate.compare import parts_of
@@ -78,32 +80,44 @@ def run(words: list[str]) -> int:
     return 0
 
 
+def _is_asked_for(row: Row, options: Options) -> bool:
+    is_set = not options.sets or any(row.set_name.startswith(begin) for begin in options.sets)
+    is_model = not options.models or row.run.shape.name in options.models
+    return is_set and is_model and (not options.attentions or row.run.attention in options.attentions)
+
+
 def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
     cluster = load_cluster(options.cluster) if options.cluster else None
     software = load_software(options.software) if options.software else None
     return compare(rows, cluster, software)
 
 
-def _fit(options: Options, rows: list[Row]) -> int:
-    from pipeloom.validate.fit import fit, to_toml
+def _fit(options: Options, chosen: list[Row]) -> int:
+    from pipeloom.validate.fit import first_guess, fit, write
 
     assert options.fit is not None
-    chosen = [row for row in rows if not options.models or row.run.shape.name in options.models]
-    if not chosen:
-        raise UserError("no row is left to fit: check --sets and --models")
-    name, software = program_of(chosen[0])
     if options.software:
-        name, software = options.software, load_software(options.software)
+        name, start = options.software, load_software(options.software)
     else:
-        chosen = [row for row in chosen if program_of(row)[0] == name]
-    cluster = load_cluster(options.cluster) if options.cluster else cluster_of(chosen[0], software)
-    result = fit(chosen, cluster, software, options.parameters)
-    sets = ", ".join(sorted({f"{row.set_name}/{row.run.shape.name}" for row in chosen}))
-    try:
-        options.fit.write_text(to_toml(result, f"pipeloom validate --fit on {sets}:"), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {options.fit}: {error}") from error
-    print(f"{name}: fitted on {result.rows} rows, mean absolute error {result.mean_abs_error:.2%}, in {options.fit}")
+        name, software = program_of(chosen[0])
+        start = first_guess(software)
+        others = sorted({other for row in chosen if (other := program_of(row)[0]) != name})
+        if others:
+            raise UserError(
+                f"the rows belong to several programs ({', '.join([name, *others])}), and one file holds one: "
+                "choose rows with --sets and --attentions, or take one program for all with --software"
+            )
+    cluster = load_cluster(options.cluster) if options.cluster else cluster_of(chosen[0], start)
+    result = fit(chosen, cluster, start, options.parameters)
+    assert options.table is not None
+    write(result, options.fit, options.table.name, source_of("software", name))
+    print(
+        f"{name} on {cluster.name}: {len(result.rows)} rows, mean absolute error {result.error_before:.2%} before and "
+        f"{result.error_after:.2%} after; written to {options.fit}"
+    )
+    for parameter, began in result.starts.items():
+        edge = "  at the edge of what is possible" if parameter in result.at_bounds else ""
+        print(f"  {parameter:<20}{began:>10.4g} -> {getattr(result.software.efficiency, parameter):<10.4g}{edge}")
     return 0
 
 
@@ -117,8 +131,8 @@ def _print_table(answer: Comparison) -> None:
     for name, part in parts.items():
         print(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in _cells(part)))
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: of the layout ranked first")
-    for schedule, count in answer.skipped.items():
-        print(f"# {count} rows were not predicted: no family makes the schedule '{schedule}' in their size")
+    for reason, count in answer.skipped.items():
+        print(f"# {count} row{'s' * (count > 1)} not predicted: {reason}")
 
 
 def _cells(part: Measures) -> list[str]:

@@ -94,21 +94,24 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
                 for stage, value in enumerate(seconds)
             ]
         sides.append(tuple(seconds))
-    return StageCosts(sides[0], sides[1], 0.0 if software.is_blocking else exchange_s)
+    share = pieces.layer_weight_s() / layer_s[1]
+    free_s = 0.0 if software.is_blocking else exchange_s
+    return StageCosts(sides[0], sides[1], free_s, weight_share=share)
 
 
 def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
-    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart."""
+    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart.
+
+    Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
+    """
     if run.pp == 1:
         return 0.0
-    stride = run.tp * run.dp
     is_inside = run.num_devices <= cluster.devices_per_node
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    sharing = min(cluster.devices_per_node, stride)
-    use = software.efficiency
+    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
     seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
-    return seconds + use.exchange_s
+    return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
@@ -116,7 +119,7 @@ def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
     if run.pp == 1 or run.seq > software.drain_seq:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
-    return max(0.0, software.least_drain_slots - (run.pp - 1)) * slot_s
+    return software.extra_drain_slots * slot_s
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,13 @@ class StageCosts:
 
     Attributes:
         forward_s: for each stage, seconds of its forward for one micro-batch.
-        backward_s: for each stage, seconds of its full backward; a split backward is two halves of it.
+        backward_s: for each stage, seconds of its full backward.
         transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
         unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
         swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
+        weight_share: part of a backward that a split leaves to the gradients of the weights.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -85,13 +86,19 @@ class StageCosts:
     unshard_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
     swap_s: tuple[float, ...] = ()
+    weight_share: float = 0.5
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
-        stage = action.stage
+        stage, backward_s = action.stage, self.backward_s[action.stage]
+        match action.kind:
+            case Kind.BACKWARD_INPUT:
+                return backward_s * (1 - self.weight_share)
+            case Kind.BACKWARD_WEIGHT:
+                return backward_s * self.weight_share
         uniform = UniformCosts(
             self.forward_s[stage],
-            self.backward_s[stage],
+            backward_s,
             self.transfer_s,
             self.unshard_s[stage] if self.unshard_s else 0.0,
             self.reduce_s[stage] if self.reduce_s else 0.0,

@@ -15,6 +15,10 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Curve = tuple[tuple[float, float], ...]
 """(x, y) points with rising x."""
 
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.5))
+"""Tiles of a matrix product's output (height, width, rate): a multiprocessor computes one at a time; small ones load
+more for each operation. The sizes are cuBLAS's; the rates are rounded from general experience, not fitted."""
+
 
 def interpolate(curve: Curve, x: float) -> float:
     """Value at ``x`` of a curve given by (x, y) points with rising x; linear in log x, flat outside."""
@@ -40,6 +44,7 @@ class Device:
         memory_bytes: what a process can allocate.
         memory_bytes_per_s: nominal bandwidth.
         launch_s: seconds of the host for each kernel it launches.
+        num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
     """
 
     name: str
@@ -50,6 +55,7 @@ class Device:
     memory_bytes_per_s: float
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
+    num_multiprocessors: int = 0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -71,6 +77,22 @@ class Device:
         curve = self.matmul_curves.get(precision, self.matmul_curve)
         rate = self.peak_flops_per_s[precision] * interpolate(curve, flops) * efficiency
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
+
+    def filling(self, rows: float, columns: float) -> float:
+        """Part of the device that computes useful numbers while a product's output is made, 0 to 1.
+
+        Each multiprocessor makes one tile at a time, so that the last wave of tiles may be partly empty, and tiles at
+        the edge too (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library takes
+        the size of tile that is best for the product.
+        """
+        if self.num_multiprocessors == 0:
+            return 1.0
+        best = 0.0
+        for height, width, rate in TILES:
+            waves = -(-(-(-rows // height) * -(-columns // width)) // self.num_multiprocessors)
+            made = waves * self.num_multiprocessors * height * width
+            best = max(best, rate * rows * columns / made)
+        return best
 
     def memory_s(self, moved_bytes: float, efficiency: float = 1.0) -> float:
         """Seconds of kernels that are bound by memory."""
@@ -167,6 +189,7 @@ class Cluster:
         collective_curves: for each collective what was measured inside a node over the message's size, with one or
             more numbers of ranks. Empty: from ``bus_curves`` or the links.
         price_per_device_hour: in dollars; ``None`` where nobody publishes one.
+        adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
     """
 
     name: str
@@ -177,6 +200,19 @@ class Cluster:
     bus_curves: dict[Collective, Curve] = field(default_factory=dict)
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     price_per_device_hour: float | None = None
+    adapters_per_node: int = 0
+
+    @property
+    def num_adapters(self) -> int:
+        """Network adapters of a node."""
+        return min(self.adapters_per_node or self.devices_per_node, self.devices_per_node)
+
+    def sharing(self, copies: int) -> int:
+        """Devices that the network of a node has to be divided by, while ``copies`` neighboring devices send.
+
+        A device sends through its own adapter, whatever the others of the node do.
+        """
+        return self.num_adapters * min(copies, -(-self.devices_per_node // self.num_adapters))
 
     def bus_bytes_per_s(self, collective: Collective, group: Group) -> float:
         """Bandwidth of each rank's link if the links are the limit, in the sense of nccl-tests' "bus bandwidth".

@@ -9,10 +9,10 @@ each rank multiplies (m, k, n):
     out of the MLP          (T, F / t, H)
     head                    (T, H, V / t)
 
-Backward has two products of the same FLOPs for each. What is not a product of matrices is bound by memory, and
-counted in bytes; what tensor parallelism leaves whole (norms, residual stream) is divided by t only with sequence
-parallelism (arXiv 2205.05198, section 4.2). A piece takes the device's time or the host's time to launch its
-kernels, whichever is longer.
+Backward has two products of the same FLOPs for each, and adds the gradients of the weights to those of the
+micro-batches before. What is not a product of matrices is bound by memory, and counted in bytes; what tensor
+parallelism leaves whole (norms, residual stream) is divided by t only with sequence parallelism (arXiv 2205.05198,
+section 4.2). A piece takes the device's time or the host's time to launch its kernels, whichever is longer.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,15 @@ from dataclasses import dataclass
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+
+READS_MORE = 1.5
+"""Backward of a kernel that is bound by memory, as a multiple of its forward: a normalization, an activation or a
+softmax reads one tensor and writes one, its backward reads two and writes one. Unfused norms: twice, for each step of
+theirs has its own backward kernel."""
+
+EXPONENTIAL = 48.0
+"""What a score's exponential costs in a flash kernel, in elements of a head. A multiprocessor does 16 of them a cycle
+beside 2,048 (A100) or 4,096 (H100) operations of its matrix units: 32 and 64 (arXiv 2407.08608, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +97,11 @@ class Pieces:
 
     def layer_backward(self) -> Parts:
         """One layer's backward, with what is recomputed."""
-        forward = self.layer_forward()
+        run, forward = self.run, self.layer_forward()
         backward = Parts(
-            2 * forward.matmul_s,
+            sum(sum(self._matmul_backward_s(*size)) for size in self._layer_matmuls()),
             self._attention_backward_s(),
-            2 * forward.memory_s,
+            self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
             forward.tensor_s,
             2 * forward.num_kernels,
             forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
@@ -102,6 +111,15 @@ class Pieces:
         if self.run.recompute == "selective":
             return backward + Parts(attention_s=forward.attention_s, num_kernels=4)
         return backward
+
+    def layer_weight_s(self) -> float:
+        """Seconds of the part of a layer's backward that a split leaves for later: gradients of the weights."""
+        products_s = sum(self._matmul_backward_s(*size)[1] for size in self._layer_matmuls())
+        return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
+
+    def accumulation_s(self, parameters: float) -> float:
+        """Seconds of adding one micro-batch's gradients to those of the micro-batches before it."""
+        return self._memory_s(self.software.efficiency.accumulation_bytes * parameters / self.run.tp)
 
     def embedding_forward(self) -> Parts:
         """A look-up; with tensor parallelism each rank has its part of the vocabulary and the results are summed."""
@@ -117,7 +135,8 @@ class Pieces:
     def embedding_backward(self) -> Parts:
         """Gradients added to the rows that were looked up."""
         forward = self.embedding_forward()
-        return Parts(memory_s=2 * forward.memory_s, num_kernels=4)
+        added_s = self.accumulation_s(self.run.shape.embedding_parameters)
+        return Parts(memory_s=2 * forward.memory_s + added_s, num_kernels=4)
 
     def head_forward(self) -> Parts:
         """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
@@ -140,8 +159,10 @@ class Pieces:
 
     def head_backward(self) -> Parts:
         """Two products, the loss's gradient, and the sum of the gradient for the head's input."""
-        forward = self.head_forward()
-        return Parts(2 * forward.matmul_s, 0.0, forward.memory_s, self._tensor_s(), 24, self._num_collectives())
+        run, forward = self.run, self.head_forward()
+        matmul_s = sum(self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp))
+        memory_s = forward.memory_s + self.accumulation_s(run.shape.embedding_parameters)
+        return Parts(matmul_s, 0.0, memory_s, self._tensor_s(), 24, self._num_collectives())
 
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
@@ -156,8 +177,13 @@ class Pieces:
     def _matmul_s(self, rows: float, inner: float, columns: float) -> float:
         device, use, size = self.cluster.device, self.software.efficiency, self.run.element_bytes
         moved = size * (rows * inner + inner * columns + rows * columns)
-        seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul)
+        filling = device.filling(rows, columns)
+        seconds = device.matmul_s(2 * rows * inner * columns, moved, self.run.precision, use.matmul * filling)
         return seconds + device.kernel_s * (use.kernel - 1)
+
+    def _matmul_backward_s(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
+        """For the input and for the weights."""
+        return self._matmul_s(rows, columns, inner), self._matmul_s(inner, rows, columns)
 
     def _memory_s(self, moved_bytes: float) -> float:
         return self.cluster.device.memory_s(moved_bytes, self.software.efficiency.memory)
@@ -181,6 +207,12 @@ class Pieces:
         heads = (shape.hidden + shape.kv_width) * (8 if shape.mlp == "swiglu" else size) + 2 * size * shape.hidden
         inner = (5 if shape.mlp == "swiglu" else 2) * size * shape.ffn
         return run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
+
+    def _elementwise_backward_bytes(self) -> float:
+        run, norms = self.run, 0.0
+        if not run.fused_norm:
+            norms = 2 * self._norm_bytes() * run.tokens * run.shape.hidden / self._whole_split()
+        return 2 * norms + READS_MORE * (self._elementwise_bytes() - norms)
 
     def _scores(self) -> float:
         run = self.run
@@ -206,12 +238,17 @@ class Pieces:
             )
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
+        size = self.run.shape.hidden / self.run.shape.heads
+        rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
         return self._attention_flops() / 2 / rate + device.kernel_s
 
     def _attention_backward_s(self) -> float:
-        """Plain: twice the forward. Flash: five products for two, with the scores once more (arXiv 2307.08691)."""
+        """Plain: four products for two. Flash: five products for two, with the scores once more (arXiv 2307.08691)."""
         forward_s = self._attention_forward_s()
-        return 2 * forward_s if self.run.effective_attention in ("plain", "fused-softmax") else 2.5 * forward_s
+        if self.run.effective_attention in ("plain", "fused-softmax"):
+            memory_s = self._memory_s(self._scores() * self._score_bytes())
+            return 2 * (forward_s - memory_s) + READS_MORE * memory_s
+        return 2.5 * forward_s
 
     def _tensor_s(self) -> float:
         """One all-reduce of the residual stream, or the gather and scatter that stand for it (the same bytes)."""

@@ -25,6 +25,9 @@ from pipeloom.cost.software import Software
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""
 
+GATHERED_COPIES = 4
+"""Copies of each logit that gathering over tensor-parallel ranks makes: pieces and the whole, with their gradients."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -135,12 +138,22 @@ def working_bytes(run: Run, software: Software) -> float:
     return _whole_bytes(run, software) if run.recompute == "full" else 0.0
 
 
+def num_logits(run: Run, software: Software) -> float:
+    """Logits of one micro-batch on one device."""
+    is_gathered = software.gathers_logits and run.tp > 1
+    return run.tokens * run.shape.vocab / (1 if is_gathered else run.tp)
+
+
 def logits_bytes(run: Run, software: Software) -> float:
     """Bytes of the logits of one micro-batch and of their gradient, at the worst moment of the loss."""
-    return run.tokens * run.shape.vocab / (1 if software.gathers_logits else run.tp) * software.logit_bytes
+    is_gathered = software.gathers_logits and run.tp > 1
+    each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
+    return num_logits(run, software) * each
 
 
-def rank_memory(run: Run, software: Software, rank: int, in_flight: int, stages: Sequence[int] | None = None) -> Memory:
+def rank_memory(
+    run: Run, software: Software, rank: int, in_flight: float, stages: Sequence[int] | None = None
+) -> Memory:
     """Memory of one pipeline rank; no receive buffers and no gathered weights, which its schedule tells.
 
     Args:
@@ -152,7 +165,8 @@ def rank_memory(run: Run, software: Software, rank: int, in_flight: int, stages:
     """
     stages = range(rank, run.num_stages, run.pp) if stages is None else stages
     counts, head = stage_layers(run, software)
-    activations = in_flight * max(counts[stage] for stage in stages) * kept_bytes(run, software)
+    layers = sum(counts[stage] for stage in stages) / len(stages)
+    activations = in_flight * layers * kept_bytes(run, software)
     activations += working_bytes(run, software)
     if 0 in stages:
         activations += in_flight / run.loops * stage_input_bytes(run)

@@ -10,15 +10,19 @@ Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 class Efficiency:
     """Physical efficiencies and overheads of one program on one machine: what calibration may change.
 
+    The values here are those of no program in particular: a calibration starts from them and is pulled towards them,
+    so that what few rows cannot tell apart stays plausible.
+
     Attributes:
         matmul: fraction of the device's reachable matmul curve.
         kernel: the fixed time of a kernel, as a multiple of the device file's.
         memory: fraction of the memory bandwidth that element-wise kernels reach.
         batched_matmul: fraction of the curve that attention's products of plain kernels reach.
-        flash1, flash2: FLOP/s of the flash kernels as a fraction of the peak.
+        flash1, flash2: FLOP/s of the flash kernels with heads of 128 as a fraction of the peak.
         softmax_bytes: bytes that plain attention moves for each score, forward; the fused kernel moves 4.
         norm_bytes: bytes that an unfused norm moves for each element, forward; the fused one moves 4.
         loss_bytes: bytes that the loss moves for each logit, in each direction.
+        accumulation_bytes: bytes moved for each parameter and micro-batch to add its gradient to those before.
         launch: the host's seconds for each kernel, as a multiple of the device file's.
         tensor_bus: fraction of the bus bandwidth of tensor-parallel collectives.
         data_bus: fraction of the bus bandwidth of data-parallel collectives.
@@ -32,22 +36,23 @@ class Efficiency:
     """
 
     matmul: float = 0.92
-    kernel: float = 1.0
+    kernel: float = 1.5
     memory: float = 0.8
-    batched_matmul: float = 0.4
-    flash1: float = 0.4
-    flash2: float = 0.55
+    batched_matmul: float = 0.36
+    flash1: float = 0.35
+    flash2: float = 0.45
     softmax_bytes: float = 20.0
-    norm_bytes: float = 24.0
-    loss_bytes: float = 24.0
-    launch: float = 1.0
+    norm_bytes: float = 30.0
+    loss_bytes: float = 14.0
+    accumulation_bytes: float = 8.0
+    launch: float = 3.0
     tensor_bus: float = 0.7
-    data_bus: float = 0.7
+    data_bus: float = 0.5
     p2p: float = 0.7
-    collective_s: float = 30e-6
+    collective_s: float = 60e-6
     drag_s: float = 0.0
     exchange_s: float = 50e-6
-    microbatch_s: float = 1e-4
+    microbatch_s: float = 1e-3
     step_s: float = 1e-3
     optimizer_bytes: float = 40.0
 
@@ -67,11 +72,12 @@ class Software:
         has_reduction_lane: whether data-parallel collectives have a lane of their own beside the pipeline; otherwise
             they follow it.
         is_blocking: whether a rank stands still while it sends or receives between stages.
+        is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
             reduce-scattered, half the traffic.
-        least_drain_slots: micro-batches' time that a pipeline needs at least to fill and drain, observed; the
-            schedule itself needs P - 1.
+        extra_drain_slots: micro-batches' time that a pipeline was observed to need to fill and drain beyond the
+            P - 1 that its schedule explains.
         drain_seq: longest sequences that this was observed with.
         weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
         optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
@@ -98,9 +104,10 @@ class Software:
     overlap: float = 0.0
     has_reduction_lane: bool = False
     is_blocking: bool = True
+    is_both_ways: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True
-    least_drain_slots: float = 0
+    extra_drain_slots: float = 0
     drain_seq: float = 0
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12

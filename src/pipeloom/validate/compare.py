@@ -17,7 +17,7 @@ from pipeloom.validate.measures import Measures, Outcome, measure
 from pipeloom.validate.rows import Row, read_table
 
 DEFAULT_SOFTWARE = "megatron-2021"
-"""The program of a set that nobody calibrated."""
+"""The program of a set that nobody calibrated, unless another one was calibrated on the row's device."""
 
 
 @lru_cache(maxsize=1)
@@ -31,12 +31,35 @@ def _clusters() -> tuple[Cluster, ...]:
 
 
 def program_of(row: Row) -> tuple[str, Software]:
-    """The program that the row's set was measured with, by name and as a value."""
-    for name, software in _programs():
-        is_set = any(row.set_name.startswith(begin) for begin in software.sets)
-        if is_set and (not software.attentions or row.run.attention in software.attentions):
+    """The program that the row's set was measured with, by name and as a value.
+
+    For a set that no program names: ``DEFAULT_SOFTWARE`` if it was calibrated on the row's device, otherwise the first
+    program that was, whose runs had the row's attention kernel; otherwise ``DEFAULT_SOFTWARE`` all the same.
+    """
+    named = [(name, software) for name, software in _programs() if _is_for(software, row.run.attention)]
+    for name, software in named:
+        if any(row.set_name.startswith(begin) for begin in software.sets):
             return name, software
-    return DEFAULT_SOFTWARE, load_software(DEFAULT_SOFTWARE)
+    default = dict(_programs())[DEFAULT_SOFTWARE]
+    for name, software in ((DEFAULT_SOFTWARE, default), *named):
+        if _device_of(software) == row.device:
+            return name, software
+    return DEFAULT_SOFTWARE, default
+
+
+def _is_for(software: Software, attention: str) -> bool:
+    return not software.attentions or attention in software.attentions
+
+
+def _device_of(software: Software) -> str:
+    """Device that a program of the catalog was calibrated on."""
+    return next((cluster.device.name for cluster in _clusters() if cluster.name == software.cluster), "")
+
+
+def _known_cluster(row: Row, software: Software) -> Cluster | None:
+    """The program's own cluster if it has the row's device, otherwise the first that has, if any."""
+    own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
+    return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
 
 
 def cluster_of(row: Row, software: Software) -> Cluster:
@@ -45,12 +68,11 @@ def cluster_of(row: Row, software: Software) -> Cluster:
     Raises:
         UserError: no cluster has the device.
     """
-    known = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
-    for cluster in known:
-        if cluster.device.name == row.device:
-            return cluster
-    devices = ", ".join(sorted({cluster.device.name for cluster in known}))
-    raise UserError(f"no cluster of the catalog has the device '{row.device}'; known: {devices}; or give --cluster")
+    cluster = _known_cluster(row, software)
+    if cluster is None:
+        devices = ", ".join(sorted({known.device.name for known in _clusters()}))
+        raise UserError(f"no cluster of the catalog has the device '{row.device}'; known: {devices}; or give --cluster")
+    return cluster
 
 
 @dataclass(frozen=True)
@@ -58,8 +80,8 @@ class Comparison:
     """A table and what was predicted for it.
 
     Attributes:
-        outcomes: in the order of the table, without the rows that no family can run.
-        skipped: schedule -> number of rows that were not predicted, since no family makes it in that size.
+        outcomes: in the order of the table, without the rows that could not be predicted.
+        skipped: why rows were not predicted -> how many.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -95,18 +117,29 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
     outcomes: list[Outcome] = []
     skipped: dict[str, int] = defaultdict(int)
     for row in rows:
-        if row.run.pp > 1 and row.run.schedule not in (*FAMILY_OF, *CLOSED):
-            skipped[row.run.schedule] += 1
-            continue
         program = software or program_of(row)[1]
-        machine = cluster or cluster_of(row, program)
-        try:
-            answer = predict(row.run, machine, program)
-        except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
-            skipped[row.run.schedule] += 1
-            continue
-        outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
+        machine = cluster or _known_cluster(row, program)
+        reason = _reason_to_skip(row, machine)
+        if machine is not None and reason is None:
+            try:
+                answer = predict(row.run, machine, program)
+            except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
+                reason = f"no family makes the schedule '{row.run.schedule}' in this size"
+            else:
+                outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
+        if reason is not None:
+            skipped[reason] += 1
     return Comparison(tuple(outcomes), dict(skipped))
+
+
+def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
+    if row.run.pp > 1 and row.run.schedule not in (*FAMILY_OF, *CLOSED):
+        return f"no family makes the schedule '{row.run.schedule}'"
+    if cluster is None:
+        return f"no cluster of the catalog has the device '{row.device}': give --cluster"
+    if row.run.precision not in cluster.device.peak_flops_per_s:
+        return f"the device '{cluster.device.name}' has no rate for {row.run.precision}"
+    return None
 
 
 EXCHANGE_S = 0.6e-3

@@ -29,6 +29,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _MOST_PROBLEMS = 20
 
+BLANKS: dict[str, str] = {
+    "loops": "1",
+    "devices_per_node": "8",
+    "mlp": "gelu",
+    "tied": "0",
+    "shard": "none",
+    "recompute": "none",
+    "sequence_parallel": "0",
+    "attention": "flash2",
+    "fused_norm": "1",
+    "precision": "bf16",
+}
+"""What a blank cell means. Others follow from the row: ``kv_heads`` is ``heads``, ``ffn`` four times ``hidden``,
+``devices`` dp x tp x pp, ``schedule`` 1f1b where there is a pipeline, ``status`` ok where something was measured."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -98,8 +113,23 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def _row(line: dict[str, str], where: str, problems: list[str]) -> Row | None:
-    before = len(problems)
+def _filled(line: dict[str, str]) -> dict[str, str]:
+    """The line with its blank cells filled; what cannot be known stays blank."""
+    filled = {name: text or BLANKS.get(name, "") for name, text in line.items()}
+    filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
+    filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
+    if not filled["status"] and (filled["step_time_s"] or filled["memory_bytes"]):
+        filled["status"] = "ok"
+    try:
+        filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
+        filled["devices"] = filled["devices"] or str(int(filled["dp"]) * int(filled["tp"]) * int(filled["pp"]))
+    except ValueError:
+        pass  # the cell that is no number is told when it is read
+    return filled
+
+
+def _row(told: dict[str, str], where: str, problems: list[str]) -> Row | None:
+    before, line = len(problems), _filled(told)
 
     def cell(name: str, convert: Callable[[str], Any], wanted: str) -> Any:
         try:
@@ -127,8 +157,6 @@ def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> Non
         problems.append(f"{where}: dp x tp x pp is {product}, found devices {values['devices']}")
     if values["hidden"] % values["heads"]:
         problems.append(f"{where}: hidden {values['hidden']} does not divide by heads {values['heads']}")
-    if values["status"] == "ok" and values["step_time_s"] is None and values["memory_bytes"] is None:
-        problems.append(f"{where}: a row with status ok needs step_time_s or memory_bytes")
 
 
 def _count(text: str) -> int:
