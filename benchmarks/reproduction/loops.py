@@ -17,7 +17,11 @@ from reproduction.machine import (
     with_messages,
 )
 
-NETWORKS = {"cut": ("cut", 0.7), "whole": ("whole", 0.7), "slow": ("whole", 0.16)}
+NETWORKS = {
+    "cut": ("cut", MEGATRON.efficiency.p2p),
+    "whole": ("whole", MEGATRON.efficiency.p2p),
+    "slow": ("whole", 0.16),
+}
 """Messages between stages, and the fraction of the link that they reach: the programs' default, and about the least
 that calibration has found for any program of the catalog (``zero-bubble``)."""
 
