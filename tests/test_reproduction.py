@@ -94,10 +94,11 @@ def test_on_a_slow_network_every_loop_of_depth_first_is_a_loss_from_sixteen_micr
 
 @pytest.mark.parametrize("messages", ["cut", "whole"])
 @pytest.mark.parametrize("model", MODELS)
-def test_breadth_first_is_ahead_of_megatron_at_every_batch(model, messages):
+def test_breadth_first_is_ahead_of_megatron_above_the_smallest_batch_and_even_there(model, messages):
     gains = tables.gains(DATA["batch"], model, messages)
     assert len(gains) == len(batch.BATCHES)
-    assert min(gain for gain, _ in gains.values()) > 0
+    assert min(gain for sequences, (gain, _) in gains.items() if sequences > 8) > 0
+    assert abs(gains[8][0]) < 0.1
 
 
 def test_what_is_said_about_calibrated_programs():
