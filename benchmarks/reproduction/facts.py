@@ -10,7 +10,7 @@ from itertools import pairwise, product
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Schedule, add_reduce_grad, add_unshard, lower
 from pipeloom.simulate import simulate
 from reproduction.machine import Row

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 from pipeloom.planner.search import Candidate
-from pipeloom.simulated_step import simulate_step
+from pipeloom.predict.step import simulate_step
 from reproduction.machine import (
     CLUSTER,
     MEGATRON,

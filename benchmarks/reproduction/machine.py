@@ -9,7 +9,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.planner.search import Candidate
-from pipeloom.simulated_step import Order, SimulatedStep
+from pipeloom.predict.step import Order, SimulatedStep
 
 Row = Mapping[str, str]
 CLUSTER = load_cluster("dgx-1-v100")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
 from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 

@@ -10,7 +10,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.shape import Run
 from pipeloom.generate import Choice
 from pipeloom.planner.search import Candidate, axes, divisors, fastest, least_bytes, least_step_s, loop_counts
-from pipeloom.simulated_step import Order, simulate_step
+from pipeloom.predict.step import Order, simulate_step
 
 V100 = load_cluster("dgx-1-v100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

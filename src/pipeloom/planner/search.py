@@ -15,7 +15,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.simulated_step import Order, SimulatedStep, simulate_step
+from pipeloom.predict.step import Order, SimulatedStep, simulate_step
 
 
 @dataclass(frozen=True)
