@@ -1,6 +1,7 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
+# make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -18,7 +19,7 @@ ARGS        ?=
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 
-.PHONY: demo test predict speed check format clean
+.PHONY: demo test predict reproduce speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -28,6 +29,9 @@ test: check
 
 predict: $(STAMP)
 	$(BIN)/python benchmarks/predict.py
+
+reproduce: $(STAMP)
+	$(BIN)/python benchmarks/reproduce.py
 
 speed: $(STAMP)
 	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeloom.bubble import account_bubble
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import Choice
-from pipeloom.report import communication, summarize
+from pipeloom.report.bubble import account_bubble
+from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule, add_reduce_grad, add_unshard, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace

@@ -10,7 +10,7 @@ from pipeloom.cli import main
 from pipeloom.config_file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
 from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.bubble import account_bubble
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.report import communication
+from pipeloom.report.bubble import account_bubble
+from pipeloom.report.summary import communication
 from pipeloom.schedule import lower, parse_schedule
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.simulate import Host, Sharing, simulate

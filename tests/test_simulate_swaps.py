@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeloom.bubble import account_bubble
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError
-from pipeloom.memory_over_time import HeldBytes, memory_over_time
-from pipeloom.report import communication
+from pipeloom.report.bubble import account_bubble
+from pipeloom.report.memory import HeldBytes, memory_over_time
+from pipeloom.report.summary import communication
 from pipeloom.schedule import format_schedule, format_torch_csv, parse_schedule
 from pipeloom.simulate import simulate
 

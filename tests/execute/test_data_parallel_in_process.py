@@ -7,7 +7,6 @@ from replicas import Cluster, adamw, cluster_of
 from torch import nn
 from toy import WIDTH, objective
 
-from pipeloom.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Alone, Groups
@@ -18,6 +17,7 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
+from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Action, Kind, Level
 from pipeloom.trace import merge
 

@@ -1,6 +1,7 @@
 """The closed formulas of the papers, and orders that can be written down without code."""
 
 from fractions import Fraction
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
+from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)
@@ -93,6 +95,30 @@ def test_with_one_rank_breadth_first_is_layered_accumulation():
 def test_a_family_promises_no_more_inputs_than_it_needs(name):
     schedule = make_schedule(name, pp=3, num_microbatches=6)
     assert schedule.max_stage_inputs == schedule.peak_stage_inputs
+
+
+def added_by_latency(name, pp, loops, count, latency):
+    """In units of the latency; a stage's forward takes 8."""
+    schedule = lower(make_schedule(name, pp=pp, loops=loops, num_microbatches=count))
+    with_it, without = (simulate(schedule, UniformCosts(8, 16, transfer_s)).end_s for transfer_s in (latency, 0))
+    return (with_it - without) / latency
+
+
+LATENCY_SIZES = list(product((4, 8), (2, 4, 8), (8, 16, 24), (1, 4)))
+
+
+@pytest.mark.parametrize(("pp", "loops", "count", "latency"), LATENCY_SIZES)
+def test_breadth_first_shows_latency_only_on_the_way_in_and_out(pp, loops, count, latency):
+    added = added_by_latency("breadth-first", pp, loops, count, latency)
+    if count * 8 >= pp * (8 + latency):
+        assert added == 2 * (pp - 1)
+    else:
+        assert added > 2 * (pp - 1)
+
+
+@pytest.mark.parametrize(("pp", "loops", "count", "latency"), LATENCY_SIZES)
+def test_depth_first_shows_latency_at_every_stage(pp, loops, count, latency):
+    assert added_by_latency("depth-first", pp, loops, count, latency) == 2 * (pp * loops - 1)
 
 
 def test_breadth_first_starts_every_action_when_the_formula_says():

@@ -6,10 +6,10 @@ import re
 import pytest
 from run_files import write_run
 
-from pipeloom.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.page import format_page, write_report
 from pipeloom.page.contents import CAUSES, page_contents
+from pipeloom.report.bubble import account_bubble
 from pipeloom.run_folder import TRACE, read_run
 
 

@@ -10,7 +10,7 @@ import pytest
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cost.software import Efficiency
 from pipeloom.errors import UserError
-from pipeloom.predict import predict
+from pipeloom.predict.fast import predict
 from pipeloom.validate.compare import compare
 from pipeloom.validate.fit import DRAG_S, RANGES, first_guess, fit, to_toml, write
 from pipeloom.validate.measures import measure

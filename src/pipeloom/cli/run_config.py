@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeVar, cast
 
 from pipeloom.config import RunConfig
 from pipeloom.config_file import read_run_file
-from pipeloom.describe import with_model_sizes
 from pipeloom.errors import ConfigError
+from pipeloom.predict.describe import with_model_sizes
 
 _Config = TypeVar("_Config", bound=RunConfig)
 _CONFIG = "CONFIG is a TOML file with sections and fields as below; flags go over it."

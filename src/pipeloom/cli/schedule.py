@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from pipeloom.bubble import account_bubble
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES, Choice
-from pipeloom.report import summarize
+from pipeloom.report.bubble import account_bubble
+from pipeloom.report.summary import summarize
 from pipeloom.schedule import (
     Kind,
     Schedule,

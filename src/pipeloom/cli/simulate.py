@@ -8,11 +8,11 @@ from typing import Any
 
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
-from pipeloom.describe import describe, machine_problems
 from pipeloom.errors import UserError
-from pipeloom.report import communication
+from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
+from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
-from pipeloom.simulated_step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 
 _SUMMARY = (
     "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
@@ -43,8 +43,8 @@ def run(words: list[str]) -> int:
     if options.trace is not None:
         _write_trace(step, options.trace)
     if options.plot is not None:
-        from pipeloom.excerpt import excerpt
         from pipeloom.plot import plot_timeline
+        from pipeloom.report.excerpt import excerpt
 
         part = excerpt(step.trace)
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")

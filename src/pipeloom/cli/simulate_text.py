@@ -6,9 +6,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.report import communication
+from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
+from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
-from pipeloom.simulated_step import SimulatedStep, memory_that_would_fit
 from pipeloom.words import count
 
 _PARTS = {

@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeloom.bubble import BubbleAccount, account_bubble
 from pipeloom.page.timeline import timeline_contents
-from pipeloom.report import LaneUse, communication, stage_inputs, summarize
+from pipeloom.report.bubble import BubbleAccount, account_bubble
+from pipeloom.report.summary import LaneUse, communication, stage_inputs, summarize
 from pipeloom.run_folder import Run
 from pipeloom.trace import Trace
 from pipeloom.words import count

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.plot import box_colors
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, Action, Kind
 from pipeloom.trace import Span, Trace
 

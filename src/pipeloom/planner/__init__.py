@@ -1,1 +1,1 @@
-"""Decisions: which layers go into which stage."""
+"""Decisions: which layers go into which stage, and which layout is fastest."""

@@ -113,7 +113,7 @@ class Schedule:
 
         An input is held from its forward to the end of its backward. Where no backward follows, it is
         gone with the forward, which counts as one. What is evicted counts as held, since it leaves while the rank goes
-        on; ``pipeloom.memory_over_time`` knows when it is gone.
+        on; ``pipeloom.report.memory`` knows when it is gone.
         """
         return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
 

@@ -14,7 +14,7 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.report import summarize
+from pipeloom.report.summary import summarize
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome

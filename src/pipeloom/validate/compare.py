@@ -12,7 +12,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict import CLOSED, FAMILY_OF, pipeline_s, predict
+from pipeloom.predict.fast import CLOSED, FAMILY_OF, pipeline_s, predict
 from pipeloom.validate.measures import Measures, Outcome, measure
 from pipeloom.validate.rows import Row, read_table
 

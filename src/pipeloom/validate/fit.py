@@ -12,7 +12,7 @@ import numpy as np
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Efficiency, Software
 from pipeloom.errors import UserError
-from pipeloom.predict import predict
+from pipeloom.predict.fast import predict
 from pipeloom.validate.rows import Row
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from pipeloom.catalog import load_model, names
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig
 from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.shape import shape_of
-from pipeloom.describe import describe, machine_problems, with_model_sizes
 from pipeloom.errors import ConfigError
 from pipeloom.layout import Layout
 from pipeloom.planner.partition import default_partition
+from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
 
 LLAMA = {
     "model_type": "llama",

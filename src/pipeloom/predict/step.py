@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeloom.bubble import BubbleAccount, account_bubble
 from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
@@ -12,12 +11,13 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.links import shared_links
-from pipeloom.memory_over_time import MemoryCurve, memory_over_time
-from pipeloom.predict import Prediction
+from pipeloom.predict.fast import Prediction
+from pipeloom.predict.links import shared_links
+from pipeloom.predict.memory import held_bytes, rank_memory_of
+from pipeloom.report.bubble import BubbleAccount, account_bubble
+from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Level, Schedule, add_data_parallel, lower
 from pipeloom.simulate import simulate
-from pipeloom.step_memory import held_bytes, rank_memory_of
 from pipeloom.trace import Trace
 
 

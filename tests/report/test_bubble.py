@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.bubble import BubbleAccount, account_bubble
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.schedule import Action, Kind, lower, parse_schedule
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace

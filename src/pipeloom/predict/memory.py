@@ -16,7 +16,7 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.memory_over_time import HeldBytes
+from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
 from pipeloom.schedule.action import Kind
 from pipeloom.schedule.sharding import unreduced_counts

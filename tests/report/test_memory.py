@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.memory_over_time import HeldBytes, memory_over_time
+from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import add_reduce_grad, add_unshard, lower
 from pipeloom.simulate import simulate
 

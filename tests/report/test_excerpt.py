@@ -1,8 +1,8 @@
 """Parts of large traces."""
 
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.excerpt import excerpt
 from pipeloom.generate import make_schedule
+from pipeloom.report.excerpt import excerpt
 from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 

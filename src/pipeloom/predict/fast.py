@@ -81,7 +81,7 @@ class Prediction:
 def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     """Seconds of one step of ``run``, and bytes of its devices.
 
-    Collectives that share the step with the pipeline are left out: ``pipeloom.simulated_step`` simulates them.
+    Collectives that share the step with the pipeline are left out: ``pipeloom.predict.step`` simulates them.
 
     Raises:
         UserError: no family makes the run's schedule.

@@ -11,7 +11,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.predict import in_flight, pipeline_s, predict
+from pipeloom.predict.fast import in_flight, pipeline_s, predict
 from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 

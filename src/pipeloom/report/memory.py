@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.matching import match_spans
+from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
 from pipeloom.schedule.row import CODE

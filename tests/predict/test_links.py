@@ -7,7 +7,7 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.cost.shape import Run
-from pipeloom.links import shared_links
+from pipeloom.predict.links import shared_links
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
 from pipeloom.simulate import simulate
 

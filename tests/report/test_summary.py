@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report import communication, stage_inputs, summarize
+from pipeloom.report.summary import communication, stage_inputs, summarize
 from pipeloom.schedule import Action, lower
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane
 from pipeloom.simulate import simulate

@@ -11,7 +11,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict import FAMILY_OF
+from pipeloom.predict.fast import FAMILY_OF
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)

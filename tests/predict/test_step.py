@@ -8,10 +8,10 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.flops import mfu
 from pipeloom.cost.shape import Run
 from pipeloom.generate import Choice
-from pipeloom.predict import predict
-from pipeloom.report import communication, summarize
+from pipeloom.predict.fast import predict
+from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Kind
-from pipeloom.simulated_step import Order, memory_that_would_fit, simulate_step
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

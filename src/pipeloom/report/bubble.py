@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.matching import match_spans
+from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
 from pipeloom.spans import Seconds, Spans

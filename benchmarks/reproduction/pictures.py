@@ -1,0 +1,93 @@
+"""The paper's figures 2 and 3 as they come out of the simulation, drawn from the data files' rows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from reproduction.batch import METHODS
+from reproduction.loops import LOOPS, NETWORKS
+from reproduction.machine import MESSAGES, MODELS, Row
+from reproduction.tables import NETWORK_TITLES
+
+COLORS = {
+    "breadth-first": "#1f6fb4",
+    "depth-first": "#d9541e",
+    "1F1B": "#2a9d5c",
+    "GPipe": "#8e6bbf",
+    "no pipeline": "#7a7a7a",
+}
+LABELS = {
+    "breadth-first": "breadth-first (pipeloom)",
+    "depth-first": "depth-first (Megatron-LM)",
+    "1F1B": "1F1B (Megatron-LM)",
+    "GPipe": "GPipe (pipeloom)",
+    "no pipeline": "no pipeline (pipeloom)",
+}
+MARKERS = {"breadth-first": "o", "depth-first": "s", "1F1B": "^", "GPipe": "v", "no pipeline": "x"}
+SHADES = {"8": ("-", "o"), "9": ("--", "D"), "16": ("-.", "s"), "64": (":", "^")}
+
+
+def draw_loops(rows: Sequence[Row], file: Path) -> None:
+    """TFLOP/s over the loops."""
+    figure, panels = _panels(1, len(NETWORKS), (13, 4.6))
+    for axes, network in zip(panels, NETWORKS, strict=True):
+        axes.set_title(NETWORK_TITLES[network], fontsize=10)
+        for schedule in ("breadth-first", "depth-first"):
+            for count, (style, marker) in SHADES.items():
+                points = {
+                    int(row["loops"]): float(row["tflop_per_s"])
+                    for row in rows
+                    if (row["network"], row["schedule"], row["num_microbatches"]) == (network, schedule, count)
+                }
+                label = f"{schedule}, M = {count}"
+                if len(points) > 1:
+                    axes.plot(
+                        list(points), list(points.values()), style, marker=marker, ms=4, c=COLORS[schedule], label=label
+                    )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(LOOPS, list(map(str, LOOPS)))
+        axes.set_xlabel("stages for each rank, V (1: GPipe and 1F1B)")
+    panels[0].set_ylabel("TFLOP/s of each GPU, recomputation counted")
+    panels[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.suptitle("52 billion parameters on 64 V100, tensor and pipeline axis of 8, micro-batches of one sequence")
+    figure.savefig(file, dpi=130)
+
+
+def draw_batch(rows: Sequence[Row], file: Path) -> None:
+    """TFLOP/s of each method's best configuration over the batch for each device."""
+    figure, panels = _panels(len(MODELS), len(MESSAGES), (12, 9))
+    places = [(model, messages) for model in MODELS for messages in MESSAGES]
+    for axes, (model, messages) in zip(panels, places, strict=True):
+        axes.set_title(f"{model}, {NETWORK_TITLES[messages]}", fontsize=10)
+        for method in METHODS:
+            points = _curve(rows, model, messages if method != "no pipeline" else "cut", method)
+            axes.plot(*points, marker=MARKERS[method], ms=5, c=COLORS[method], label=LABELS[method])
+        axes.set_xscale("log", base=2)
+        ticks = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+        axes.set_xticks(ticks, ["1/8", "1/4", "1/2", "1", "2", "4", "8"])
+        axes.set_ylim(0)
+    for axes in panels[-len(MESSAGES) :]:
+        axes.set_xlabel("sequences in a batch for each GPU")
+    for axes in panels[:: len(MESSAGES)]:
+        axes.set_ylabel("TFLOP/s of each GPU, recomputation counted")
+    panels[0].legend(fontsize=9, loc="lower right", frameon=False)
+    figure.suptitle("The best configuration of each method on 64 V100")
+    figure.savefig(file, dpi=130)
+
+
+def _curve(rows: Sequence[Row], model: str, messages: str, method: str) -> tuple[list[float], list[float]]:
+    chosen = [row for row in rows if (row["model"], row["messages"], row["method"]) == (model, messages, method)]
+    return [float(row["batch_per_device"]) for row in chosen], [float(row["tflop_per_s"]) for row in chosen]
+
+
+def _panels(num_rows: int, num_columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(num_rows, num_columns, sharey="row", squeeze=False).flat)
+    for axes in panels:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels

@@ -1,0 +1,133 @@
+"""docs/reproduction: its data files are what the code computes, its tables are the data files, its sentences hold."""
+
+import pytest
+
+from pipeloom.catalog import load_software, names
+from reproduction import batch, facts, loops, tables
+from reproduction.machine import MODELS, OWN
+
+DATA = {name: tables.read_rows(name) for name in tables.NAMES}
+
+
+def test_the_facts_are_computed_again_and_all_hold():
+    found = facts.facts()
+    assert found == DATA["facts"]
+    assert {row["group"] for row in found} == set(facts.TITLES)
+    assert [row for row in found if row["agrees"] != "yes"] == []
+
+
+def test_what_the_project_promises_is_among_the_facts():
+    gathers = {row["what"]: row["simulated"] for row in DATA["facts"] if row["group"] == "gathers"}
+    assert gathers["depth-first, P 4, V 4, M 32"] == "163"
+    assert [gathers[f"breadth-first, P 4, V 4, M {count}"] for count in (4, 8, 32)] == ["7"] * 3
+
+
+def test_the_traffic_of_groups_is_counted_again():
+    assert facts.group_traffic() == DATA["group_traffic"]
+
+
+def test_the_figure_over_the_loops_is_simulated_again():
+    assert loops.loop_rows() == DATA["loops"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", batch.METHODS)
+def test_the_best_configurations_of_small_batches_are_searched_again(model, method):
+    for sequences in (8, 16):
+        stored = [
+            row
+            for row in DATA["batch"]
+            if (row["model"], row["messages"], row["method"], row["batch"]) == (model, "cut", method, str(sequences))
+        ]
+        assert [batch.best(model, "cut", method, sequences)] == stored
+
+
+def test_the_page_shows_the_data():
+    page = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.filled(page, DATA) == page
+
+
+# ---------------------------------------------------------------------------------------------- sentences of the page
+
+
+def speed(network, schedule, count, loop):
+    (row,) = [
+        row
+        for row in DATA["loops"]
+        if (row["network"], row["schedule"], row["num_microbatches"], row["loops"])
+        == (network, schedule, str(count), str(loop))
+    ]
+    return float(row["tflop_per_s"])
+
+
+def test_depth_first_loses_at_every_number_of_loops():
+    for network in loops.NETWORKS:
+        for count in (8, 16, 64):
+            for loop in (2, 4, 8):
+                assert speed(network, "depth-first", count, loop) < speed(network, "breadth-first", count, loop)
+
+
+def test_the_gap_grows_with_the_micro_batches():
+    for network in loops.NETWORKS:
+        for loop in (2, 4, 8):
+            gaps = [
+                speed(network, "breadth-first", count, loop) / speed(network, "depth-first", count, loop)
+                for count in (8, 16, 64)
+            ]
+            assert gaps == sorted(gaps)
+
+
+def test_with_whole_messages_depth_first_pays_for_eight_loops():
+    best = {n: max(loops.LOOPS, key=lambda loop, n=n: speed("whole", "depth-first", n, loop)) for n in (8, 16, 64)}
+    assert best == {8: 4, 16: 2, 64: 1}
+    for count in (16, 64):
+        assert speed("whole", "depth-first", count, 8) < speed("whole", "depth-first", count, 1)
+        assert speed("whole", "breadth-first", count, 8) > speed("whole", "breadth-first", count, 1)
+
+
+def test_on_a_slow_network_every_loop_of_depth_first_is_a_loss_from_sixteen_micro_batches_on():
+    for count in (16, 64):
+        assert max(speed("slow", "depth-first", count, loop) for loop in (2, 4, 8)) < speed(
+            "slow", "depth-first", count, 1
+        )
+
+
+@pytest.mark.parametrize("messages", ["cut", "whole"])
+@pytest.mark.parametrize("model", MODELS)
+def test_breadth_first_is_ahead_of_megatron_above_the_smallest_batch_and_even_there(model, messages):
+    gains = tables.gains(DATA["batch"], model, messages)
+    assert len(gains) == len(batch.BATCHES)
+    assert min(gain for sequences, (gain, _) in gains.items() if sequences > 8) > 0
+    assert abs(gains[8][0]) < 0.1
+
+
+def test_what_is_said_about_calibrated_programs():
+    programs = [load_software(name) for name in names("software")]
+    assert max(program.efficiency.exchange_s for program in programs) < 1e-4
+    found = [program.efficiency.data_bus for program in programs]
+    assert min(found) < OWN.efficiency.data_bus < max(found)
+
+
+def test_with_slow_collectives_breadth_first_is_still_ahead_at_the_largest_batch():
+    found = [
+        float(row["gain"])
+        for row in DATA["sensitivity"]
+        if row["change"].startswith("data-parallel bandwidth: 0.2") and row["batch"] == str(batch.BATCHES[-1])
+    ]
+    assert len(found) == 2
+    assert min(found) > 0
+
+
+def test_at_the_smallest_batch_cut_messages_are_worth_more_than_the_order():
+    cut = max(speed("cut", "depth-first", 8, loop) for loop in loops.LOOPS)
+    whole = max(speed("whole", "breadth-first", 8, loop) for loop in loops.LOOPS)
+    assert cut > whole
+
+
+def test_the_published_gain_lies_between_the_two_kinds_of_messages_against_1f1b():
+    found = {
+        row["messages"]: float(row["gain_over_1f1b"])
+        for row in DATA["sensitivity"]
+        if row["change"] == "as in the catalog" and row["batch"] == "8"
+    }
+    assert found["whole"] < 0.43 < found["cut"]
