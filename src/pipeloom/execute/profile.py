@@ -279,10 +279,10 @@ def _keep_busy(run: Run, seconds: float) -> None:
 
 
 def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> list[float]:
-    """Seconds of each run of this rank's stage while all ranks compute and send their outputs on.
+    """Seconds of each run of this rank's stage, and of asking for its messages, while all ranks do the same.
 
     A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
-    that move them take from the cores is part of the slowdown.
+    that move them take from the cores is part of the slowdown, and so is what the rank itself does to post them.
     """
     world = exchange.world
     mean_s = world.sum([alone_s])[0] / world.size
@@ -290,9 +290,11 @@ def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> lis
     under_way: list[Transfer] = []
     world.wait_for_all()
     for _ in range(max(1, round(seconds / (mean_s * max(1, world.size / 2))))):
+        begin = time.perf_counter()
         exchanged = exchange.receive_all()
-        times.append(sum(run()))
+        run()
         exchanged += exchange.send_all()
+        times.append(_now(world.device) - begin)
         for transfer in under_way:
             exchange.finish(transfer)
         under_way = exchanged

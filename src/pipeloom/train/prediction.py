@@ -15,7 +15,7 @@ from pipeloom.schedule.action import COMPUTE_KINDS
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
 from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 
 _REPEATS = 3
@@ -63,16 +63,17 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
 def _time_update(
     world: World, parts: tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]], config: OptimizerConfig
 ) -> float:
-    """Seconds of gradient norm and optimizer step on copies, all ranks at once; the slowest rank's, on rank 0."""
+    """Seconds of gradient norm, clipping and optimizer step on copies, all ranks at once; the slowest's, on rank 0."""
     decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
     copies, optimizer = [*decayed, *plain], make_adamw(config, decayed, plain)
     times: list[float] = []
     for _ in range(_REPEATS + 1):
         for copy in copies:
-            copy.grad = torch.zeros_like(copy)
+            copy.grad = torch.ones_like(copy)  # large enough to be clipped
         world.wait_for_all()
         begin = time.perf_counter()
-        world.sum([squared_gradient_norm(copies)])
+        squares = world.sum([0.0, squared_gradient_norm(copies)])[1]
+        clip_gradients(copies, squares**0.5, config.clip_grad_norm)
         optimizer.step()
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
