@@ -18,6 +18,7 @@ SYSTEM_SITE ?=
 ARGS        ?=
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
+LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
 .PHONY: demo test predict reproduce speed check format clean
 
@@ -55,6 +56,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
 	@echo "Installing what pipeloom needs into it (once; about a minute, PyTorch is large) ..."
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[dev]'
-	@echo "Compiling loops (once; about 10 seconds) ..."
+	@echo "Compiling what commands load first, and loops (once; about 15 seconds) ..."
+	@for folder in $(LOADED:%=$(VENV)/lib/python*/site-packages/%); do \
+	  if [ -d $$folder ]; then $(BIN)/python -m compileall -q $$folder; fi; \
+	done
+	$(BIN)/python -m compileall -q src/pipeloom
 	$(BIN)/pipeloom simulate examples/gpt-1t-3072-a100.toml --machine.software pipeloom > $(VENV)/simulated.txt
 	@touch $@
