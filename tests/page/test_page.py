@@ -96,8 +96,15 @@ def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
 
 def test_stage_inputs_and_loss_are_curves(tmp_path):
     contents = page_contents(read_run(write_run(tmp_path)))
-    assert contents["inputs"]["most"] == 8
-    assert [rank["peak"] for rank in contents["inputs"]["ranks"]] == ["peak 8", "peak 8"]
+    inputs, memory = contents["over_time"]
+    assert inputs["most"] == 8
+    assert [rank["peak"] for rank in inputs["ranks"]] == ["peak 8", "peak 8"]
+    assert memory["title"] == "Memory, MB"
+    for rank in memory["ranks"]:
+        for curve in rank["curves"]:
+            held = [size for _, size in curve]
+            assert held[0] <= max(held) <= memory["most"]
+            assert min(held) > 0
     loss, times = contents["curves"]
     assert loss["points"] == [[step, 3 - step / 8] for step in range(1, 6)]
     assert [level["name"] for level in loss["levels"]] == ["unigram model 3.0957"]

@@ -5,9 +5,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipeloom.page.over_time import over_time_contents, short
 from pipeloom.page.timeline import timeline_contents
 from pipeloom.report.bubble import BubbleAccount, account_bubble
-from pipeloom.report.summary import LaneUse, communication, stage_inputs, summarize
+from pipeloom.report.summary import LaneUse, communication, summarize
 from pipeloom.run_folder import Run
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -46,7 +47,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "timeline": timeline_contents(traces, run.schedule.num_stages, step),
         "bubble": _bubble(run, traces),
         "communication": _communication(traces),
-        "inputs": _inputs(run, traces),
+        "over_time": over_time_contents(run, traces),
         "curves": [_loss(run), _step_times(run)],
         "sample": run.sample,
         "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
@@ -130,7 +131,7 @@ def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: fl
     bars = []
     for account in accounts.values():
         values = [getattr(account, cause) for cause in shown]
-        bars.append([[_short(value / whole if whole else 0.0), text(value)] for value in values])
+        bars.append([[short(value / whole if whole else 0.0), text(value)] for value in values])
     return bars
 
 
@@ -154,19 +155,6 @@ def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
     known = [use for use in uses if use is not None]
     busy, hidden = sum(use.busy_s for use in known), sum(use.hidden_s for use in known)
     return [_tenths(busy), _tenths(hidden), _tenths(busy - hidden), _percent(hidden / busy) if busy else "-"]
-
-
-def _inputs(run: Run, traces: Mapping[str, Trace]) -> dict[str, Any]:
-    """For each rank a step function of each trace: milliseconds and inputs held from then on."""
-    steps = {name: stage_inputs(trace) for name, trace in traces.items()}
-    longest = max(trace.end_s - trace.start_s for trace in traces.values())
-    ranks = []
-    for rank in range(run.schedule.num_ranks):
-        curves = [[[_short(time * 1e3), held] for time, held in by_rank[rank]] for by_rank in steps.values()]
-        peaks = [max(held for _, held in curve) for curve in curves]
-        ranks.append({"label": f"rank {rank}", "curves": curves, "peak": f"peak {max(peaks):g}"})
-    most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
-    return {"traces": list(traces), "ranks": ranks, "end": _short(longest * 1e3), "most": most}
 
 
 def _loss(run: Run) -> dict[str, Any]:
@@ -210,12 +198,7 @@ def _curve(run: Run, name: str, scale: float) -> list[list[float | None]]:
 
 def _finite(value: float) -> float | None:
     """A number that JSON can hold; a loss may have become infinite."""
-    return _short(value) if math.isfinite(value) else None
-
-
-def _short(value: float) -> float:
-    """As many digits as ink can show."""
-    return float(f"{value:.6g}")
+    return short(value) if math.isfinite(value) else None
 
 
 def _ms(seconds: float) -> str:

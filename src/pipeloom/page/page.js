@@ -540,7 +540,7 @@ function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
   picture.append(svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, unit));
 }
 
-function inputs(data) {
+function overTime(data) {
   const [height, left, right, top] = [150, 40, WIDE - 12, 8];
   const bottom = height - 38;
   const x = (time) => left + (time / data.end) * (right - left);
@@ -564,8 +564,8 @@ function inputs(data) {
   });
   const legend = keys(data.traces.map((name) => ({ name, color: styles[name].stroke, line: name === "predicted" ? "dashed" : "solid" })));
   return section(
-    "Stage inputs held",
-    "What a rank keeps of each stage and micro-batch from the start of its forward to the end of its backward.",
+    data.title,
+    data.note,
     legend,
     element("div", { class: "grid" }, ...panels),
   );
@@ -633,7 +633,7 @@ function build() {
   const page = document.getElementById("page");
   const step = timelines(contents.timeline);
   page.replaceChildren(...head(contents), step.node, account(contents.bubble), communication(contents.communication));
-  page.append(inputs(contents.inputs));
+  for (const chart of contents.over_time) page.append(overTime(chart));
   page.append(section("Training", "", element("div", { class: "grid" }, ...contents.curves.map(curve))));
   if (contents.sample !== null) page.append(sample(contents.sample));
   page.append(config(contents.config));

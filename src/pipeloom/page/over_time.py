@@ -1,0 +1,77 @@
+"""What the ranks hold over time: stage inputs, and memory as the cost model counts it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipeloom.errors import UserError
+from pipeloom.predict.describe import describe
+from pipeloom.predict.memory import held_bytes
+from pipeloom.report.memory import HeldBytes, memory_over_time
+from pipeloom.report.summary import stage_inputs
+from pipeloom.run_folder import Run
+from pipeloom.trace import Trace
+
+MEGA = 1e6
+Steps = Sequence[tuple[float, float]]
+"""(seconds from the start of the step, what is held from then on)."""
+
+
+def over_time_contents(run: Run, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
+    """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
+    inputs = {name: stage_inputs(trace) for name, trace in traces.items()}
+    charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}")]
+    held = _held_bytes(run)
+    if held is not None:
+        memory = {
+            name: [
+                [(time_s, size / MEGA) for time_s, size in curve.points]
+                for curve in memory_over_time(run.schedule, trace, held)
+            ]
+            for name, trace in traces.items()
+        }
+        charts.append(_chart("Memory, MB", _MEMORY, memory, traces, "peak {:,.0f} MB"))
+    return charts
+
+
+_INPUTS = "What a rank keeps of each stage and micro-batch from the start of its forward to the end of its backward."
+_MEMORY = (
+    "Weights, gradients, optimizer state, activations, logits and receive buffers as the cost model counts them along "
+    "each trace; what the process itself and its allocator take is left out."
+)
+
+
+def _held_bytes(run: Run) -> HeldBytes | None:
+    """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
+    if run.config.training.dtype != "float32":
+        return None
+    try:
+        described = describe(run.config)
+    except UserError:  # such as a cluster file that is not here
+        return None
+    return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), run.schedule)
+
+
+def _chart(
+    title: str, note: str, steps: Mapping[str, Sequence[Steps]], traces: Mapping[str, Trace], peak: str
+) -> dict[str, Any]:
+    longest = max(trace.end_s - trace.start_s for trace in traces.values())
+    ranks: list[dict[str, Any]] = []
+    for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
+        curves = [[[short(time_s * 1e3), short(held)] for time_s, held in curve] for curve in by_trace]
+        most = max(held for curve in by_trace for _, held in curve)
+        ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak.format(most)})
+    most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
+    return {
+        "title": title,
+        "note": note,
+        "traces": list(traces),
+        "ranks": ranks,
+        "end": short(longest * 1e3),
+        "most": most,
+    }
+
+
+def short(value: float) -> float:
+    """As many digits as ink can show."""
+    return float(f"{value:.6g}")
