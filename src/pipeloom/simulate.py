@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
-from pipeloom.schedule import Action, Row, Schedule
+from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.depend import HOST_LANE
@@ -84,7 +84,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     seconds = _seconds(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
-    row, rank, lane = Row(*facts.columns[:4]), facts.ranks, facts.lane
+    row, rank, lane = facts.row, facts.ranks, facts.lane
     if host is not None:
         starts, ends = _times_launched(graph, seconds, host)
         row, rank, lane = row + row, np.tile(rank, 2), np.concatenate([lane, rank + np.int32(len(facts.lanes))])
@@ -142,7 +142,7 @@ def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds
 
 def _throttled_by(facts: Facts, run_ahead: int) -> NDArray[np.int64]:
     """For each action the compute action of its rank that has to end before it is launched; -1 for none."""
-    is_compute = Row(*facts.columns[:4]).is_kind(*COMPUTE_KINDS)
+    is_compute = facts.row.is_kind(*COMPUTE_KINDS)
     computes = np.append(np.flatnonzero(is_compute), -1)
     num_before = np.cumsum(is_compute) - is_compute
     own = num_before - num_before[facts.columns.first[facts.ranks]]

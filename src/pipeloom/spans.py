@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule import Action, Row
 from pipeloom.schedule.depend import Lane
+from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.row import Ints
-
-Seconds = NDArray[np.float64]
 
 
 class Span(NamedTuple):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def run(words: list[str]) -> int:
     from pipeloom.catalog.writing import cluster_to_toml
     from pipeloom.execute.world import is_first
     from pipeloom.machine import Request, describe_cluster, measure_machine
-    from pipeloom.machine.progress import restore_terminal
+    from pipeloom.progress import restore_terminal
 
     request = Request.make(options.device, options.processes, options.budget_s)
     if is_first():
@@ -46,7 +47,7 @@ def run(words: list[str]) -> int:
     try:
         findings = measure_machine(request)
     except BaseException:
-        restore_terminal()
+        restore_terminal(sys.stderr)
         raise
     if findings is None:
         return 0

@@ -1,5 +1,6 @@
 """``pipeloom train``: text in, trained model, metrics and timeline out."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +23,9 @@ def run(words: list[str]) -> int:
     config = parse_run_config(words, "train", _SUMMARY)
     from pipeloom.execute.world import is_first
     from pipeloom.page import write_report
+    from pipeloom.progress import restore_terminal
     from pipeloom.run_folder import RunFolder, make_run_folder
     from pipeloom.train.data import load_data
-    from pipeloom.train.progress import restore_terminal
     from pipeloom.train.session import check_processes, resolve, run_on_all_ranks
 
     check_processes(config)
@@ -39,7 +40,7 @@ def run(words: list[str]) -> int:
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
     except BaseException as error:
-        restore_terminal()
+        restore_terminal(sys.stdout)
         error.add_note(f"What the run wrote until then is in {folder.path}.")
         raise
     _draw(config, folder.path, result)

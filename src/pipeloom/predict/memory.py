@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pipeloom.cost.analytic import stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
@@ -87,14 +89,10 @@ def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -
     sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
     if len(sizes) == 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
-    held = most = 0.0
-    for action in schedule.rows[rank]:
-        if action.kind is Kind.FORWARD:
-            held += bytes_by_stage[action.stage] / schedule.num_slices
-            most = max(most, held)
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held -= bytes_by_stage[action.stage] / schedule.num_slices
-    return most
+    row = schedule.rows[rank]
+    change = row.is_kind(Kind.FORWARD).astype(float) - row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    held = np.cumsum(change * np.asarray(bytes_by_stage)[row.stage] / schedule.num_slices)
+    return float(held.max(initial=0.0))
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:

@@ -19,15 +19,15 @@ def match_spans(schedule: Schedule, trace: Trace) -> Spans:
         UserError: the trace is not one of the schedule.
     """
     facts, found = schedule.facts, trace.spans.take(~trace.spans.on(HOST_LANE.name))
-    columns, ranks = Row(*facts.columns[:4]), facts.ranks
+    row, ranks = facts.row, facts.ranks
     if trace.num_ranks != schedule.num_ranks:
         what = f"{trace.num_ranks} ranks"
         raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
-    if _is_same(columns, ranks, found.row, found.rank):
+    if _is_same(row, ranks, found.row, found.rank):
         return found
-    wanted = np.lexsort((*columns.arrays, ranks))
+    wanted = np.lexsort((*row.arrays, ranks))
     present = np.lexsort((found.start_s, *found.row.arrays, found.rank))
-    if not _is_same(columns.take(wanted), ranks[wanted], found.row.take(present), found.rank[present]):
+    if not _is_same(row.take(wanted), ranks[wanted], found.row.take(present), found.rank[present]):
         _refuse(schedule, found)
     order = np.empty_like(wanted)
     order[wanted] = present

@@ -44,6 +44,7 @@ def start_lean() -> None:
     _is_lean = True
 
 
+@cache
 def is_available() -> bool:
     """Whether there is a compiler."""
     return importlib.util.find_spec("numba") is not None

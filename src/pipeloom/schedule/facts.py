@@ -14,8 +14,6 @@ from pipeloom.schedule.kernels import waits as kernels
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
 
-MESSAGE_KINDS = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -37,6 +35,11 @@ class Facts:
     def columns(self) -> Columns:
         """All rows, joined."""
         return Columns.of(self.rows)
+
+    @cached_property
+    def row(self) -> Row:
+        """All rows, joined, as one."""
+        return Row(*self.columns[:4])
 
     @cached_property
     def ranks(self) -> Ints:
