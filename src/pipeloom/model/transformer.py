@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
+from pipeloom.model.tensor_parallel import TensorSlice
 
 
 def num_pieces(config: ModelConfig) -> int:
@@ -258,6 +259,10 @@ class Transformer(nn.Module):
     def has_head(self) -> bool:
         """Whether the range ends with the head, so that it returns logits."""
         return self.head is not None
+
+    def slices(self) -> dict[str, TensorSlice]:
+        """For each parameter, by name, where it lies in the whole model's parameter of that name."""
+        return {name: TensorSlice(tuple(p.shape), (0,) * p.ndim) for name, p in self.named_parameters()}
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the pieces.
