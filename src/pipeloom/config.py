@@ -357,17 +357,21 @@ def _stage_problems(config: RunConfig) -> list[str]:
 
 def _not_trainable(config: RunConfig) -> list[str]:
     """Settings that simulate understands and train cannot run yet."""
-    wanted: dict[str, Any] = {
-        "layout.tp": 1,
-        "layout.sequence_parallel": False,
-        "layout.recompute": "none",
-    }
-    tied = ["model.tied true is for simulate only so far; train a model whose head has weights of its own"]
-    return [
+    wanted: dict[str, Any] = {"layout.recompute": "none"}
+    problems = [
         f"{name} {_as_written(_value(config, name))} is for simulate only so far; use {_as_written(only)}"
         for name, only in wanted.items()
         if _value(config, name) != only
-    ] + (tied if config.model.tied else [])
+    ]
+    if config.model.tied:
+        problems.append("model.tied true is for simulate only so far; train a model whose head has weights of its own")
+    layout, num_tokens = config.layout, config.data.seq_len
+    if layout.tp > 1 and num_tokens % layout.tp and not layout.sequence_parallel:
+        problems.append(
+            f"layout.tp must divide data.seq_len, since messages carry a share of the tokens, found {layout.tp} and "
+            f"{num_tokens}"
+        )
+    return problems
 
 
 def _tensor_problems(config: RunConfig) -> list[str]:
