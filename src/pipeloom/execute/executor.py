@@ -129,8 +129,9 @@ class Executor:
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
-        inputs = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
-        held = inputs if self._data_parallel is None else inputs.most(self._data_parallel.most_held)
+        held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
+        if self._data_parallel is not None:
+            held = held.most(self._data_parallel.most_held)
         result = StepResult(self._results_of_objective, self._trace(), held)
         self._begin([], None)
         self._slot = len(self._row)

@@ -305,6 +305,7 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         rotary = self._rotary(x)
         for layer in self.layers.values():
+            assert isinstance(layer, Layer)
             x = run_part(layer, x, rotary, recomputes=layer.recomputes)
         return x if self.head is None else self.head(x)
 
