@@ -51,7 +51,9 @@ class Layout:
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     recompute: Recompute = "none"
     """What the backward computes again instead of keeping it: nothing, the core of attention (selective), or whole
-    layers (full). For simulate; train takes none."""
+    layers (full)."""
+    recompute_layers: tuple[Recompute, ...] | None = None
+    """The same for each layer by itself, in order. None: recompute for all layers."""
 
     @property
     def num_stages(self) -> int:
@@ -67,6 +69,10 @@ class Layout:
     def batch_size(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.dp * self.num_microbatches * self.microbatch_size
+
+    def recompute_by_layer(self, num_layers: int) -> tuple[Recompute, ...]:
+        """For each layer of the model what is recomputed."""
+        return self.recompute_layers or (self.recompute,) * num_layers
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank, 0..num_ranks-1, stands."""

@@ -25,12 +25,16 @@ class Held:
         gathered_bytes: of these weights.
         gradients: stages with a gradient that was not reduced, or being reduced.
         gradient_bytes: of their buffers.
+        stage_inputs: inputs that stages kept for a backward.
+        stage_input_bytes: of these inputs.
     """
 
     gathered: int = 0
     gathered_bytes: int = 0
     gradients: int = 0
     gradient_bytes: int = 0
+    stage_inputs: int = 0
+    stage_input_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""

@@ -16,6 +16,7 @@ tokens or this rank's (``model.tensor_parallel``).
 
 # ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,9 @@ from torch.nn import functional
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
+from pipeloom.layout import Recompute
 from pipeloom.model.parallel_layers import ColumnSplitLinear, RowSplitLinear, Split, SplitEmbedding
+from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 
 
@@ -79,7 +82,9 @@ class Rotary(NamedTuple):
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
         turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
         turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
-        return torch.cat([turned_left_BNTR, turned_right_BNTR], dim=-1).to(x_BNTD.dtype)
+        # joined as [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view
+        turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
+        return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
 
 
 class Embedding(nn.Module):
@@ -123,6 +128,7 @@ class Attention(nn.Module):
         self._parallel = parallel
         self.head_size = hidden // config.num_heads
         self.is_grouped = config.num_kv_heads != config.num_heads
+        self.recomputes_core = False
         kv_width = config.num_kv_heads * self.head_size
         self.query = RowSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
         self.key = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
@@ -145,8 +151,14 @@ class Attention(nn.Module):
         value_BKTD = self._heads(self.value(x_BTH))
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
-        mixed_BNTD = functional.scaled_dot_product_attention(
-            query_BNTD, key_BKTD, value_BKTD, is_causal=True, enable_gqa=self.is_grouped
+        mixed_BNTD = run_part(
+            functional.scaled_dot_product_attention,
+            query_BNTD,
+            key_BKTD,
+            value_BKTD,
+            recomputes=self.recomputes_core,
+            is_causal=True,
+            enable_gqa=self.is_grouped,
         )
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
@@ -215,6 +227,7 @@ class Layer(nn.Module):
         self.attention = Attention(config, parallel)
         self.feed_forward_norm = _norm(config)
         self.feed_forward = feed_forward(config.hidden_size, config.ffn_size, parallel)
+        self.recomputes = False
 
     def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Residual stream to residual stream; ``rotary`` as in :class:`Attention`."""
@@ -287,6 +300,17 @@ class Transformer(nn.Module):
         """Whether the range ends with the head, so that it returns logits."""
         return self.head is not None
 
+    def set_recompute(self, by_layer: Sequence[Recompute]) -> None:
+        """Choose what the backward computes again.
+
+        Args:
+            by_layer: for each layer of the whole model: nothing, the core of its attention, or all of it.
+        """
+        for name, layer in self.layers.items():
+            assert isinstance(layer, Layer)
+            layer.recomputes = by_layer[int(name)] == "full"
+            layer.attention.recomputes_core = by_layer[int(name)] == "selective"
+
     def slices(self) -> dict[str, TensorSlice]:
         """For each parameter, by name, where it lies in the whole model's parameter of that name."""
         found: dict[str, TensorSlice] = {}
@@ -314,7 +338,8 @@ class Transformer(nn.Module):
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x)
         rotary = self._rotary(num_tokens, x)
         for layer in self.layers.values():
-            x = layer(x, rotary)
+            assert isinstance(layer, Layer)
+            x = run_part(layer, x, rotary, recomputes=layer.recomputes)
         return self.parallel.to_boundary(x) if self.head is None else self.head(x)
 
     def _rotary(self, num_tokens: int, x: Tensor) -> Rotary | None:

@@ -202,7 +202,7 @@ class Pipeline:
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, stage: int, device: torch.device | str) -> nn.Module:
-        return build_stage(
+        module = build_stage(
             self._config.model,
             self._pieces[stage],
             max_positions=self._config.data.seq_len,
@@ -211,6 +211,8 @@ class Pipeline:
             device=device,
             parallel=self._parallel,
         )
+        module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
+        return module
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
