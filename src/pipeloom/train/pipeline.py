@@ -1,5 +1,6 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +19,12 @@ from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import build_stage, stage_pieces
+from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, lower
 from pipeloom.train.batch import Batch
 
@@ -87,6 +90,8 @@ class Pipeline:
         self._trainer = self._executor(self.schedule, outputs)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
+        self._is_cold = config.training.compile
+        self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
         self._watch = Watch(world.store, world.rank, world.size, self._position)
 
@@ -120,14 +125,17 @@ class Pipeline:
 
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
+        self._warm_up(batch)
         return self._run(self._trainer, batch.inputs, batch.loss)
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
-        return self._run(self._evaluator, batch.inputs, batch.loss)
+        with self._as_written():
+            return self._run(self._evaluator, batch.inputs, batch.loss)
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
+        self._warm_up(batch)
         return profile_stages(
             self._world,
             self._stages(self.schedule, self._outputs_in_training),
@@ -146,7 +154,8 @@ class Pipeline:
             tokens: ``int64[1, seq_len]``; what stands behind ``position`` has no effect.
             position: of the last token that counts.
         """
-        result = self._run(self._sampler, [tokens], lambda logits, _: logits[0, position])
+        with self._as_written():
+            result = self._run(self._sampler, [tokens], lambda logits, _: logits[0, position])
         return result.outputs.get(0)
 
     def close(self) -> None:
@@ -154,6 +163,15 @@ class Pipeline:
         self._watch.end()
         self._transport.close()
         self.data_parallel.close()
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Compile the stages if they are to be and are not yet."""
+        if not self._is_cold:
+            return
+        self._is_cold = False
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": batch.loss}
+        warm_up(self._world, stages, self.data_parallel, **sizes)
 
     def _position(self) -> str:
         place = self._running.position()
@@ -174,6 +192,8 @@ class Pipeline:
             device=device,
         )
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
+        if self._config.training.compile and torch.device(device).type != "meta":
+            compile_pieces(module, self._config.training.compile_backend)
         return module
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
