@@ -144,8 +144,9 @@ class TrainingConfig:
     """Optimizer steps."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights and activations."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are added
+    up in float32, over micro-batches as over replicas."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages live. cuda takes one device for each process."""
     threads: int = 1

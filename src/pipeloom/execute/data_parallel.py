@@ -118,17 +118,30 @@ class DataParallel:
         level: what is sharded.
         groups: the other ranks.
         lane: runs the collectives.
+        dtype: that the stages compute in, where the optimizer updates a wider one: that of the modules.
     """
 
     def __init__(
-        self, schedule: Schedule, modules: Iterable[tuple[int, nn.Module]], level: Shard, groups: Groups, lane: Lane
+        self,
+        schedule: Schedule,
+        modules: Iterable[tuple[int, nn.Module]],
+        level: Shard,
+        groups: Groups,
+        lane: Lane,
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._groups = groups
         self._lane = lane
         reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
         self.weights = {
             index: StageWeights(
-                module, level, groups.shard.size, groups.shard.index, reduces_again=reduced.count(index) > 1
+                module,
+                level,
+                groups.shard.size,
+                groups.shard.index,
+                reduces_again=reduced.count(index) > 1,
+                dtype=dtype,
             )
             for index, module in modules
         }
@@ -147,6 +160,11 @@ class DataParallel:
         """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
         parts = [weights.optimizer_parts() for weights in self.weights.values()]
         return [p for decayed, _ in parts for p in decayed], [p for _, plain in parts for p in plain]
+
+    def refresh(self) -> None:
+        """After the optimizer's step, or after its weights were loaded: compute with them."""
+        for weights in self.weights.values():
+            weights.refresh()
 
     def begin(self, *, trains: bool) -> None:
         """Before a step: no gradient yet. Weights that were dropped stay so."""
@@ -167,7 +185,8 @@ class DataParallel:
         return self._lane.start(self._gather(weights.whole, weights.shard))
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Job:
-        yield self._groups.shard.gather(whole, shard)
+        sent = shard.to(whole.dtype)  # weights go out in the type that computes
+        yield self._groups.shard.gather(whole, sent)
 
     def reshard(self, stage: int) -> Collective:
         """Free a stage's gathered weights, now; the lane notes it in its order."""
@@ -252,7 +271,8 @@ class DataParallel:
             gathered=len(self._gathered),
             gathered_bytes=sum(self.weights[stage].whole_bytes for stage in self._gathered),
             gradients=sum(buffers.num_taken for buffers in taken) + len(in_place),
-            gradient_bytes=sum(buffers.taken_bytes for buffers in taken) + sum(w.whole_bytes for w in in_place),
+            gradient_bytes=sum(buffers.taken_bytes for buffers in taken)
+            + sum(w.whole_gradient_bytes for w in in_place),
         )
         self.most_held = self.most_held.most(now)
 

@@ -58,10 +58,9 @@ class Batch:
         gradients need no scaling afterwards.
 
         Args:
-            logits: ``[microbatch_size, seq_len, vocab_size]``.
+            logits: ``[microbatch_size, seq_len, vocab_size]``; taken in float32 at least.
             microbatch: which one.
         """
         targets = self.targets[microbatch].flatten()
-        return functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum") / (
-            self.num_valid
-        )
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction="sum") / (self.num_valid)

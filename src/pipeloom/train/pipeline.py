@@ -21,6 +21,7 @@ from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
+from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import build_stage, stage_pieces
@@ -76,10 +77,11 @@ class Pipeline:
         is_cuda = world.device.type == "cuda"
         self.data_parallel = DataParallel(
             self.schedule,
-            ((stage, self._build(stage, world.device)) for stage in own),
+            ((stage, self._build(stage, world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+            dtype=self._dtype,
         )
         outputs = self._outputs(layout.microbatch_size)
         edges = edges_of(self.schedule, outputs)
@@ -182,13 +184,13 @@ class Pipeline:
         timeout_s = self._config.training.stall_timeout_s
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
-    def _build(self, stage: int, device: torch.device | str) -> nn.Module:
+    def _build(self, stage: int, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = build_stage(
             self._config.model,
             self._pieces[stage],
             max_positions=self._config.data.seq_len,
             seed=self._config.training.seed,
-            dtype=self._dtype,
+            dtype=dtype,
             device=device,
         )
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
@@ -198,7 +200,7 @@ class Pipeline:
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
-        return stage_outputs(lambda stage: self._build(stage, "meta"), self.schedule.num_stages, tokens)
+        return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
     def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
         return {
