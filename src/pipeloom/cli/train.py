@@ -36,7 +36,8 @@ def run(words: list[str]) -> int:
     data = load_data(config.data, config.training.seed)
     folder = make_run_folder(resolve(config, data))
     print(f"text       {data.description}\nrun        {folder.path}", flush=True)
-    print(f"starting   {count(config.layout.num_ranks, 'process')}; the first step takes a few seconds\n", flush=True)
+    patience = "compiling may take minutes" if config.training.compile else "the first step takes a few seconds"
+    print(f"starting   {count(config.layout.num_ranks, 'process')}; {patience}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
     except BaseException as error:
