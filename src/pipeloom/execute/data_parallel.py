@@ -139,6 +139,11 @@ class DataParallel:
         """Whether this rank's shards are the ones that count where every shard is to be counted once."""
         return self._groups.copies.index == 0
 
+    @property
+    def copy_share(self) -> tuple[int, int]:
+        """Which of how many ranks that hold the same shards this one is."""
+        return self._groups.copies.index, self._groups.copies.size
+
     def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
         parts = [weights.optimizer_parts() for weights in self.weights.values()]
