@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch._dynamo  # noqa: F401 (imported once here, not once in every process)
 from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -26,9 +27,8 @@ from pipeloom.train.trainer import Trainer
 
 LAYOUTS = {
     "one rank": Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
-    "one rank, a stage a piece": Layout(pp=1, loops=8, num_microbatches=2, microbatch_size=2),
     "loops": Layout(pp=2, loops=2, num_microbatches=4, microbatch_size=1),
-    "v, uneven": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 4, 1)),
+    "v, uneven": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
     "full": Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2, microbatch_size=1),
     "four ranks": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
     "replicas": Layout(pp=2, loops=2, dp=2, num_microbatches=2, microbatch_size=1),
@@ -44,7 +44,7 @@ def config_of(folder, name, **checkpoint):
     """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
     return small_run(
         folder,
-        model=ModelConfig(family="gpt2", num_layers=6, hidden_size=10, num_heads=2, ffn_size=14),
+        model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
         layout=LAYOUTS[name],
         schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped")),
         optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5),
@@ -142,12 +142,12 @@ def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp
 def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
     config = config_of(tmp_path, "full", resume=tmp_path / "run")
-    wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=7))
+    wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
     with pytest.raises(UserError) as refused:
         train_all({tmp_path / "other": wider})
     words = str(refused.value)
-    assert "it lacks model.layers.6.attention.key.bias" in words
-    assert "another shape for model.layers.0.feed_forward.down.weight [10, 14] instead of [10, 16]" in words
+    assert "it lacks model.layers.4.attention.key.bias" in words
+    assert "model.layers.0.feed_forward.down.weight [10, 14] instead of [10, 16]" in words
     assert "Traceback" not in words
 
 
@@ -161,6 +161,8 @@ def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FOLDER).write_text("in the way")
-    with pytest.raises(RunError, match=r"cannot write the checkpoint .*step-000002: rank 0: .*File exists") as failed:
+    with pytest.raises(
+        RunError, match=r"cannot write the checkpoint .*step-000002: rank 0: .*Not a directory"
+    ) as failed:
         train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
     assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))

@@ -68,7 +68,7 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
     line = f"\nresume     {path}: step {info.step}, {info.tokens:,} tokens"
     changed = new_order(config, data, info)
     return (
-        f"{line}\n           other batches than its run had come next, since {', '.join(changed)} changed"
+        f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
         if changed
         else line
     )

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from pipeloom.errors import UserError
 from pipeloom.train.boxes import Box, Interval
 
-_MOST_NAMED = 20
+_MOST_NAMED = 100
 """Wrong keys of one sort that a message names; a checkpoint of another model has thousands."""
 
 
