@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeloom.checkpoint_folder import read_info, run_of
+from pipeloom.checkpoint_folder import list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.errors import ConfigError, RunError, UserError
@@ -24,8 +24,9 @@ TIMELINE = "timeline"
 SAMPLE = "sample.txt"
 SUMMARY = "summary.json"
 REPORT = "report.html"
-WEIGHTS = "model*.safetensors*"
-"""Files of weights, as a pattern: one, or several and which parameter is in which."""
+WEIGHTS = "model.safetensors"
+"""The weights at the end; where they are several files, ``WEIGHTS_INDEX`` says which parameter is in which."""
+WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 
 _T = TypeVar("_T")
 
@@ -89,6 +90,12 @@ class RunFolder:
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Files of weights in a folder, whole models and parts of them."""
+    several = folder.glob(WEIGHTS.replace(".", "-?????-of-?????."))
+    return [*several, *(file for file in (folder / WEIGHTS, folder / WEIGHTS_INDEX) if file.exists())]
+
+
 def make_run_folder(config: RunConfig) -> RunFolder:
     """Make the folder and write the configuration into it; with a checkpoint, also the metrics until its step.
 
@@ -101,13 +108,16 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     try:
         path = _new_default_folder() if path is None else path
         resume = config.checkpoint.resume
-        if (path / CONFIG).exists() and not (resume is not None and run_of(resume) == path.absolute()):
+        is_same = resume is not None and run_of(resume) == path.absolute()
+        if not is_same and ((path / CONFIG).exists() or list_checkpoints(path) or weight_files(path)):
             raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
         path.mkdir(parents=True, exist_ok=True)
         repeatable = replace(config, output=replace(config.output, folder=None))
         (path / CONFIG).write_text(format_run(repeatable), encoding="utf-8")
+        if is_same:
+            _forget_end(path)
         if resume is not None:
-            _go_on(path, resume)
+            _take_metrics(path, resume)
     except OSError as error:
         raise UserError(
             f"cannot write the run folder {path}: {error.strerror}; choose another --output.folder"
@@ -115,12 +125,16 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     return RunFolder(path)
 
 
-def _go_on(path: Path, checkpoint: Path) -> None:
-    """Begin a run folder where a checkpoint's run was; what belongs to the run's end is still to come."""
+def _forget_end(path: Path) -> None:
+    """Remove what a run wrote at its end, which is still to come now."""
     for name in (SCHEDULE, TRACE, PREDICTED_TRACE, SAMPLE, SUMMARY, REPORT, f"{TIMELINE}.png", f"{TIMELINE}.svg"):
         (path / name).unlink(missing_ok=True)
-    for weights in path.glob(WEIGHTS):
+    for weights in weight_files(path):
         weights.unlink()
+
+
+def _take_metrics(path: Path, checkpoint: Path) -> None:
+    """Begin the metrics with those of a checkpoint's run until its step."""
     run = run_of(checkpoint)
     if run is None or not (run / METRICS).is_file():
         return

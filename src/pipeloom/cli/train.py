@@ -151,10 +151,11 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.SUMMARY: "these numbers",
         "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",
         names.WEIGHTS: "the weights",
+        names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
-        if "," in name or any(folder.glob(name)):  # some may be switched off
+        if "," in name or (folder / name).exists():  # some may be switched off
             print(f"  {name:<21} {what}")
 
 

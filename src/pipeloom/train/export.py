@@ -20,12 +20,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pipeloom.checkpoint_folder import read_info
 from pipeloom.errors import RunError, UserError
-from pipeloom.run_folder import WEIGHTS
+from pipeloom.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
 from pipeloom.train.checkpoint import MODEL, read_metadata
 
 FILE_BYTES = 5_000_000_000
 """Most bytes of one file, unless a single parameter has more; what Hugging Face's libraries took for years."""
-_INDEX = "model.safetensors.index.json"
 
 
 def export(
@@ -57,19 +56,19 @@ def export(
     sizes = {name: prod(one.size) * (dtype or one.properties.dtype).itemsize for name, one in stored.items()}
     parts = _parts(sizes, file_bytes)
     names = [f"model-{n:05}-of-{len(parts):05}.safetensors" for n in range(1, len(parts) + 1)]
-    names = names if len(parts) > 1 else ["model.safetensors"]
+    names = names if len(parts) > 1 else [WEIGHTS]
     about = {"format": "pt", "step": str(info.step), "model": json.dumps(info.model)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.glob(WEIGHTS)):
+        if weight_files(folder):
             raise UserError(f"{folder} holds weights already; choose another folder, or move them away")
         for name, part in zip(names, parts, strict=True):
             _write(folder / name, _read(checkpoint, {key: stored[key] for key in part}, dtype), about)
         if len(parts) > 1:
             places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
             index = {"metadata": {"total_size": sum(sizes.values()), **about}, "weight_map": places}
-            (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            names.append(_INDEX)
+            (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            names.append(WEIGHTS_INDEX)
     except OSError as error:
         raise RunError(f"cannot write weights to {folder}: {error.strerror or error}") from None
     return [folder / name for name in names]
