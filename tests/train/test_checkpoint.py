@@ -27,15 +27,17 @@ from pipeloom.train.trainer import Trainer
 
 LAYOUTS = {
     "one rank": Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
-    "loops": Layout(pp=2, loops=2, num_microbatches=4, microbatch_size=1),
-    "v, uneven": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
+    "loops": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
     "full": Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2, microbatch_size=1),
-    "four ranks": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
-    "replicas": Layout(pp=2, loops=2, dp=2, num_microbatches=2, microbatch_size=1),
-    "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=2, microbatch_size=1),
+    "linear": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
+    "tensor, no sharding": Layout(pp=1, loops=2, tp=2, dp=2, num_microbatches=2, microbatch_size=1),
+    "tensor, full": Layout(
+        pp=1, loops=3, tp=2, sequence_parallel=True, dp=2, shard="full", num_microbatches=2, microbatch_size=1
+    ),
+    "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=1, microbatch_size=2),
     "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="optimizer", num_microbatches=1, microbatch_size=1),
 }
-PLACEMENTS = {"v, uneven": "v", "four ranks": "linear"}
+PLACEMENTS = {"loops": "v", "linear": "linear"}
 STEPS = 4
 SAVED = 2
 
@@ -105,7 +107,7 @@ def elements_written(checkpoint):
     return found
 
 
-@pytest.mark.parametrize(("name", "alike"), [("replicas", [(0, 1), (2, 3)]), ("hybrid", [(0, 2), (1, 3)])])
+@pytest.mark.parametrize(("name", "alike"), [("tensor, no sharding", [(0, 2)]), ("hybrid", [(0, 2), (1, 3)])])
 def test_ranks_that_hold_the_same_share_the_writing_out(tmp_path, name, alike):
     config = config_of(tmp_path, name, every=STEPS)
     train_all({tmp_path / "run": config})

@@ -101,7 +101,7 @@ def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data")
 def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
-        f"pipeline   {schedule.family}: {count(layout.pp, 'process')} x {count(layout.loops, 'stage')} each, "
+        f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{schedule.placement}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}",
@@ -110,12 +110,14 @@ def _announce(config: RunConfig) -> None:
 
 
 def _replicas(config: RunConfig) -> str:
-    """What data parallelism adds to the pipeline; nothing without it."""
+    """What tensor and data parallelism add to the pipeline; nothing without them."""
     layout = config.layout
+    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
+    tensor += " (sequence too)" if layout.sequence_parallel else ""
     if layout.dp == 1:
-        return ""
+        return tensor
     copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
-    return f"; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
+    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:

@@ -1,6 +1,16 @@
 """The network: a transformer to read, and its stages. Knows no rank and no schedule."""
 
+from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.split import build_stage, stage_pieces
+from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 from pipeloom.model.transformer import Transformer, num_pieces
 
-__all__ = ["Transformer", "build_stage", "num_pieces", "stage_pieces"]
+__all__ = [
+    "SplitVocabulary",
+    "TensorParallel",
+    "TensorSlice",
+    "Transformer",
+    "build_stage",
+    "num_pieces",
+    "stage_pieces",
+]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import ModelConfig
+from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import Transformer
 
 _INIT_STD = 0.02
@@ -42,6 +43,7 @@ def build_stage(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    parallel: TensorParallel = WHOLE,
 ) -> Transformer:
     """Build and initialize one stage.
 
@@ -55,27 +57,30 @@ def build_stage(
         seed: chooses the weights; the same on all ranks.
         dtype: type of the weights. Values are drawn in float32 whatever it is.
         device: where the weights live; on "meta" they have shapes but no values.
+        parallel: the ranks that share the stage's matrices; together they start from the same weights as one would.
     """
     with torch.device("meta"):
-        stage = Transformer(config, max_positions, pieces).to(dtype)
+        stage = Transformer(config, max_positions, pieces, parallel).to(dtype)
     if torch.device(device).type == "meta":
         return stage
     stage.to_empty(device=device)
+    slices = stage.slices()
     with torch.no_grad():
         for name, weight in stage.named_parameters():
-            weight.copy_(_first_value(name, weight.shape, seed, config.num_layers))
+            here = slices[name]
+            weight.copy_(here.of(_first_value(name, here.whole, seed, config.num_layers), weight.shape))
     return stage
 
 
-def _first_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:
+def _first_value(name: str, shape: Sequence[int], seed: int, num_layers: int) -> Tensor:
     """What a parameter holds before the first step; float32, on the CPU."""
     if name.endswith(".bias"):
-        return torch.zeros(shape, dtype=torch.float32)
+        return torch.zeros(*shape, dtype=torch.float32)
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=torch.float32)
+        return torch.ones(*shape, dtype=torch.float32)
     scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     generator = torch.Generator().manual_seed(_stable_hash(f"{seed}/{name}"))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
+    return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
 
 
 def _stable_hash(text: str) -> int:

@@ -34,14 +34,14 @@ from pipeloom.checkpoint_folder import (
 )
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
-from pipeloom.model import Transformer, build_stage
+from pipeloom.model import build_stage
 from pipeloom.run_folder import CONFIG
 from pipeloom.train.boxes import Interval
 from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
 from pipeloom.train.data import Data
+from pipeloom.train.pipeline import Pipeline
 
 MODEL = "model."
 """What keys of parameters begin with."""
@@ -60,16 +60,17 @@ class Checkpoints:
     Args:
         config: resolved.
         world: this process among the others.
-        data_parallel: this rank's stages.
+        pipeline: with this rank's stages.
         optimizer: AdamW over their parts.
         run: the run folder; rank 0's counts.
     """
 
     def __init__(
-        self, config: RunConfig, world: World, data_parallel: DataParallel, optimizer: torch.optim.AdamW, run: Path
+        self, config: RunConfig, world: World, pipeline: Pipeline, optimizer: torch.optim.AdamW, run: Path
     ) -> None:
         self._config = config
-        self._data_parallel = data_parallel
+        self._data_parallel = pipeline.data_parallel
+        self._slices = pipeline.slices()
         self._optimizer = optimizer
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
@@ -135,17 +136,15 @@ class Checkpoints:
         intervals: dict[str, Interval] = {}
         index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
         for weights in self._data_parallel.weights.values():
-            assert isinstance(weights.module, Transformer)
-            slices = weights.module.slices()
             num = weights.shard.numel()
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
             for prefix, values, begin in _buffers(weights, states):
                 for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
-                    part, whole = weights.order.shapes[name], slices[name].whole
+                    part, whole = weights.order.shapes[name], self._slices[name].whole
                     if is_shared_out and self._tensor_rank > 0 and part == whole:
                         continue  # all tensor-parallel ranks hold it whole
                     tensors[prefix + name] = values[start - begin : end - begin]
-                    intervals[prefix + name] = Interval(whole, slices[name].begin, part, first, end - start)
+                    intervals[prefix + name] = Interval(whole, self._slices[name].begin, part, first, end - start)
         return tensors, intervals
 
     def _prune(self) -> None:

@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict, dataclass
 from statistics import median_high
 
-import torch
 from torch import nn
 
 from pipeloom import run_folder
@@ -101,7 +100,7 @@ class Trainer:
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
         self._optimizer = make_adamw(config.optimizer, decayed, plain)
-        self._checkpoints = Checkpoints(config, world, self._pipeline.data_parallel, self._optimizer, folder.path)
+        self._checkpoints = Checkpoints(config, world, self._pipeline, self._optimizer, folder.path)
         self._done = self._restore()
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
@@ -173,8 +172,8 @@ class Trainer:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
-        counted = self._parameters if self._pipeline.data_parallel.counts else []
-        loss, squares = self._world.sum([_total(result), squared_gradient_norm(counted)])
+        squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
@@ -195,9 +194,8 @@ class Trainer:
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
         step_time_s = median_high(times)
-        sizes = self._pipeline.num_parameters if self._pipeline.is_first_replica else 0
         bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
-        (num_parameters,) = self._world.sum([sizes])
+        (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=config.training.steps,
@@ -226,7 +224,7 @@ class Trainer:
         if num_batches == 0:
             return None
         batches = (self._batch(self._data.validation, index) for index in range(num_batches))
-        total = sum(_total(self._pipeline.evaluate(batch)) for batch in batches)
+        total = sum(self._pipeline.counted_loss(self._pipeline.evaluate(batch)) for batch in batches)
         return self._world.sum([total / num_batches])[0]
 
     def _unigram_loss(self) -> float:
@@ -264,8 +262,3 @@ class _Silent:
 
     def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         pass
-
-
-def _total(result: StepResult) -> float:
-    """Sum of this rank's shares of the loss; 0 on ranks without the last stage."""
-    return float(torch.stack(list(result.outputs.values())).sum()) if result.outputs else 0.0
