@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Layout, Shard
 from pipeloom.schedule import Kind
@@ -178,6 +180,22 @@ class OutputConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of the run is written, and from which one it goes on."""
+
+    every: int | None = None
+    """Steps between checkpoints, which are written to checkpoints/ in the run folder. None: only what final says."""
+    keep: int | None = None
+    """How many checkpoints are kept, the newest ones. None: all."""
+    final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
+    """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
+    resume: Path | None = None
+    """Where to go on: a checkpoint, or a run folder, which means its latest one. It may be of any other layout.
+    training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
+    None: from new weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """What simulate predicts for; train runs on the machine it is started on and does not read this section."""
 
@@ -204,6 +222,7 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
 
@@ -231,7 +250,10 @@ class RunConfig:
             found += [*_model_problems(self), *_stage_problems(self), *_tensor_problems(self)]
             found += _recompute_problems(self)
         found += _data_parallel_problems(self)
-        return [*found, *_text_problems(self), *_not_trainable(self), *_compile_problems(self)] if trains else found
+        if trains:
+            found += [*_text_problems(self), *_checkpoint_problems(self), *_not_trainable(self)]
+            found += _compile_problems(self)
+        return found
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -270,6 +292,8 @@ _AT_LEAST: dict[str, float] = {
     "training.validation_batches": 0,
     "training.sample_tokens": 0,
     "training.stall_timeout_s": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
     "output.trace_step": 1,
 }
 _ABOVE_ZERO = (
@@ -456,3 +480,24 @@ def _text_problems(config: RunConfig) -> list[str]:
     except OSError:  # such as a name that is too long
         is_missing = True
     return [f"data.path must be a text file or a folder, found nothing at {path}"] if is_missing else []
+
+
+def _checkpoint_problems(config: RunConfig) -> list[str]:
+    resume, steps = config.checkpoint.resume, config.training.steps
+    if resume is None:
+        return []
+    try:
+        found = find_checkpoint(resume)
+        done = read_info(found).step
+    except (UserError, OSError) as error:  # an OSError such as a name that is too long
+        return [f"checkpoint.resume: {error}"]
+    problems: list[str] = []
+    if steps <= done:
+        problems.append(f"training.steps must be above {done}, the steps that {found} has done, found {steps}")
+    folder = config.output.folder
+    if folder is not None and run_of(found) == folder.absolute() and list_checkpoints(folder)[-1].name != found.name:
+        problems.append(
+            f"output.folder {folder} has checkpoints of later steps than {found.name}; "
+            "resume from the latest one, or choose another output.folder"
+        )
+    return problems

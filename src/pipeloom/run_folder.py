@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pipeloom.checkpoint_folder import list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.errors import ConfigError, RunError, UserError
@@ -26,6 +27,9 @@ TIMELINE = "timeline"
 SAMPLE = "sample.txt"
 SUMMARY = "summary.json"
 REPORT = "report.html"
+WEIGHTS = "model.safetensors"
+"""The weights at the end; where they are several files, ``WEIGHTS_INDEX`` says which parameter is in which."""
+WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 
 _T = TypeVar("_T")
 
@@ -40,6 +44,8 @@ _SUMMARY_NAMES = (
     "step_time_s",
     "predicted_step_time_s",
     "tokens_per_s",
+    "tokens",
+    "traced_step",
 )
 
 
@@ -87,8 +93,14 @@ class RunFolder:
         return RunError(f"cannot write to the run folder {self.path} any more: {error.strerror}")
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Files of weights in a folder, whole models and parts of them."""
+    several = folder.glob(WEIGHTS.replace(".", "-?????-of-?????."))
+    return [*several, *(file for file in (folder / WEIGHTS, folder / WEIGHTS_INDEX) if file.exists())]
+
+
 def make_run_folder(config: RunConfig) -> RunFolder:
-    """Make the folder and write the configuration into it.
+    """Make the folder and write the configuration into it; with a checkpoint, also the metrics until its step.
 
     The configuration leaves out the folder itself, so that it can be run again as it is.
 
@@ -98,16 +110,50 @@ def make_run_folder(config: RunConfig) -> RunFolder:
     path = config.output.folder
     try:
         path = _new_default_folder() if path is None else path
-        if (path / CONFIG).exists():
+        resume = config.checkpoint.resume
+        is_same = resume is not None and run_of(resume) == path.absolute()
+        if not is_same and ((path / CONFIG).exists() or list_checkpoints(path) or weight_files(path)):
             raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
         path.mkdir(parents=True, exist_ok=True)
         repeatable = replace(config, output=replace(config.output, folder=None))
         (path / CONFIG).write_text(format_run(repeatable), encoding="utf-8")
+        if is_same:
+            _forget_end(path)
+        if resume is not None:
+            _take_metrics(path, resume)
     except OSError as error:
         raise UserError(
             f"cannot write the run folder {path}: {error.strerror}; choose another --output.folder"
         ) from error
     return RunFolder(path)
+
+
+def _forget_end(path: Path) -> None:
+    """Remove what a run wrote at its end, which is still to come now."""
+    for name in (SCHEDULE, TRACE, PREDICTED_TRACE, SAMPLE, SUMMARY, REPORT, f"{TIMELINE}.png", f"{TIMELINE}.svg"):
+        (path / name).unlink(missing_ok=True)
+    for weights in weight_files(path):
+        weights.unlink()
+
+
+def _take_metrics(path: Path, checkpoint: Path) -> None:
+    """Begin the metrics with those of a checkpoint's run until its step."""
+    run = run_of(checkpoint)
+    if run is None or not (run / METRICS).is_file():
+        return
+    lines = (run / METRICS).read_text(encoding="utf-8").splitlines(keepends=True)
+    step = read_info(checkpoint).step
+    draft = path / f".{METRICS}.part"
+    draft.write_text("".join(line for line in lines if _is_until(line, step)), encoding="utf-8")
+    draft.replace(path / METRICS)
+
+
+def _is_until(line: str, step: int) -> bool:
+    """Whether a line of metrics is whole and of a step that a checkpoint has seen."""
+    try:
+        return int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _new_default_folder() -> Path:

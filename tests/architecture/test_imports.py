@@ -13,6 +13,7 @@ LIGHT = [
     "pipeloom.simulate",
     "pipeloom.config",
     "pipeloom.config_file",
+    "pipeloom.checkpoint_folder",
     "pipeloom.report.summary",
     "pipeloom.report.bubble",
     "pipeloom.run_folder",
@@ -31,6 +32,7 @@ LIGHT = [
     "pipeloom.cli.simulate_text",
     "pipeloom.cli.validate",
     "pipeloom.cli.report",
+    "pipeloom.cli.export",
     "pipeloom.catalog.writing",
     "pipeloom.cli.profile",
 ]

@@ -55,7 +55,8 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     run = tmp_path / "run"
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
     pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
-    assert {file.name for file in run.iterdir()} == expected | pictures
+    weights = {"checkpoints", "model.safetensors"}
+    assert {file.name for file in run.iterdir()} == expected | pictures | weights
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert "validation loss" in first.stdout
     assert "unigram loss" in first.stdout

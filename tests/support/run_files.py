@@ -54,6 +54,8 @@ def write_run(
         "step_time_s": 0.12,
         "predicted_step_time_s": 0.09 if predicted else None,
         "tokens_per_s": 12345.6,
+        "tokens": steps * layout.batch_size * config.data.seq_len,
+        "traced_step": min(3, steps),
     }
     (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
     return folder

@@ -145,6 +145,13 @@ def test_the_default_corpus_is_real(default_data: Data) -> None:
 # Windows
 
 
+def test_batches_of_another_size_go_on_behind_what_was_read() -> None:
+    windows = TokenWindows(np.arange(100, dtype=np.uint16), 9, seed=3)
+    expected = [*windows.batch(0, 4), *windows.batch(1, 4), *windows.batch(2, 4)]
+    found = [*windows.batch(0, 4), *windows.batch(0, 3, skipped=4), *windows.batch(1, 3, skipped=4)]
+    assert np.array_equal(found, expected[:10])
+
+
 @given(st.integers(2, 300), st.integers(1, 20), st.integers(1, 7), st.none() | st.integers(-3, 99))
 def test_each_window_comes_once_an_epoch(num_tokens: int, seq_len: int, batch_size: int, seed: int | None) -> None:
     seq_len = min(seq_len, num_tokens - 1)

@@ -10,6 +10,7 @@ from pipeloom.errors import PipeloomError
 COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
+    "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a finished run as one HTML page: predicted beside measured",
     "simulate": "say what a step of a described run will look like on a cluster",
     "schedule": "print, draw or export a schedule with its bubble and its memory",

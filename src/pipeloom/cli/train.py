@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeloom.checkpoint_folder import find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
 from pipeloom.words import count
@@ -34,8 +35,10 @@ def run(words: list[str]) -> int:
         return 0
     _announce(config)
     data = load_data(config.data, config.training.seed)
-    folder = make_run_folder(resolve(config, data))
-    print(f"text       {data.description}\nrun        {folder.path}", flush=True)
+    resolved = resolve(config, data)
+    goes_on = _check_checkpoint(resolved, data)
+    folder = make_run_folder(resolved)
+    print(f"text       {data.description}\nrun        {folder.path}{goes_on}", flush=True)
     patience = "compiling may take minutes" if config.training.compile else "the first step takes a few seconds"
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {patience}\n", flush=True)
     try:
@@ -45,9 +48,31 @@ def run(words: list[str]) -> int:
         error.add_note(f"What the run wrote until then is in {folder.path}.")
         raise
     _draw(config, folder.path, result)
+    if config.checkpoint.final == "safetensors":
+        from pipeloom.train.export import export
+
+        export(find_checkpoint(folder.path), folder.path)
     write_report(folder.path)
     _print_end(result.summary, folder.path)
     return 0
+
+
+def _check_checkpoint(config: RunConfig, data: "Data") -> str:
+    """Refuse a checkpoint that the run cannot go on from; else lines that say how it does, empty without checkpoint."""
+    path = config.checkpoint.resume
+    if path is None:
+        return ""
+    from pipeloom.train.checkpoint import check_resumable, new_order
+
+    check_resumable(config)
+    info = read_info(path)
+    line = f"\nresume     {path}: step {info.step}, {info.tokens:,} tokens"
+    changed = new_order(config, data, info)
+    return (
+        f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
+        if changed
+        else line
+    )
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
@@ -60,7 +85,7 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
         f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}"
     )
-    step = min(config.output.trace_step, config.training.steps)
+    step = result.summary.traced_step
     panels = {f"{config.schedule.family}, measured in step {step}: {what}": result.measured}
     if result.predicted is not None:
         panels["predicted before the first step, from profiled stages"] = result.predicted
@@ -128,10 +153,13 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.PREDICTED_TRACE: "the same as predicted",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
+        "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",
+        names.WEIGHTS: "the weights",
+        names.WEIGHTS_INDEX: "the weights; which parameter is in which file",
         names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
-        if "," in name or any(folder.glob(name)):  # the sample and the prediction may be switched off
+        if "," in name or any(folder.glob(name)):  # some may be switched off
             print(f"  {name:<21} {what}")
 
 

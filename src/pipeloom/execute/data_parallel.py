@@ -165,6 +165,11 @@ class DataParallel:
         is_first = self._groups.tensor.index == 0
         return [g for one in self.weights.values() for g in one.counted_gradients(with_replicated=is_first)]
 
+    @property
+    def copy_share(self) -> tuple[int, int]:
+        """Which of how many ranks that hold the same shards this one is."""
+        return self._groups.copies.index, self._groups.copies.size
+
     def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
         parts = [weights.optimizer_parts() for weights in self.weights.values()]

@@ -1,10 +1,11 @@
 """The weights of one stage under data parallelism: one flat buffer, of which ranks hold shards."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,36 @@ from pipeloom.layout import Shard
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of the weights that an optimizer updates where a module computes in ``dtype``: at least single precision."""
     return torch.promote_types(dtype, torch.float32)
+
+
+class Overlap(NamedTuple):
+    """What an interval of a stage's flat buffer has of a parameter.
+
+    Attributes:
+        name: of the parameter.
+        first: the first element, counted in the parameter in row-major order.
+        begin: where that is in the flat buffer.
+        end: behind the last element, in the flat buffer.
+    """
+
+    name: str
+    first: int
+    begin: int
+    end: int
+
+
+class FlatPart(NamedTuple):
+    """Contiguous elements of a stage's flat buffer that the optimizer updates as one parameter.
+
+    Attributes:
+        parameter: the elements, flat.
+        begin: where the first of them is in the flat buffer.
+        decays: whether they have weight decay.
+    """
+
+    parameter: nn.Parameter
+    begin: int
+    decays: bool
 
 
 @dataclass(frozen=True)
@@ -59,13 +90,23 @@ class FlatOrder:
         parts = zip(self.shapes.items(), begins, sizes, strict=False)
         return {name: buffer[begin : begin + size].view(shape) for (name, shape), begin, size in parts}
 
+    def overlaps(self, begin: int, end: int) -> Iterator[Overlap]:
+        """What an interval of the buffer has of each parameter, where it has anything; in the order of the buffer."""
+        ends = accumulate(prod(shape) for shape in self.shapes.values())
+        for (name, shape), behind in zip(self.shapes.items(), ends, strict=True):
+            start = behind - prod(shape)
+            low, high = max(begin, start), min(end, behind)
+            if low < high:
+                yield Overlap(name, low - start, low, high)
+
 
 class StageWeights:
     """A stage's parameters, gradients, and this rank's shards of both.
 
     The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
     are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
-    its storage stays the same object, since autograd keeps views of it from forward to backward.
+    its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
+    shard begins in the flat buffer.
 
     A module may compute in a narrower type than the optimizer updates. Then ``whole`` has the narrow type, shards,
     gradients and their sums over micro-batches the wide one, and ``shard`` is memory of its own even without sharding.
@@ -108,8 +149,8 @@ class StageWeights:
             self._compute_narrow()
         self.shard = master if level == "none" else master.chunk(num_shards)[index].clone()
         self.reduces_in_place = level == "none" and not reduces_again
+        self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
-        self._begin = 0 if level == "none" else index * self.shard.numel()
         self._num_decayed = self._in_shard(self.order.num_decayed)
         self._full_bytes = self.whole.nbytes
         self.is_held = True
@@ -181,7 +222,7 @@ class StageWeights:
 
     def _in_shard(self, element: int) -> int:
         """An element of the buffer as one of the shard, or the nearest end of it."""
-        return min(max(0, element - self._begin), self.shard.numel())
+        return min(max(0, element - self.begin), self.shard.numel())
 
     def counted_gradients(self, *, with_replicated: bool) -> list[Tensor]:
         """The shard's gradient, with or without what every tensor-parallel rank holds."""
@@ -190,13 +231,19 @@ class StageWeights:
         held = self.order.replicated
         return [self.gradient[: self._in_shard(held.start)], self.gradient[self._in_shard(held.stop) :]]
 
-    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    @cached_property
+    def parts(self) -> list[FlatPart]:
         """What the optimizer updates, with gradients: the parts of the shard with and without weight decay."""
-        cut = self._num_decayed
-        parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
-        for part, begin, end in ((parts[0], 0, cut), (parts[1], cut, self.shard.numel())):
+        cut, size = self._num_decayed, self.shard.numel()
+        found = []
+        for begin, end, decays in ((0, cut, True), (cut, size, False)):
             if begin < end:
                 parameter = nn.Parameter(self.shard[begin:end])
                 parameter.grad = self.gradient[begin:end]
-                part.append(parameter)
-        return parts
+                found.append(FlatPart(parameter, self.begin + begin, decays))
+        return found
+
+    def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The parameters of ``parts``: those with weight decay, and those without."""
+        decayed = [part.parameter for part in self.parts if part.decays]
+        return decayed, [part.parameter for part in self.parts if not part.decays]

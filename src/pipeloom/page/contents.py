@@ -37,7 +37,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     if run.predicted is not None:
         traces["predicted"] = run.predicted
     layout, family = run.config.layout, run.config.schedule.family
-    step = min(run.config.output.trace_step, len(run.metrics))
+    step = run.summary["traced_step"]
     return {
         "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}",
@@ -57,12 +57,11 @@ def page_contents(run: Run) -> dict[str, Any]:
 
 def _facts(run: Run) -> list[list[str]]:
     """(label, value) of what is no comparison."""
-    summary, config = run.summary, run.config
-    num_tokens = summary["steps"] * config.layout.batch_size * config.data.seq_len
+    summary = run.summary
     facts = [
         ["parameters", f"{summary['num_parameters']:,}"],
         ["steps", f"{summary['steps']:,}"],
-        ["tokens seen", f"{num_tokens:,}"],
+        ["tokens seen", f"{summary['tokens']:,}"],
         ["tokens/s", f"{summary['tokens_per_s']:,.0f}"],
         ["training loss", f"{summary['train_loss']:.4f}"],
     ]
@@ -78,7 +77,7 @@ def _headline(run: Run, traces: Mapping[str, Trace], step: int) -> list[dict[str
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
     steps = {"measured": run.summary["step_time_s"], "predicted": run.summary["predicted_step_time_s"]}
     return [
-        _compared("step time", f"median of {count(run.summary['steps'], 'step')}, optimizer included", steps, _ms),
+        _compared("step time", "median over the steps, optimizer included", steps, _ms),
         _compared("pipeline", f"first to last action of step {step}", makespans, _ms),
         _compared("bubble fraction", f"idle share of the ranks in step {step}", fractions, _percent),
     ]

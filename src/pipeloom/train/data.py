@@ -71,17 +71,18 @@ class TokenWindows:
         self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
         self._seed = seed
 
-    def batch(self, index: int, batch_size: int) -> npt.NDArray[np.int64]:
+    def batch(self, index: int, batch_size: int, skipped: int = 0) -> npt.NDArray[np.int64]:
         """A batch of windows.
 
         Args:
             index: number of the batch, from 0; after the last window the next epoch begins.
             batch_size: windows of a batch.
+            skipped: windows before the first batch, which were read in batches of another size.
 
         Returns:
             Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``.
         """
-        first = index * batch_size
+        first = skipped + index * batch_size
         rows = [self._row(number) for number in range(first, first + batch_size)]
         return np.asarray(self._windows[rows], dtype=np.int64)
 

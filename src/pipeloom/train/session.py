@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipeloom.checkpoint_folder import find_checkpoint
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
@@ -48,6 +49,7 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
         return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
     # imported once here, not once in every worker: optimizers import it on first use
     import torch._dynamo
+    import torch.distributed.checkpoint
 
     if config.training.compile and config.training.compile_backend == "inductor":
         import torch._inductor.compile_fx  # noqa: F401
@@ -78,14 +80,14 @@ def check_processes(config: RunConfig) -> None:
 
 
 def resolve(config: RunConfig, data: Data) -> RunConfig:
-    """The configuration with everything derived filled in: sizes of the model, partition, group size.
+    """The configuration with everything derived filled in: sizes of the model, partition, group size, checkpoint.
 
     Args:
         config: as it was asked for.
         data: tells the tokenizer's size.
 
     Raises:
-        UserError: the model knows fewer tokens than the tokenizer has.
+        UserError: the model knows fewer tokens than the tokenizer has, or there is no checkpoint to resume from.
     """
     needed, given = data.tokenizer.vocab_size, config.model.vocab_size
     if given is not None and given < needed:
@@ -97,8 +99,10 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     layout, schedule = config.layout, config.schedule
     partition = layout.partition or default_partition(model, config.data.seq_len, layout.num_stages)
     is_grouped = FAMILIES[schedule.family].is_grouped
+    resume = config.checkpoint.resume
     return replace(
         config,
+        checkpoint=replace(config.checkpoint, resume=None if resume is None else find_checkpoint(resume).absolute()),
         model=model,
         layout=replace(layout, partition=partition),
         schedule=replace(schedule, group_size=schedule.group_size or layout.pp) if is_grouped else schedule,

@@ -9,6 +9,7 @@ from statistics import median_high
 from torch import nn
 
 from pipeloom import run_folder
+from pipeloom.checkpoint_folder import CheckpointInfo
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
@@ -18,6 +19,7 @@ from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
+from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.data import Data, TokenWindows, unigram_loss
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
@@ -34,12 +36,14 @@ class RunSummary:
 
     Attributes:
         num_parameters: of the whole model.
-        steps: optimizer steps done.
+        steps: optimizer steps done, those before a checkpoint it went on from included.
+        tokens: read in these steps.
+        traced_step: step whose trace was kept.
         train_loss: of the last step, in nats for each token.
         validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
         unigram_loss: of a model that knows only how frequent each token is, on the tokens that were validated,
             or on the whole validation text if none were.
-        step_time_s: median over the steps.
+        step_time_s: median over the steps since the start.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
         tokens_per_s: at the median step time.
         bubble_fraction: idle share of the ranks in the traced step, measured.
@@ -49,6 +53,8 @@ class RunSummary:
 
     num_parameters: int
     steps: int
+    tokens: int
+    traced_step: int
     train_loss: float
     validation_loss: float | None
     unigram_loss: float
@@ -94,6 +100,8 @@ class Trainer:
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
         self._optimizer = make_adamw(config.optimizer, decayed, plain)
+        self._checkpoints = Checkpoints(config, world, self._pipeline, self._optimizer, folder.path)
+        self._done = self._restore()
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
 
@@ -103,11 +111,10 @@ class Trainer:
         if is_writer:
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         self._predict()
-        traced = min(config.output.trace_step, config.training.steps)
         times: list[float] = []
         loss = 0.0
         with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
-            for step in range(1, config.training.steps + 1):
+            for step in range(self._done.step + 1, config.training.steps + 1):
                 begin = time.perf_counter()
                 loss, grad_norm, result = self._step(step)
                 times.append(time.perf_counter() - begin)
@@ -117,11 +124,33 @@ class Trainer:
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
                     self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
-                if step == traced:
+                if step == self._traced_step:
                     self._keep_trace(result)
+                if self._is_saved(step):
+                    self._checkpoints.save(self._info(step))
         self._folder.close()
         summary = self._finish(times, loss)
         return RunResult(summary, self._measured, None if self._prediction is None else self._prediction.trace)
+
+    @property
+    def _traced_step(self) -> int:
+        return min(self._done.step + self._config.output.trace_step, self._config.training.steps)
+
+    def _restore(self) -> CheckpointInfo:
+        """What was done before: everything until a checkpoint, or nothing."""
+        resume = self._config.checkpoint.resume
+        if resume is None:
+            return checkpoint_info(self._config, self._data, 0, 0, 0)
+        return self._checkpoints.restore(resume)
+
+    def _is_saved(self, step: int) -> bool:
+        settings, is_last = self._config.checkpoint, step == self._config.training.steps
+        return (settings.every is not None and step % settings.every == 0) or (is_last and settings.final != "none")
+
+    def _info(self, step: int) -> CheckpointInfo:
+        sequences = (step - self._done.step) * self._config.layout.batch_size
+        tokens = self._done.tokens + sequences * self._config.data.seq_len
+        return checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
 
     def _predict(self) -> None:
         """Say what a step will look like; written by rank 0."""
@@ -141,7 +170,8 @@ class Trainer:
         config = self._config
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
-        result = self._pipeline.train_step(self._batch(self._data.train, step - 1))
+        windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
+        result = self._pipeline.train_step(self._pipeline.batch(windows))
         squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
         loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
         if not math.isfinite(loss + squares):
@@ -174,7 +204,9 @@ class Trainer:
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
-            steps=len(times),
+            steps=config.training.steps,
+            tokens=self._info(config.training.steps).tokens,
+            traced_step=self._traced_step,
             train_loss=loss,
             validation_loss=self._validate(),
             unigram_loss=self._unigram_loss(),

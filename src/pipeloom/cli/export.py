@@ -1,0 +1,40 @@
+"""``pipeloom export``: the weights of a checkpoint as safetensors files."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from pipeloom.checkpoint_folder import find_checkpoint
+from pipeloom.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Write the weights of a checkpoint as safetensors files: whole parameters, without the optimizer's state."""
+
+    checkpoint: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT")]
+    """A checkpoint, or a run folder, which means its latest one."""
+    output: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")]
+    """Where the files go; made if it is not there."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    """Type of the written weights. None: as in the checkpoint."""
+    file_gb: float = 5.0
+    """Most gigabytes (10^9 bytes) of one file; several files get an index."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the arguments, write the files, say which."""
+    options = tyro.cli(Options, args=words, prog="pipeloom export", description=Options.__doc__)
+    if not options.file_gb > 0:
+        raise UserError(f"--file-gb must be above 0, found {options.file_gb:g}")
+    checkpoint = find_checkpoint(options.checkpoint)
+    import torch
+
+    from pipeloom.train.export import export
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))
+    print("\n".join([f"checkpoint {checkpoint}", *(f"weights    {file}" for file in files)]))
+    return 0

@@ -1,0 +1,287 @@
+"""Checkpoints of a run: written and read by all ranks, keyed by the names of the whole model's parameters.
+
+The keys are ``model.NAME`` for a parameter, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` for what
+AdamW knows about it. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones share
+them out, and each rank reads what it needs, whatever layout wrote it.
+"""
+
+import pickle
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from pipeloom.checkpoint_folder import (
+    FOLDER,
+    INFO,
+    CheckpointInfo,
+    draft_of,
+    list_checkpoints,
+    name_of,
+    read_info,
+    run_of,
+)
+from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
+from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.world import World
+from pipeloom.model import build_stage
+from pipeloom.run_folder import CONFIG
+from pipeloom.train.boxes import Interval
+from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.data import Data
+from pipeloom.train.pipeline import Pipeline
+
+MODEL = "model."
+"""What keys of parameters begin with."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each element, as torch.optim names it."""
+_PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for the slowest one to write or read."""
+
+States = Mapping[Tensor, Mapping[str, Tensor]]
+"""AdamW's state of each of its parameters."""
+
+
+class Checkpoints:
+    """Checkpoints of one rank among the others; all ranks make it and call its methods together.
+
+    Args:
+        config: resolved.
+        world: this process among the others.
+        pipeline: with this rank's stages.
+        optimizer: AdamW over their parts.
+        run: the run folder; rank 0's counts.
+    """
+
+    def __init__(
+        self, config: RunConfig, world: World, pipeline: Pipeline, optimizer: torch.optim.AdamW, run: Path
+    ) -> None:
+        self._config = config
+        self._data_parallel = pipeline.data_parallel
+        self._slices = pipeline.slices()
+        self._optimizer = optimizer
+        self._is_writer = world.rank == 0
+        self._tensor_rank = config.layout.coordinates(world.rank).tensor
+        found = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(found, dist.ProcessGroup)
+        self._group = found
+        paths = [str(run.absolute())]
+        dist.broadcast_object_list(paths, 0, group=self._group)
+        self._run = Path(paths[0])
+
+    def save(self, info: CheckpointInfo) -> None:
+        """Write a checkpoint after a step; when rank 0 returns, it is there, and no more old ones than are kept.
+
+        Raises:
+            RunError: a rank could not write.
+            PeerLostError: another rank went away.
+        """
+        path = self._run / FOLDER / name_of(info.step)
+        draft = draft_of(path)
+        tensors, intervals = self._held(self._optimizer.state, is_shared_out=True)
+        with _errors(f"cannot write the checkpoint {path}", RunError):
+            if self._is_writer:
+                shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
+            dcp.save(tensors, checkpoint_id=draft, planner=IntervalSavePlanner(intervals), process_group=self._group)
+            if self._is_writer:
+                (draft / INFO).write_text(info.to_json(), encoding="utf-8")
+                _remove(path)
+                draft.rename(path)
+                self._prune()
+
+    def restore(self, path: Path) -> CheckpointInfo:
+        """Read a checkpoint of any layout into the weights' shards and the optimizer.
+
+        Args:
+            path: a complete checkpoint.
+
+        Raises:
+            UserError: it cannot be read, or is not of this model; names everything that does not fit.
+            PeerLostError: another rank went away.
+        """
+        info = read_info(path)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        states: dict[Tensor, dict[str, Tensor]] = {
+            p: {moment: torch.zeros_like(p) for moment in _MOMENTS} for p in parameters
+        }
+        tensors, intervals = self._held(states, is_shared_out=False)
+        planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
+        with _errors(f"cannot read the checkpoint {path}", UserError):
+            dcp.load(tensors, checkpoint_id=path, planner=planner, process_group=self._group)
+        steps = torch.tensor(float(info.step))
+        state = {index: {"step": steps.clone(), **states[p]} for index, p in enumerate(parameters)}
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+        return info
+
+    def _held(self, states: States, *, is_shared_out: bool) -> tuple[dict[str, Tensor], dict[str, Interval]]:
+        """This rank's elements of each tensor, flat, and which they are.
+
+        Args:
+            states: of the optimizer.
+            is_shared_out: of elements that other ranks hold too, only this rank's share.
+        """
+        tensors: dict[str, Tensor] = {}
+        intervals: dict[str, Interval] = {}
+        index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
+        for weights in self._data_parallel.weights.values():
+            num = weights.shard.numel()
+            low, high = (weights.begin + num * share // size for share in (index, index + 1))
+            for prefix, values, begin in _buffers(weights, states):
+                for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
+                    part, whole = weights.order.shapes[name], self._slices[name].whole
+                    if is_shared_out and self._tensor_rank > 0 and part == whole:
+                        continue  # all tensor-parallel ranks hold it whole
+                    tensors[prefix + name] = values[start - begin : end - begin]
+                    intervals[prefix + name] = Interval(whole, self._slices[name].begin, part, first, end - start)
+        return tensors, intervals
+
+    def _prune(self) -> None:
+        keep = self._config.checkpoint.keep
+        for old in list_checkpoints(self._run)[:-keep] if keep is not None else []:
+            _remove(old)
+
+
+def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
+    """What is said beside the tensors.
+
+    Args:
+        config: resolved.
+        data: the text.
+        step: optimizer steps done.
+        sequences: read until then.
+        tokens: in these.
+    """
+    return CheckpointInfo(
+        step=step,
+        sequences=sequences,
+        tokens=tokens,
+        model=_sizes(config.model),
+        data=_text(config, data),
+        layout=asdict(config.layout),
+        versions={name: version(name) for name in ("pipeloom", "torch")},
+    )
+
+
+def check_resumable(config: RunConfig) -> None:
+    """Refuse a checkpoint of another model before anything starts.
+
+    Args:
+        config: resolved, with a checkpoint to resume from.
+
+    Raises:
+        UserError: names everything that does not fit, or says why the checkpoint cannot be read.
+    """
+    path = config.checkpoint.resume
+    assert path is not None
+    info, sizes = read_info(path), _sizes(config.model)
+    problems = [
+        f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
+        for name in sorted({*sizes, *info.model})
+        if sizes.get(name) != info.model.get(name)
+    ]
+    problems += differences(expected_shapes(config), read_metadata(path))
+    if not problems:
+        return
+    run = run_of(path)
+    hint = "use the model that it is of"
+    if run is not None and (run / CONFIG).exists():
+        hint = f"start from its own configuration: pipeloom train {run / CONFIG} --checkpoint.resume {path}"
+    raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
+
+
+def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
+    """Settings that make other batches than those with which the run of a checkpoint would have gone on."""
+    found = _text(config, data)
+    return [name for name in found if found[name] != info.data.get(name)]
+
+
+def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, by key.
+
+    Args:
+        config: resolved.
+    """
+    model = build_stage(
+        config.model,
+        range(config.model.num_layers + 2),
+        max_positions=config.data.seq_len,
+        seed=config.training.seed,
+        dtype=getattr(torch, config.training.dtype),
+        device="meta",
+    )
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    prefixes = [MODEL, *(_prefix(moment) for moment in _MOMENTS)]
+    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Which tensors a checkpoint has.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return dcp.FileSystemReader(path).read_metadata()
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
+        raise UserError(f"cannot read the checkpoint {path}: {error}") from error
+
+
+def _prefix(moment: str) -> str:
+    return f"optimizer.{moment}."
+
+
+def _buffers(weights: StageWeights, states: States) -> Iterator[tuple[str, Tensor, int]]:
+    """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
+    yield MODEL, weights.shard, weights.begin
+    for part in weights.parts:
+        for moment in _MOMENTS:
+            yield _prefix(moment), states[part.parameter][moment], part.begin
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """The model without where its sizes came from."""
+    return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}
+
+
+def _text(config: RunConfig, data: Data) -> dict[str, Any]:
+    return {
+        "text": data.corpus_sha256,
+        "data.tokenizer": config.data.tokenizer,
+        "data.seq_len": config.data.seq_len,
+        "training.seed": config.training.seed,
+    }
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, so that nobody ever sees a part of it under its name."""
+    if checkpoint.exists():
+        draft = draft_of(checkpoint).with_suffix(".old")
+        shutil.rmtree(draft, ignore_errors=True)
+        checkpoint.rename(draft)
+        shutil.rmtree(draft)
+
+
+@contextmanager
+def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
+    """What went wrong on any rank, as one error on all of them, without the tracebacks that torch puts around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
+    except OSError as error:
+        raise kind(f"{what}: {error}") from None
+    except RuntimeError as error:
+        raise PeerLostError(f"{what}: a process went away, or did not come in time: {error}") from error

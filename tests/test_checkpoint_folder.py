@@ -1,0 +1,91 @@
+"""Finding checkpoints, and what is said when there is none."""
+
+import json
+
+import pytest
+from checkpoint_files import info_of, write_checkpoint
+
+from pipeloom.checkpoint_folder import (
+    FOLDER,
+    INFO,
+    METADATA,
+    draft_of,
+    find_checkpoint,
+    list_checkpoints,
+    name_of,
+    read_info,
+    run_of,
+)
+from pipeloom.errors import UserError
+
+
+def test_a_run_folder_means_its_latest_checkpoint_by_number(tmp_path):
+    paths = [write_checkpoint(tmp_path, step) for step in (10, 999_999, 1_000_000, 2)]
+    assert [path.name for path in paths] == ["step-000010", "step-999999", "step-1000000", "step-000002"]
+    assert find_checkpoint(tmp_path) == paths[2]
+    assert list_checkpoints(tmp_path) == [paths[3], paths[0], paths[1], paths[2]]
+
+
+def test_a_checkpoint_means_itself_wherever_it_lies(tmp_path):
+    path = write_checkpoint(tmp_path / "run", 10)
+    write_checkpoint(tmp_path / "run", 20)
+    assert find_checkpoint(path) == path
+    assert run_of(path) == tmp_path / "run"
+    moved = path.rename(tmp_path / "mine")
+    assert find_checkpoint(moved) == moved
+    assert run_of(moved) is None
+
+
+@pytest.mark.parametrize("lost", [INFO, METADATA])
+def test_one_that_lacks_a_file_is_not_complete_and_not_the_latest(tmp_path, lost):
+    whole, broken = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
+    (broken / lost).unlink()
+    assert find_checkpoint(tmp_path) == whole
+    with pytest.raises(UserError, match=f"step-000020 is not complete: it lacks {lost}; use another one"):
+        find_checkpoint(broken)
+
+
+def test_what_was_only_begun_is_named_and_not_used(tmp_path):
+    draft = draft_of(tmp_path / FOLDER / name_of(30))
+    write_checkpoint(tmp_path, 30).rename(draft)
+    with pytest.raises(UserError, match=r"found no complete checkpoint in .*, only \.step-000030\.part, whose writing"):
+        find_checkpoint(tmp_path)
+    whole = write_checkpoint(tmp_path, 10)
+    assert find_checkpoint(tmp_path) == whole
+
+
+def test_a_path_that_is_none_is_named(tmp_path):
+    with pytest.raises(UserError, match="expected a run folder or a checkpoint, found nothing at .*/nowhere"):
+        find_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="expected a run folder or a checkpoint, found a file at .*/file"):
+        find_checkpoint(tmp_path / "file")
+    with pytest.raises(UserError, match="found no complete checkpoint in"):
+        find_checkpoint(tmp_path)
+
+
+def test_other_names_among_checkpoints_are_left_alone(tmp_path):
+    write_checkpoint(tmp_path, 10).rename(tmp_path / FOLDER / "step-best")
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_what_a_checkpoint_says_is_read_back(tmp_path):
+    assert read_info(write_checkpoint(tmp_path, 10)) == info_of(10)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"format": 1, "st', "Unterminated string"),
+        ("7", "expected a checkpoint of format 1"),
+        ('{"format": 2, "step": 3}', "expected a checkpoint of format 1"),
+        ('{"format": 1, "step": 3}', "missing 6 required positional arguments: 'sequences'"),
+        (json.dumps({**json.loads(info_of(1).to_json()), "more": 1}), "unexpected keyword argument 'more'"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, text, words):
+    path = write_checkpoint(tmp_path, 10)
+    (path / INFO).write_text(text)
+    with pytest.raises(UserError, match=r"cannot read .*checkpoint\.json: ") as refused:
+        read_info(path)
+    assert words in str(refused.value)

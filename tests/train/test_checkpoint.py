@@ -1,0 +1,170 @@
+"""Checkpoints over processes: written under any layout, a run goes on under any other."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch._dynamo  # noqa: F401 (imported once here, not once in every process)
+from small_run import small_run
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from pipeloom.checkpoint_folder import FOLDER, find_checkpoint, read_info
+from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.errors import RunError, UserError
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.layout import Layout
+from pipeloom.run_folder import RunFolder
+from pipeloom.train.checkpoint import expected_shapes
+from pipeloom.train.data import TokenWindows, load_data
+from pipeloom.train.session import resolve
+from pipeloom.train.trainer import Trainer
+
+LAYOUTS = {
+    "one rank": Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
+    "loops": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
+    "full": Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2, microbatch_size=1),
+    "linear": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
+    "tensor, no sharding": Layout(pp=1, loops=2, tp=2, dp=2, num_microbatches=2, microbatch_size=1),
+    "tensor, full": Layout(
+        pp=1, loops=3, tp=2, sequence_parallel=True, dp=2, shard="full", num_microbatches=2, microbatch_size=1
+    ),
+    "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=1, microbatch_size=2),
+    "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="optimizer", num_microbatches=1, microbatch_size=1),
+}
+PLACEMENTS = {"loops": "v", "linear": "linear"}
+STEPS = 4
+SAVED = 2
+
+
+def config_of(folder, name, **checkpoint):
+    """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
+    return small_run(
+        folder,
+        model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
+        layout=LAYOUTS[name],
+        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped")),
+        optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5),
+        training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False, dtype="float64"),
+        checkpoint=CheckpointConfig(final="none", **checkpoint),
+    )
+
+
+def train(jobs, rendezvous, rank, size):
+    """Run one trainer after the other in the same processes; what they did is in their folders."""
+    world = join_forked(rendezvous, rank, size, "cpu", 60)
+    for folder, config in jobs:
+        data = load_data(config.data, config.training.seed)
+        Trainer(resolve(config, data), world, data, RunFolder(folder)).run()
+    world.leave()
+
+
+def train_all(jobs: dict[Path, RunConfig]):
+    """Run all of them, those with the same number of ranks in the same processes."""
+    load_data(next(iter(jobs.values())).data, 0)
+    for size in (1, 2, 4):
+        mine = [(folder, config) for folder, config in jobs.items() if config.layout.num_ranks == size]
+        for folder, _ in mine:
+            folder.mkdir(parents=True, exist_ok=True)
+        run_workers(partial(train, mine), size)
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_under_every_layout_from_every_other_one(tmp_path):
+    saved = {name: tmp_path / name for name in LAYOUTS}
+    train_all({folder: config_of(tmp_path, name, every=SAVED) for name, folder in saved.items()})
+    expected = losses(saved["one rank"])
+    for folder in saved.values():
+        assert losses(folder) == pytest.approx(expected, rel=1e-11)
+
+    pairs = {(old, new): tmp_path / f"{old} -> {new}" for old in LAYOUTS for new in LAYOUTS if old != new}
+    resume = {name: folder / FOLDER / f"step-{SAVED:06}" for name, folder in saved.items()}
+    train_all({folder: config_of(tmp_path, new, resume=resume[old]) for (old, new), folder in pairs.items()})
+    assert len(pairs) == len(LAYOUTS) * (len(LAYOUTS) - 1)
+    for folder in pairs.values():
+        found = losses(folder)
+        assert list(found) == [3, 4]
+        assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-11)
+
+
+def elements_written(checkpoint):
+    """How many elements each rank wrote."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    found = Counter()
+    for key, tensor in metadata.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            found[int(place.relative_path.split("_")[2])] += prod(chunk.sizes)
+    return found
+
+
+@pytest.mark.parametrize(("name", "alike"), [("tensor, no sharding", [(0, 2)]), ("hybrid", [(0, 2), (1, 3)])])
+def test_ranks_that_hold_the_same_share_the_writing_out(tmp_path, name, alike):
+    config = config_of(tmp_path, name, every=STEPS)
+    train_all({tmp_path / "run": config})
+    found = elements_written(find_checkpoint(tmp_path / "run"))
+    for one, other in alike:
+        assert found[one] == pytest.approx(found[other], abs=3 * config.layout.loops)  # weights and two moments
+    shapes = expected_shapes(resolve(config, load_data(config.data, 0)))
+    assert sum(found.values()) == sum(map(prod, shapes.values()))
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2)})
+    assert sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp_path, monkeypatch):
+    train_all({tmp_path / "run": config_of(tmp_path, "one rank", every=2)})
+    config = config_of(tmp_path, "one rank", every=1, resume=tmp_path / "run" / FOLDER / "step-000002")
+    wider = replace(config, layout=replace(config.layout, num_microbatches=6))
+    honest = TokenWindows._row
+
+    def noted(self, number):
+        with (tmp_path / "read").open("a") as notes:
+            notes.write(f"{number} ")
+        return honest(self, number)
+
+    monkeypatch.setattr(TokenWindows, "_row", noted)
+    train_all({tmp_path / "wider": wider})
+    info = read_info(find_checkpoint(tmp_path / "wider"))
+    assert (info.step, info.sequences, info.tokens) == (4, 2 * 4 + 2 * 6, (2 * 4 + 2 * 6) * 8)
+    assert [int(number) for number in (tmp_path / "read").read_text().split()] == list(range(2 * 4, 2 * 4 + 2 * 6))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    config = config_of(tmp_path, "full", resume=tmp_path / "run")
+    wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
+    with pytest.raises(UserError) as refused:
+        train_all({tmp_path / "other": wider})
+    words = str(refused.value)
+    assert "it lacks model.layers.4.attention.key.bias" in words
+    assert "model.layers.0.feed_forward.down.weight [10, 14] instead of [10, 16]" in words
+    assert "Traceback" not in words
+
+
+def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    next(find_checkpoint(tmp_path / "run").glob("__1_*.distcp")).unlink()
+    with pytest.raises(UserError, match=r"cannot read the checkpoint .*step-000004: rank 0: .*No such file"):
+        train_all({tmp_path / "other": config_of(tmp_path, "one rank", resume=tmp_path / "run")})
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FOLDER).write_text("in the way")
+    with pytest.raises(
+        RunError, match=r"cannot write the checkpoint .*step-000002: rank 0: .*Not a directory"
+    ) as failed:
+        train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))

@@ -1,0 +1,142 @@
+"""Weights of a checkpoint as safetensors files."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from small_run import small_run
+
+from pipeloom.checkpoint_folder import FOLDER, find_checkpoint
+from pipeloom.cli import main
+from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
+from pipeloom.errors import UserError
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.layout import Layout
+from pipeloom.run_folder import RunFolder
+from pipeloom.train.data import load_data
+from pipeloom.train.export import export
+from pipeloom.train.session import resolve
+from pipeloom.train.trainer import Trainer
+
+
+class Frozen(Trainer):
+    """Trains nothing, so that what it saves is known."""
+
+    def _step(self, step):
+        found = super()._step(step)
+        self.whole = {name: p.detach() for w in self._pipeline.data_parallel.weights.values()
+                      for name, p in w.module.named_parameters()}  # fmt: skip
+        return found
+
+
+def _train(config, folder, rendezvous, rank, size):
+    """Train a step; this rank's parameters after it, by name."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    data = load_data(config.data, 0)
+    trainer = Frozen(resolve(config, data), world, data, RunFolder(folder))
+    trainer.run()
+    world.leave()
+    return {name: tensor.numpy() for name, tensor in trainer.whole.items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[object, dict[str, torch.Tensor]]:
+    """A run folder with a checkpoint over two stages of two ranks, and its weights."""
+    folder = tmp_path_factory.mktemp("exported")
+    config = small_run(
+        folder,
+        layout=Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=1),
+        training=TrainingConfig(steps=1, validation_batches=0, sample_tokens=0, predict=False),
+        checkpoint=CheckpointConfig(final="checkpoint"),
+    )
+    load_data(config.data, 0)
+    run = folder / "run"
+    run.mkdir()
+    parts = run_workers(partial(_train, config, run), 2)
+    return run, {name: torch.from_numpy(array) for part in parts for name, array in part.items()}
+
+
+def test_a_small_model_is_one_file_with_every_parameter_whole(trained, tmp_path):
+    run, expected = trained
+    (file,) = export(find_checkpoint(run), tmp_path / "new" / "folder")
+    assert file == tmp_path / "new" / "folder" / "model.safetensors"
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    assert about["format"] == "pt"
+    assert about["step"] == "1"
+    assert json.loads(about["model"])["hidden_size"] == RunConfig().model.hidden_size // 12
+    assert file.stat().st_mode == (tmp_path / "new").joinpath("folder").stat().st_mode & 0o666 | 0o100000
+
+
+def test_a_large_one_is_several_files_with_an_index(trained, tmp_path):
+    run, expected = trained
+    *files, index = export(find_checkpoint(run), tmp_path, file_bytes=20_000)
+    assert index.name == "model.safetensors.index.json"
+    assert [file.name for file in files[:2]] == [
+        f"model-00001-of-{len(files):05}.safetensors",
+        f"model-00002-of-{len(files):05}.safetensors",
+    ]
+    tree = json.loads(index.read_text())
+    found = {}
+    for file in files:
+        tensors = load_file(file)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 20_000 or len(tensors) == 1
+        assert all(tree["weight_map"][name] == file.name for name in tensors)
+        found |= tensors
+    assert tree["weight_map"].keys() == found.keys() == expected.keys()
+    assert tree["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_command_takes_a_run_and_another_type(trained, tmp_path, capsys):
+    run, expected = trained
+    assert main(["export", str(run), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert capsys.readouterr().out == (
+        f"checkpoint {run / FOLDER / 'step-000001'}\nweights    {tmp_path / 'out' / 'model.safetensors'}\n"
+    )
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], expected[name].bfloat16()) for name in expected)
+
+
+def test_weights_that_are_there_are_not_written_over(trained, tmp_path, capsys):
+    run, _ = trained
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"mine")
+    assert main(["export", str(run), str(tmp_path)]) == 2
+    assert "holds weights already; choose another folder" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("more", [[], ["--file-gb", "0"]])
+def test_what_is_no_checkpoint_and_what_is_no_size_are_one_message(tmp_path, capsys, more):
+    assert main(["export", str(tmp_path), str(tmp_path / "out"), *more]) == 2
+    words = "--file-gb must be above 0, found 0" if more else "found no complete checkpoint in"
+    assert words in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(trained, tmp_path, capsys):
+    run, _ = trained
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(run), str(tmp_path / "file" / "out")]) == 1
+    assert "cannot write weights to" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_lost_a_file_is_refused(trained, tmp_path):
+    run, _ = trained
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in find_checkpoint(run).iterdir():
+        if file.suffix != ".distcp":
+            (broken / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(UserError, match=r"cannot read the checkpoint .*broken: .*No such file"):
+        export(broken, tmp_path / "out")
+    (broken / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match="cannot read the checkpoint"):
+        export(broken, tmp_path / "out")
