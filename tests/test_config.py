@@ -243,7 +243,6 @@ FOR_SIMULATE = {
     "layout__tp": 2,
     "layout__sequence_parallel": True,
     "layout__recompute": "selective",
-    "model__tied": True,
 }
 
 

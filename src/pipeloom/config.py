@@ -43,7 +43,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary position frequencies; llama only."""
     tied: bool = False
-    """Whether embedding and head are one matrix. For simulate; train takes false."""
+    """Whether embedding and head are one matrix."""
 
     def resolve(self, vocab_size: int) -> "ModelConfig":
         """The same model with every derived size filled in.
@@ -362,12 +362,11 @@ def _not_trainable(config: RunConfig) -> list[str]:
         "layout.sequence_parallel": False,
         "layout.recompute": "none",
     }
-    tied = ["model.tied true is for simulate only so far; train a model whose head has weights of its own"]
     return [
         f"{name} {_as_written(_value(config, name))} is for simulate only so far; use {_as_written(only)}"
         for name, only in wanted.items()
         if _value(config, name) != only
-    ] + (tied if config.model.tied else [])
+    ]
 
 
 def _tensor_problems(config: RunConfig) -> list[str]:

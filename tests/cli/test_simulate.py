@@ -187,8 +187,8 @@ def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_pat
 
 def test_train_refuses_what_only_simulate_understands_in_one_message(capsys):
     message = refusal(capsys, GPT_52B, command="train")
-    assert "has 3 problems" in message
-    for name in ("layout.tp 8", "layout.recompute full", "model.tied true"):
+    assert "has 2 problems" in message
+    for name in ("layout.tp 8", "layout.recompute full"):
         assert f"{name} is for simulate only so far" in message
 
 

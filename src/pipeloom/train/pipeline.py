@@ -1,5 +1,6 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +19,12 @@ from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
-from pipeloom.model import build_stage, stage_pieces
-from pipeloom.schedule import Schedule, add_data_parallel, lower
+from pipeloom.model import TIED_NAME, Transformer, build_stage, stage_pieces
+from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 
 
@@ -40,6 +42,8 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
 def _lowered(config: RunConfig, choice: Choice) -> Schedule:
     settings = config.schedule
     schedule = lower(choice.make(), settings.receive_buffers)
+    if config.model.tied:
+        schedule = add_tied(schedule)
     if config.layout.dp == 1:
         return schedule
     return add_data_parallel(
@@ -78,8 +82,9 @@ class Pipeline:
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
         )
+        self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs)
+        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs)
         self._transport = ProcessGroupTransport(
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
@@ -128,16 +133,29 @@ class Pipeline:
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
-        return profile_stages(
-            self._world,
-            self._stages(self.schedule, self._outputs_in_training),
-            self._transport,
-            outputs=self._outputs_in_training,
-            tokens=batch.inputs[0],
-            objective=batch.loss,
-            pipelines=self._config.layout.pipelines(),
-            collectives=Collectives(self.schedule, self.data_parallel, self._clock),
-        )
+        with nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device):
+            found = profile_stages(
+                self._world,
+                self._stages(self.schedule, self._outputs_in_training),
+                self._transport,
+                outputs=self._outputs_in_training,
+                tokens=batch.inputs[0],
+                objective=batch.loss,
+                pipelines=self._config.layout.pipelines(),
+                collectives=Collectives(self.schedule, self.data_parallel, self._clock),
+            )
+        return self._with_tied_messages(found)
+
+    def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
+        if self._tied is None:
+            return profile
+        own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
+        every = self._world.gather(own_s)
+        if profile is None or every is None:
+            return None
+        tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
+        return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -174,6 +192,22 @@ class Pipeline:
             device=device,
         )
 
+    def _share_matrix(self) -> Tied | None:
+        """This rank's part in the matrix of embedding and head, if they share one over two stages."""
+        last = self.schedule.num_stages - 1
+        if not self._config.model.tied or last == 0:
+            return None
+        weights = self.data_parallel.weights
+        borrower = weights[last].module if last in weights else None
+        assert borrower is None or isinstance(borrower, Transformer)
+        return Tied(
+            TIED_NAME,
+            TensorSpec.of(self._build(0, "meta").get_parameter(TIED_NAME)),
+            gradient_dtype=self._dtype,
+            lender=weights.get(0),
+            borrower=borrower,
+        )
+
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta"), self.schedule.num_stages, tokens)
@@ -194,4 +228,5 @@ class Pipeline:
             transport=self._transport,
             clock=self._clock,
             data_parallel=self.data_parallel,
+            tied=self._tied,
         )
