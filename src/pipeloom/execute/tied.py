@@ -120,8 +120,10 @@ class Tied:
         if self._borrower is not None:
             self._forget(Handover(trains=True))
             self.take(Kind.RECV_TIED, torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
-        yield
-        self.forget()
+        try:
+            yield
+        finally:
+            self.forget()
 
     def begin(self, handover: Handover) -> None:
         """Before a step, with what its schedule hands over."""
