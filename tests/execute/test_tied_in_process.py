@@ -4,7 +4,7 @@ from collections import deque
 
 import pytest
 import torch
-from transformers import TransformerCluster, plain_steps, tied_schedule
+from transformers import TransformerCluster, differences, plain_steps, tied_schedule
 
 from pipeloom.errors import UserError
 from pipeloom.execute.tied import handover
@@ -17,23 +17,6 @@ from pipeloom.trace import from_chrome, merge, to_chrome
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
-STEPS = 3
-
-
-def differences(cluster):
-    """Worst differences of gradients and parameters from the single process, over all ranks and steps."""
-    gradients, parameters = plain_steps(cluster.model, STEPS)
-    worst = 0.0
-    for step in range(STEPS):
-        for found in cluster.step():
-            worst = max(worst, *(float((tensor - gradients[step][name]).abs().max()) for name, tensor in found.items()))
-    seen = {}
-    for found in cluster.whole("shard"):
-        seen |= found
-        worst = max(worst, *(float((tensor - parameters[name]).abs().max()) for name, tensor in found.items()))
-    assert seen.keys() == parameters.keys()
-    assert "head.output.weight" not in seen
-    return worst
 
 
 def layout_of(family, **sizes):

@@ -1,13 +1,13 @@
-"""All ranks of a layout over a small tied transformer in one process, and a single process that knows no pipeline."""
+"""All ranks of a layout over a small transformer in one process, and a single process that knows no pipeline."""
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 from replicas import adamw, groups_in_process
-from torch.nn import functional
 
 from pipeloom.config import ModelConfig
+from pipeloom.execute.blocking_group import BlockingGroup
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups
@@ -19,10 +19,11 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.tied import Tied
 from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
-from pipeloom.model import TIED_NAME, build_stage, stage_pieces
+from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, build_stage, stage_pieces
+from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.schedule import add_data_parallel, add_tied, lower
 
-VOCAB, NUM_TOKENS, ROWS = 11, 5, 2
+VOCAB, NUM_TOKENS, ROWS = 11, 6, 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class SmallModel:
     num_microbatches: int
     family: str = "llama"
     tied: bool = True
+    recompute: str = "none"
 
     @property
     def config(self):
@@ -40,28 +42,31 @@ class SmallModel:
         sizes = {"num_layers": layers, "hidden_size": 8, "num_heads": 2, "ffn_size": 12, "tied": self.tied}
         return ModelConfig(family=self.family, **sizes).resolve(VOCAB)
 
-    def stage(self, index, device="cpu"):
-        return self._build(stage_pieces(self.partition)[index], device)
+    def stage(self, index, device="cpu", parallel=WHOLE):
+        stage = self._build(stage_pieces(self.partition)[index], device, parallel)
+        stage.set_recompute((self.recompute,) * self.config.num_layers)
+        return stage
 
     def whole(self):
-        return self._build(range(sum(self.partition)), "cpu")
+        return self._build(range(sum(self.partition)), "cpu", WHOLE)
 
-    def _build(self, pieces, device):
-        return build_stage(self.config, pieces, max_positions=NUM_TOKENS, seed=3, dtype=torch.float64, device=device)
+    def _build(self, pieces, device, parallel):
+        sizes = {"max_positions": NUM_TOKENS, "seed": 3, "dtype": torch.float64}
+        return build_stage(self.config, pieces, **sizes, device=device, parallel=parallel)
 
     @cache  # noqa: B019  there are few models, and they are small
     def tokens(self):
         generator = torch.Generator().manual_seed(7)
         return [torch.randint(VOCAB, (ROWS, NUM_TOKENS), generator=generator) for _ in range(self.num_microbatches)]
 
-    def outputs(self):
+    def outputs(self, parallel=WHOLE):
         first = TensorSpec((ROWS, NUM_TOKENS), torch.int64)
-        return stage_outputs(lambda index: self.stage(index, "meta"), len(self.partition), first)
+        return stage_outputs(lambda index: self.stage(index, "meta", parallel), len(self.partition), first)
 
-    def loss(self, logits, number):
+    def loss(self, logits, number, parallel=WHOLE):
         """Tells micro-batches apart."""
-        targets = self.tokens()[number].roll(-1, 1)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()) / (number + 1)
+        targets = self.tokens()[number].roll(-1, 1).flatten()
+        return SplitVocabulary(parallel, VOCAB).summed_cross_entropy(logits.flatten(0, 1), targets) / (number + 1)
 
 
 @cache
@@ -83,30 +88,38 @@ def plain_steps(model, num_steps):
 class TransformerCluster:
     """All ranks of a layout, in this process."""
 
-    def __init__(self, layout, schedule, family="llama"):
+    def __init__(self, layout, schedule, family="llama", *, tied=True):
         self.layout, self.schedule = layout, schedule
         partition = layout.partition or (1,) * (layout.num_stages - 1) + (2,)
-        self.model = SmallModel(partition, layout.dp * layout.num_microbatches, family)
-        self.lanes, self.posts = Neighborhood(), [Post() for _ in range(layout.dp)]
+        self.model = SmallModel(partition, layout.dp * layout.num_microbatches, family, tied, layout.recompute)
+        self.lanes, self.posts = Neighborhood(), [Post() for _ in range(layout.dp * layout.tp)]
         shards, copies = groups_in_process(layout.shard_groups()), groups_in_process(layout.copy_groups())
-        self.outputs, self.parallel, self.executors, self.tied = self.model.outputs(), [], [], []
+        sums, teams = (groups_in_process(layout.tensor_groups()) for _ in range(2))
+        self.teams = [
+            TensorParallel(BlockingGroup(teams[rank]), layout.sequence_parallel) for rank in range(layout.num_ranks)
+        ]
+        self.parallel, self.executors, self.tied = [], [], []
         for rank in range(layout.num_ranks):
-            place = layout.coordinates(rank)
-            own = schedule.placement.stages_of(place.pipeline)
-            modules = ((index, self.model.stage(index)) for index in own)
-            groups, lane = Groups(shards[rank], copies[rank]), self.lanes.lane(HostClock())
-            self.parallel.append(DataParallel(schedule, modules, layout.shard, groups, lane))
-            self.tied.append(self._tied(self.parallel[-1].weights))
+            own = schedule.placement.stages_of(layout.coordinates(rank).pipeline)
+            modules = ((index, self.model.stage(index, parallel=self.teams[rank])) for index in own)
+            groups, lane = Groups(shards[rank], copies[rank], sums[rank]), self.lanes.lane(HostClock())
+            shared = {"replicated": self._replicated, "sums_replicated": layout.sequence_parallel}
+            self.parallel.append(DataParallel(schedule, modules, layout.shard, groups, lane, **shared))
+            self.tied.append(self._tied(self.parallel[-1].weights, self.teams[rank]) if tied else None)
             self.executors.append(self.executor(rank, schedule))
         self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
 
-    def _tied(self, weights):
+    def _replicated(self, stage):
+        shapes = {name: tuple(p.shape) for name, p in stage.named_parameters()}
+        return [name for name, here in stage.slices().items() if here.whole == shapes[name] and self.layout.tp > 1]
+
+    def _tied(self, weights, team):
         last = self.schedule.num_stages - 1
         if last == 0:
             return None
         return Tied(
             TIED_NAME,
-            TensorSpec.of(self.model.stage(0, "meta").get_parameter(TIED_NAME)),
+            TensorSpec.of(self.model.stage(0, "meta", team).get_parameter(TIED_NAME)),
             gradient_dtype=torch.float64,
             lender=weights.get(0),
             borrower=weights[last].module if last in weights else None,
@@ -114,18 +127,17 @@ class TransformerCluster:
 
     def executor(self, rank, schedule):
         place, parallel = self.layout.coordinates(rank), self.parallel[rank]
+        outputs = self.model.outputs(self.teams[rank])
         stages = {
-            index: Stage(
-                one.module, index, self.outputs[index], needs_input_gradient=index > schedule.first_backward_stage
-            )
+            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
             for index, one in parallel.weights.items()
         }
         return Executor(
             schedule,
             place.pipeline,
             stages,
-            outputs=self.outputs,
-            transport=self.posts[place.data].transport(place.pipeline),
+            outputs=outputs,
+            transport=self.posts[place.data * self.layout.tp + place.tensor].transport(place.pipeline),
             clock=HostClock(),
             data_parallel=parallel,
             tied=self.tied[rank],
@@ -137,9 +149,12 @@ class TransformerCluster:
         ranks = []
         for rank, executor in enumerate(executors or self.executors):
             first = self.layout.coordinates(rank).data * size
-            loss = lambda output, number, first=first: self.model.loss(output, first + number)  # noqa: E731
+            loss = partial(self._loss, first, self.teams[rank])
             ranks.append((executor, executor.steps(tokens[first : first + size], loss)))
-        return play_in_process(ranks)
+        return play_in_process(ranks, in_turns=self.layout.tp > 1)
+
+    def _loss(self, first, team, output, number):
+        return self.model.loss(output, first + number, team)
 
     def step(self):
         """One step of training; by rank its gradients by name."""
@@ -150,7 +165,7 @@ class TransformerCluster:
         return gradients
 
     def whole(self, what):
-        """By rank and name what its shard group holds: ``gradient`` or ``shard``."""
+        """By rank and name what its shard group holds of the rank's slices: ``gradient`` or ``shard``."""
         found = []
         for rank in range(self.layout.num_ranks):
             (group,) = [group for group in self.layout.shard_groups() if rank in group]
@@ -161,12 +176,45 @@ class TransformerCluster:
             found.append({name: view.clone() for name, view in views.items()})
         return found
 
+    def worst_difference(self, found, expected):
+        """Largest difference between each rank's tensors and its slices of the whole ones, by name."""
+        worst = 0.0
+        for rank, tensors in enumerate(found):
+            slices = {}
+            for weights in self.parallel[rank].weights.values():
+                slices |= weights.module.slices()
+            for name, tensor in tensors.items():
+                here = slices[name].of(expected[name], tensor.shape)
+                worst = max(worst, float((tensor - here).abs().max()))
+        return worst
+
+
+def differences(cluster, num_steps=3):
+    """Worst differences of gradients and parameters from the single process, over all ranks and steps."""
+    gradients, parameters = plain_steps(replace(cluster.model, recompute="none"), num_steps)
+    worst = max(cluster.worst_difference(cluster.step(), gradients[step]) for step in range(num_steps))
+    found = cluster.whole("shard")
+    assert set().union(*found) == parameters.keys()
+    return max(worst, cluster.worst_difference(found, parameters))
+
+
+def schedule_of(layout, family, *, tied):
+    """A family's schedule with everything that a step over a layout has."""
+    if tied:
+        return tied_schedule(layout, family)
+    sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
+    return _shared(layout, lower(make_schedule(family, **sizes)))
+
 
 def tied_schedule(layout, family, placement="looped", *, gradient_buffers=None, residency=2, num_microbatches=None):
     """A family's schedule with everything that a tied model's step over a layout has."""
     count = num_microbatches or layout.num_microbatches
     sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": count, "placement": placement}
     schedule = add_tied(lower(make_schedule(family, **sizes)))
-    if layout.dp == 1:
+    return _shared(layout, schedule, gradient_buffers, residency)
+
+
+def _shared(layout, schedule, gradient_buffers=None, residency=2):
+    if layout.dp == 1 and not layout.sequence_parallel:
         return schedule
     return add_data_parallel(schedule, layout.shard, residency=residency, prefetch=1, gradient_buffers=gradient_buffers)

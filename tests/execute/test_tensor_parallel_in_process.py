@@ -1,0 +1,45 @@
+"""All axes at once, every rank in one process: three steps equal the single process."""
+
+import pytest
+from transformers import TransformerCluster, differences, schedule_of
+
+from pipeloom.generate import FAMILIES
+from pipeloom.layout import Layout
+
+LEVELS = ("none", "optimizer", "gradients", "full")
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+RECOMPUTE = ("none", "selective", "full")
+
+
+def worst(family, *, tied=False, model="llama", **sizes):
+    layout = Layout(loops=2 if FAMILIES[family].is_looped else 1, **sizes)
+    return differences(TransformerCluster(layout, schedule_of(layout, family, tied=tied), model, tied=tied))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("shard", LEVELS)
+@pytest.mark.parametrize("family", TRAINING)
+def test_three_steps_over_eight_ranks_equal_the_single_process(family, shard, num_microbatches):
+    sizes = {"pp": 2, "tp": 2, "dp": 2, "shard": shard, "num_microbatches": num_microbatches}
+    for number, recompute in enumerate(RECOMPUTE):
+        for tied in (False, True):
+            splits = (number + tied + LEVELS.index(shard)) % 2 == 0
+            assert worst(family, tied=tied, recompute=recompute, sequence_parallel=splits, **sizes) < 1e-9
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("shard", LEVELS)
+@pytest.mark.parametrize("family", TRAINING)
+def test_so_they_do_without_tensor_parallelism(family, shard, num_microbatches):
+    sizes = {"pp": 2, "dp": 2, "shard": shard, "num_microbatches": num_microbatches}
+    for recompute in RECOMPUTE:
+        assert worst(family, tied=num_microbatches == 3, recompute=recompute, model="gpt2", **sizes) < 1e-9
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", TRAINING)
+def test_and_with_tensor_parallelism_and_copies_or_alone(family, tied, splits):
+    sizes = {"tied": tied, "model": "gpt2", "tp": 2, "sequence_parallel": splits, "num_microbatches": 3}
+    assert worst(family, pp=3, **sizes) < 1e-9
+    assert worst(family, pp=1, dp=4, replicate=2, shard="full", **sizes) < 1e-9
