@@ -220,6 +220,7 @@ class RunConfig:
         found = [*_range_problems(self), *_order_problems(self)]
         if is_model_known:
             found += [*_model_problems(self), *_stage_problems(self), *_tensor_problems(self)]
+            found += _recompute_problems(self)
         found += _data_parallel_problems(self)
         return [*found, *_text_problems(self), *_not_trainable(self)] if trains else found
 
@@ -271,11 +272,6 @@ _ABOVE_ZERO = (
     "optimizer.clip_grad_norm",
 )
 _FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
-
-
-def _as_written(value: Any) -> str:
-    """A value as a run file writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _value(config: RunConfig, name: str) -> Any:
@@ -357,16 +353,14 @@ def _stage_problems(config: RunConfig) -> list[str]:
 
 def _not_trainable(config: RunConfig) -> list[str]:
     """Settings that simulate understands and train cannot run yet."""
-    wanted: dict[str, Any] = {
-        "layout.tp": 1,
-        "layout.sequence_parallel": False,
-        "layout.recompute": "none",
-    }
-    return [
-        f"{name} {_as_written(_value(config, name))} is for simulate only so far; use {_as_written(only)}"
-        for name, only in wanted.items()
-        if _value(config, name) != only
-    ]
+    problems: list[str] = []
+    layout, num_tokens = config.layout, config.data.seq_len
+    if layout.tp > 1 and num_tokens % layout.tp and not layout.sequence_parallel:
+        problems.append(
+            f"layout.tp must divide data.seq_len, since messages carry a share of the tokens, found {layout.tp} and "
+            f"{num_tokens}"
+        )
+    return problems
 
 
 def _tensor_problems(config: RunConfig) -> list[str]:
@@ -379,6 +373,19 @@ def _tensor_problems(config: RunConfig) -> list[str]:
         problems.append("layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1")
     elif layout.sequence_parallel and layout.tp > 1 and config.data.seq_len % layout.tp:
         problems.append(f"layout.tp must divide data.seq_len, found {layout.tp} and {config.data.seq_len}")
+    return problems
+
+
+def _recompute_problems(config: RunConfig) -> list[str]:
+    layout, wanted = config.layout, config.model.num_layers
+    if layout.recompute_layers is None:
+        return []
+    problems: list[str] = []
+    if layout.recompute != "none":
+        problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
+    if len(layout.recompute_layers) != wanted:
+        found = len(layout.recompute_layers)
+        problems.append(f"layout.recompute_layers must name {wanted} layers (model.num_layers), found {found}")
     return problems
 
 

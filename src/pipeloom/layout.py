@@ -38,7 +38,7 @@ class Layout:
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None balances
     their cost; with another machine.software than pipeloom, as that program does."""
     tp: int = 1
-    """Tensor-parallel ranks, which share every matrix. For simulate; train takes 1."""
+    """Tensor-parallel ranks, which share every matrix."""
     dp: int = 1
     """Data-parallel replicas of the pipeline; each takes micro-batches of its own."""
     replicate: int | None = None
@@ -48,10 +48,12 @@ class Layout:
     """What data-parallel ranks share instead of holding it whole: nothing, the optimizer's state, also the gradients,
     or also the weights (full)."""
     sequence_parallel: bool = False
-    """Whether what tensor parallelism leaves whole is split over the sequence. For simulate; train takes no tp."""
+    """Whether what tensor parallelism leaves whole is split over the sequence."""
     recompute: Recompute = "none"
     """What the backward computes again instead of keeping it: nothing, the core of attention (selective), or whole
-    layers (full). For simulate; train takes none."""
+    layers (full)."""
+    recompute_layers: tuple[Recompute, ...] | None = None
+    """The same for each layer by itself, in order. None: recompute for all layers."""
 
     @property
     def num_stages(self) -> int:
@@ -67,6 +69,10 @@ class Layout:
     def batch_size(self) -> int:
         """Sequences of a step, over all replicas."""
         return self.dp * self.num_microbatches * self.microbatch_size
+
+    def recompute_by_layer(self, num_layers: int) -> tuple[Recompute, ...]:
+        """For each layer of the model what is recomputed."""
+        return self.recompute_layers or (self.recompute,) * num_layers
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank, 0..num_ranks-1, stands."""
@@ -100,6 +106,10 @@ class Layout:
         """All groups of ranks that hold the same shard of the same stages."""
         size = self.shard_size
         return [ranks[first::size] for ranks in self._data_groups() for first in range(size)]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """All groups of ranks that share the matrices of the same stages of the same replica."""
+        return [list(range(first, first + self.tp)) for first in range(0, self.num_ranks, self.tp)]
 
     def _data_groups(self) -> list[list[int]]:
         """For each place on the pipeline and tensor axes, the ranks along the data axis."""

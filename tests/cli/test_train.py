@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import write_text
 
+from pipeloom.run_folder import read_run
 from pipeloom.schedule import Kind
 from pipeloom.schedule.action import TIED_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.trace import from_chrome
@@ -94,6 +95,9 @@ DATA_PARALLEL = {
     "full": ["--layout.dp", "2", "--layout.shard", "full"],
     "hybrid": ["--layout.pp", "1", "--layout.dp", "4", "--layout.shard", "gradients", "--layout.replicate", "2",
                "--schedule.gradient-buffers", "1", "--layout.num-microbatches", "1"],
+    "tensor": ["--layout.tp", "2", "--layout.num-microbatches", "4"],
+    "tensor and sequence": ["--layout.pp", "1", "--layout.tp", "2", "--layout.sequence-parallel", "--layout.dp", "2",
+                            "--layout.shard", "full"],
 }  # fmt: skip
 
 
@@ -148,6 +152,15 @@ def test_a_tied_model_is_trained_evaluated_and_sampled_the_same_everywhere(tmp_p
             moved = [span for span in spans if span.action.kind in TIED_KINDS]
             assert {span.action.kind for span in moved} == kinds
             assert all(s.end_s > s.start_s for s in moved if s.action.kind in TIED_RECEIVE_KINDS)
+
+
+def test_the_report_has_every_pipeline_of_the_layout(tmp_path):
+    assert pipeloom(arguments(tmp_path, *DATA_PARALLEL["tensor and sequence"])).returncode == 0
+    run = read_run(tmp_path / "run")
+    names = ["replica 0, tensor rank 1", "replica 1, tensor rank 0", "replica 1, tensor rank 1"]
+    assert sorted(run.other_traces) == names
+    kinds = [[span.action for span in trace.spans if span.rank == 0] for trace in run.other_traces.values()]
+    assert {len(found) for found in kinds} == {sum(span.rank == 0 for span in run.trace.spans)}
 
 
 def test_collectives_are_in_the_measured_and_in_the_predicted_trace(tmp_path):

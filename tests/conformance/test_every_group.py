@@ -48,6 +48,17 @@ def reduced(rank, groups):
     return [job()], part
 
 
+def largest(rank, groups):
+    """Each element is the largest one of the ranks."""
+    tensor = numbers(rank, 3) * torch.tensor([1.0, -1.0, 1.0])
+
+    def job():
+        yield groups.copies.all_reduce(tensor, "max")
+        yield groups.shard.all_reduce(tensor, "max")
+
+    return [job()], tensor
+
+
 def one_after_the_other(rank, groups):
     """A job uses what the jobs before it have left, of tensors of any size and type."""
     small, large = torch.ones(2), torch.ones(4096, dtype=torch.float64)
@@ -116,6 +127,11 @@ def test_a_reduction_adds_up_within_a_copy_and_then_between_them(play):
 @PLAYERS
 def test_a_reduction_over_two_ranks_without_copies(play):
     assert play(reduced, PAIR) == [[300, 302, 304], [306, 308, 310]]
+
+
+@PLAYERS
+def test_the_largest_of_every_element_is_found(play):
+    assert play(largest, HYBRID) == [[400, -101, 402]] * 4
 
 
 @PLAYERS

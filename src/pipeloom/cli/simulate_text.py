@@ -1,11 +1,13 @@
 """The answer of ``pipeloom simulate`` for people: headline figures and three tables."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.cost.shape import Run
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -50,16 +52,22 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool) -> No
     _print_fit(console, step)
 
 
+def _recomputation(run: Run) -> str:
+    if run.recompute_layers is not None:
+        kinds = Counter(run.recompute_layers)
+        return f"recomputation of layers: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
+    return "no recomputation" if run.recompute == "none" else f"{run.recompute} recomputation"
+
+
 def _print_headline(console: Console, step: SimulatedStep) -> None:
     run, prediction, schedule = step.run, step.prediction, step.schedule
     peak = step.cluster.device.peak_flops_per_s[run.precision] / 1e12
-    recompute = "no recomputation" if run.recompute == "none" else f"{run.recompute} recomputation"
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     console.print(
         f"{run.shape.name or 'model'}, {_amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
-        f"{run.precision}, {recompute}{shard}"
+        f"{run.precision}, {_recomputation(run)}{shard}"
     )
     device, program = step.cluster.device.name, step.software.name
     console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")

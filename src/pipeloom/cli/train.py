@@ -76,7 +76,7 @@ def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data")
 def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
-        f"pipeline   {schedule.family}: {count(layout.pp, 'process')} x {count(layout.loops, 'stage')} each, "
+        f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{schedule.placement}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}",
@@ -85,12 +85,14 @@ def _announce(config: RunConfig) -> None:
 
 
 def _replicas(config: RunConfig) -> str:
-    """What data parallelism adds to the pipeline; nothing without it."""
+    """What tensor and data parallelism add to the pipeline; nothing without them."""
     layout = config.layout
+    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
+    tensor += " (sequence too)" if layout.sequence_parallel else ""
     if layout.dp == 1:
-        return ""
+        return tensor
     copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
-    return f"; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
+    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
@@ -121,13 +123,14 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",
+        names.OTHER_TRACES: "the same of the other pipelines, which the report compares",
         names.PREDICTED_TRACE: "the same as predicted",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
         names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
-        if "," in name or (folder / name).exists():  # the sample and the prediction may be switched off
+        if "," in name or any(folder.glob(name)):  # the sample and the prediction may be switched off
             print(f"  {name:<21} {what}")
 
 

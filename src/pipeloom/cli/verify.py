@@ -31,8 +31,10 @@ def run(words: list[str]) -> int:
     if is_first():
         layout, schedule = config.layout, config.schedule
         replicas = f"{layout.dp} replicas, shard {layout.shard}, " if layout.dp > 1 else ""
+        if layout.tp > 1:
+            replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
         print(
-            f"{schedule.family} ({schedule.placement}) over {layout.pp} processes x {layout.loops} stages, "
+            f"{schedule.family} ({schedule.placement}) over {layout.pp} pipeline ranks x {layout.loops} stages, "
             f"{replicas}{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )

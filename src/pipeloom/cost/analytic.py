@@ -1,7 +1,9 @@
 """A described run -> seconds of each stage's forward and backward, and of what a step does outside the pipeline."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
@@ -70,12 +72,21 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
     return tuple(counts), stage
 
 
+def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
+    """For each stage its layers by what they recompute: the run as if all did the same, and how many do."""
+    counts, _ = stage_layers(run, software)
+    if run.recompute_layers is None:
+        return tuple(((run, count),) for count in counts)
+    alike = {kind: replace(run, recompute=kind, recompute_layers=None) for kind in set(run.recompute_layers)}
+    parts = [run.recompute_layers[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+    return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
+
+
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     """Seconds of each stage's forward and backward for one micro-batch."""
     pieces = Pieces(run, cluster, software)
-    layer = (pieces.layer_forward(), pieces.layer_backward())
-    layer_s = [pieces.seconds(parts) for parts in layer]
-    counts, head = stage_layers(run, software)
+    layers_s = _layers_s(run, cluster, software)
+    _, head = stage_layers(run, software)
     exchange_s = _transfer_s(run, cluster, software)
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
@@ -85,7 +96,7 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
             (pieces.embedding_backward(), pieces.head_backward()),
         )
     ):
-        seconds = [count * layer_s[direction] + fixed_s * (0.4, 0.6)[direction] for count in counts]
+        seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
         seconds[0] += pieces.seconds(ends[0])
         seconds[head] += pieces.seconds(ends[1])
         if software.is_blocking and run.num_stages > 1:
@@ -94,7 +105,8 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
                 for stage, value in enumerate(seconds)
             ]
         sides.append(tuple(seconds))
-    share = pieces.layer_weight_s() / layer_s[1]
+    backward_s = sum(backward_s for _, backward_s in layers_s)
+    share = pieces.layer_weight_s() * run.shape.layers / backward_s
     free_s = 0.0 if software.is_blocking else exchange_s
     tied_s, tied_grad_s = tied_message_s(run, cluster, software)
     return StageCosts(sides[0], sides[1], free_s, weight_share=share, tied_s=tied_s, tied_grad_s=tied_grad_s)
@@ -116,6 +128,24 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
         for size in (run.element_bytes, software.gradient_bytes)
     )
     return weights_s, gradient_s
+
+
+def _layers_s(run: Run, cluster: Cluster, software: Software) -> list[tuple[float, float]]:
+    """For each stage the seconds of its layers, forward and backward."""
+
+    def seconds(alike: Run) -> tuple[float, float]:
+        pieces = Pieces(alike, cluster, software)
+        return pieces.seconds(pieces.layer_forward()), pieces.seconds(pieces.layer_backward())
+
+    stages = layers_by_recompute(run, software)
+    each_s = {kind: seconds(alike) for kind, alike in {a.recompute: a for stage in stages for a, _ in stage}.items()}
+    return [
+        (
+            sum(count * each_s[alike.recompute][0] for alike, count in stage),
+            sum(count * each_s[alike.recompute][1] for alike, count in stage),
+        )
+        for stage in stages
+    ]
 
 
 def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:

@@ -18,7 +18,7 @@ the first line by t as well. Full recomputation keeps each layer's input, and on
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from pipeloom.cost.analytic import stage_layers, stage_parameters
+from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 
@@ -141,6 +141,12 @@ def kept_bytes(run: Run, software: Software) -> float:
     return stage_input_bytes(run) if run.recompute == "full" else _whole_bytes(run, software)
 
 
+def stage_kept_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
+    stages = layers_by_recompute(run, software)
+    return [sum(count * kept_bytes(alike, software) for alike, count in stage) for stage in stages]
+
+
 def _whole_bytes(run: Run, software: Software) -> float:
     return layer_activation_bytes(
         run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
@@ -149,7 +155,7 @@ def _whole_bytes(run: Run, software: Software) -> float:
 
 def working_bytes(run: Run, software: Software) -> float:
     """Bytes of the layer that is being recomputed; 0 without full recomputation."""
-    return _whole_bytes(run, software) if run.recompute == "full" else 0.0
+    return _whole_bytes(run, software) if "full" in run.recompute_kinds else 0.0
 
 
 def num_logits(run: Run, software: Software) -> float:
@@ -178,9 +184,9 @@ def rank_memory(
         stages: those of the rank; ``None`` for a looped placement.
     """
     stages = range(rank, run.num_stages, run.pp) if stages is None else stages
-    counts, head = stage_layers(run, software)
-    layers = sum(counts[stage] for stage in stages) / len(stages)
-    activations = in_flight * layers * kept_bytes(run, software)
+    _, head = stage_layers(run, software)
+    kept = stage_kept_bytes(run, software)
+    activations = in_flight * sum(kept[stage] for stage in stages) / len(stages)
     activations += working_bytes(run, software)
     if 0 in stages:
         activations += in_flight / run.loops * stage_input_bytes(run)

@@ -106,6 +106,7 @@ class Run:
         precision: of weights and activations.
         replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
         layers_by_stage: layers of each stage; ``None`` as the program divides them.
+        recompute_layers: what each layer recomputes; ``None`` where ``recompute`` says it for all.
     """
 
     shape: ModelShape
@@ -125,6 +126,7 @@ class Run:
     precision: Precision = "bf16"
     replicate: int = 1
     layers_by_stage: tuple[int, ...] | None = None
+    recompute_layers: tuple[Recompute, ...] | None = None
 
     @property
     def num_microbatches(self) -> int:
@@ -145,6 +147,11 @@ class Run:
     def shard_size(self) -> int:
         """Ranks that one copy of what is sharded is shared out to."""
         return self.dp // self.replicate
+
+    @property
+    def recompute_kinds(self) -> tuple[Recompute, ...]:
+        """What is recomputed, in one layer after the other or at once for all."""
+        return self.recompute_layers or (self.recompute,)
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,8 @@ works on their results. It yields for each how to come to its end.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ in one process nobody can wait, so it only looks."""
 
 Job = Iterator[Finish]
 """Collectives under way, one after the other."""
+
+Reduction = Literal["sum", "max"]
 
 
 class Group(Protocol):
@@ -38,22 +41,9 @@ class Group(Protocol):
         """Add up ``whole`` over the ranks and put this rank's part into ``shard``. ``[n]`` from ``[size * n]``."""
         ...
 
-    def all_reduce(self, tensor: Tensor) -> Finish:
-        """Replace the tensor by its sum over the ranks."""
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
+        """Replace the tensor by its sum over the ranks, or by the largest of each element."""
         ...
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The two groups of a data-parallel rank.
-
-    Attributes:
-        shard: holds the shards of one copy of the stages.
-        copies: holds the same shard of every copy.
-    """
-
-    shard: Group
-    copies: Group
 
 
 class Alone:
@@ -72,9 +62,24 @@ class Alone:
         shard.copy_(whole)
         return _done
 
-    def all_reduce(self, tensor: Tensor) -> Finish:  # noqa: ARG002  one rank's sum is its own tensor
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:  # noqa: ARG002  it is its own
         """Nothing."""
         return _done
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a rank whose collectives the data-parallel lane runs.
+
+    Attributes:
+        shard: holds the shards of one copy of the stages.
+        copies: holds the same shard of every copy.
+        tensor: holds the other slices of the same stages.
+    """
+
+    shard: Group
+    copies: Group
+    tensor: Group = field(default_factory=Alone)
 
 
 def _done() -> bool:
@@ -133,8 +138,8 @@ class _InProcessGroup:
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         return self._join(shard, whole, _reduce_scatter)
 
-    def all_reduce(self, tensor: Tensor) -> Finish:
-        return self._join(tensor, tensor, _all_reduce)
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
+        return self._join(tensor, tensor, partial(_all_reduce, reduction=reduction))
 
     def _join(self, result: Tensor, given: Tensor, work: _Work) -> Finish:
         self._number += 1
@@ -153,7 +158,8 @@ def _reduce_scatter(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
         shard.copy_(part)
 
 
-def _all_reduce(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
-    total = torch.stack([tensor for tensor, _ in brought]).sum(0)
+def _all_reduce(brought: Sequence[tuple[Tensor, Tensor]], reduction: Reduction) -> None:
+    everyone = torch.stack([tensor for tensor, _ in brought])
+    result = everyone.sum(0) if reduction == "sum" else everyone.amax(0)
     for tensor, _ in brought:
-        tensor.copy_(total)
+        tensor.copy_(result)

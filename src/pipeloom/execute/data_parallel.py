@@ -1,7 +1,7 @@
 """What UNSHARD, RESHARD and REDUCE_GRAD do on a rank: its stages' weights, gradient buffers, and the lane."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -25,12 +25,16 @@ class Held:
         gathered_bytes: of these weights.
         gradients: stages with a gradient that was not reduced, or being reduced.
         gradient_bytes: of their buffers.
+        stage_inputs: inputs that stages kept for a backward.
+        stage_input_bytes: of these inputs.
     """
 
     gathered: int = 0
     gathered_bytes: int = 0
     gradients: int = 0
     gradient_bytes: int = 0
+    stage_inputs: int = 0
+    stage_input_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""
@@ -114,17 +118,34 @@ class DataParallel:
         level: what is sharded.
         groups: the other ranks.
         lane: runs the collectives.
+        replicated: names a stage's parameters that every tensor-parallel rank holds whole.
+        sums_replicated: whether a rank's gradients of these are of its own tokens only (sequence parallelism), so that
+            a reduction adds them up over the tensor-parallel ranks first.
     """
 
     def __init__(
-        self, schedule: Schedule, modules: Iterable[tuple[int, nn.Module]], level: Shard, groups: Groups, lane: Lane
+        self,
+        schedule: Schedule,
+        modules: Iterable[tuple[int, nn.Module]],
+        level: Shard,
+        groups: Groups,
+        lane: Lane,
+        *,
+        replicated: Callable[[nn.Module], Collection[str]] = lambda _: (),
+        sums_replicated: bool = False,
     ) -> None:
         self._groups = groups
+        self._sums_replicated = sums_replicated
         self._lane = lane
         reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
         self.weights = {
             index: StageWeights(
-                module, level, groups.shard.size, groups.shard.index, reduces_again=reduced.count(index) > 1
+                module,
+                level,
+                groups.shard.size,
+                groups.shard.index,
+                reduces_again=reduced.count(index) > 1,
+                replicated=replicated(module),
             )
             for index, module in modules
         }
@@ -134,10 +155,12 @@ class DataParallel:
         self._scratch: Tensor | None = None
         self.most_held = Held()
 
-    @property
-    def counts(self) -> bool:
-        """Whether this rank's shards are the ones that count where every shard is to be counted once."""
-        return self._groups.copies.index == 0
+    def counted_gradients(self) -> list[Tensor]:
+        """This rank's gradients of a step such that over all ranks every element is there once."""
+        if self._groups.copies.index > 0:
+            return []
+        is_first = self._groups.tensor.index == 0
+        return [g for one in self.weights.values() for g in one.counted_gradients(with_replicated=is_first)]
 
     def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What this rank's optimizer updates, with gradients: parts with and without weight decay."""
@@ -188,6 +211,8 @@ class DataParallel:
         return self._lane.start(self._reduction(weights, buffer, self._buffers[stage]))
 
     def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers) -> Job:
+        if self._sums_replicated:
+            yield self._groups.tensor.all_reduce(buffer[weights.order.replicated])
         if weights.reduces_in_place:
             yield self._groups.copies.all_reduce(buffer)
             return

@@ -8,6 +8,7 @@ from pipeloom.errors import StallError
 from pipeloom.execute.executor import Executor, StepResult, Steps
 from pipeloom.execute.stage import Objective
 from pipeloom.execute.transport import Pending
+from pipeloom.execute.turns import Turn
 
 
 def run_rank(
@@ -70,11 +71,13 @@ def run_in_process(
     return play_in_process([(executor, executor.steps(inputs, objective)) for executor in executors])
 
 
-def play_in_process(ranks: Sequence[tuple[Executor, Steps]]) -> list[StepResult]:
+def play_in_process(ranks: Sequence[tuple[Executor, Steps]], *, in_turns: bool = False) -> list[StepResult]:
     """Run ranks of any number of pipelines that work together, as ``run_in_process`` does those of one.
 
     Args:
         ranks: each rank's executor with its steps, which no one has begun.
+        in_turns: whether ranks wait for each other in the middle of a stage, as tensor-parallel ones do. Each then
+            runs in a thread of its own, one at a time.
 
     Returns:
         Each rank's result.
@@ -83,16 +86,18 @@ def play_in_process(ranks: Sequence[tuple[Executor, Steps]]) -> list[StepResult]
         StallError: no rank can go on, which a verified schedule excludes.
         RunError: an action failed.
     """
+    running = {rank: Turn(steps) if in_turns else steps for rank, (_, steps) in enumerate(ranks)}
     try:
-        return _play(ranks)
+        return _play(ranks, running)
     except BaseException:
+        for steps in running.values():
+            steps.close()
         for executor, _ in ranks:
             executor.forget()
         raise
 
 
-def _play(ranks: Sequence[tuple[Executor, Steps]]) -> list[StepResult]:
-    running = {rank: steps for rank, (_, steps) in enumerate(ranks)}
+def _play(ranks: Sequence[tuple[Executor, Steps]], running: dict[int, Turn | Steps]) -> list[StepResult]:
     waiting: dict[int, Pending] = {}
     results: dict[int, StepResult] = {}
     while running:

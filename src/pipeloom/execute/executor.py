@@ -39,7 +39,7 @@ class StepResult:
     Attributes:
         outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
         trace: what this rank did and when.
-        held: most gathered weights and unreduced gradients of the step.
+        held: most gathered weights, unreduced gradients and stage inputs of the step.
     """
 
     outputs: dict[int, Tensor]
@@ -151,7 +151,9 @@ class Executor:
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
-        held = Held() if self._data_parallel is None else self._data_parallel.most_held
+        held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
+        if self._data_parallel is not None:
+            held = held.most(self._data_parallel.most_held)
         if self._tied is not None:
             self._tied.end()
         result = StepResult(self._results_of_objective, self._trace(), held)
@@ -207,6 +209,7 @@ class Executor:
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
         self._collectives: dict[int, Collective] = {}
+        self._most_inputs = self._most_input_bytes = 0
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
 
@@ -305,10 +308,20 @@ class Executor:
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
         output = self._stages[stage].forward(microbatch, tensor, objective, trains=trains)
+        if trains:
+            self._count_inputs()
         if is_last:
             self._results_of_objective[microbatch] = output
         else:
             self._results[action] = output
+
+    def _count_inputs(self) -> None:
+        number = size = 0
+        for stage in self._stages.values():
+            number += stage.num_held
+            size += stage.held_bytes
+        self._most_inputs = max(self._most_inputs, number)
+        self._most_input_bytes = max(self._most_input_bytes, size)
 
     def _backward(self, action: Action) -> None:
         assert action.microbatch is not None

@@ -8,27 +8,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError
-from pipeloom.execute.collectives import Alone, Finish, Group, Groups
+from pipeloom.execute.blocking_group import BlockingGroup
+from pipeloom.execute.collectives import Alone, Finish, Group, Groups, Reduction
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """PyTorch 2.13 renamed both."""
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 def make_groups(layout: Layout, world: World) -> Groups:
-    """The process groups of this rank's data-parallel collectives.
+    """The process groups of this rank's data-parallel lane.
 
     Every rank makes all groups in the same order, then exercises its own, so that nothing is connected lazily.
 
     Raises:
         PeerLostError: another rank went away meanwhile.
     """
-    own = Groups(_own_group(layout.shard_groups(), world), _own_group(layout.copy_groups(), world))
-    for group in (own.shard, own.copies):
-        group.all_reduce(torch.zeros(1, device=world.device))()
-    return own
+    return Groups(
+        shard=_own_group(layout.shard_groups(), world),
+        copies=_own_group(layout.copy_groups(), world),
+        tensor=_own_group(layout.tensor_groups(), world),
+    )
+
+
+def make_tensor_group(layout: Layout, world: World) -> BlockingGroup:
+    """The process group of what this rank's stages exchange while they compute: not that of a lane beside them.
+
+    Every rank calls it at the same place among those that make groups.
+
+    Raises:
+        PeerLostError: another rank went away meanwhile.
+    """
+    return BlockingGroup(_own_group(layout.tensor_groups(), world))
 
 
 def _own_group(groups: Sequence[Sequence[int]], world: World) -> Group:
@@ -42,6 +56,7 @@ def _own_group(groups: Sequence[Sequence[int]], world: World) -> Group:
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup
             own = kind(group, len(ranks), ranks.index(world.rank))
+    own.all_reduce(torch.zeros(1, device=world.device))()
     return own
 
 
@@ -69,10 +84,10 @@ class NcclGroup:
         with _peer_errors():
             return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True))
 
-    def all_reduce(self, tensor: Tensor) -> Finish:
+    def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
         """All-reduce."""
         with _peer_errors():
-            return _end_of(dist.all_reduce(tensor, group=self._group, async_op=True))
+            return _end_of(dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
 
 
 class GlooGroup(NcclGroup):
@@ -121,4 +136,4 @@ def _peer_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"a data-parallel rank went away, or did not come in time: {error}") from error
+        raise PeerLostError(f"a rank of a collective went away, or did not come in time: {error}") from error

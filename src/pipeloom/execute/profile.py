@@ -17,6 +17,7 @@ from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.world import World
+from pipeloom.layout import Layout
 from pipeloom.schedule import Kind, Schedule
 
 _REPEATS = 5
@@ -87,14 +88,15 @@ def profile_stages(
     outputs: Sequence[TensorSpec],
     tokens: Tensor,
     objective: Objective,
-    pipelines: Sequence[Sequence[int]],
+    layout: Layout,
     collectives: Collectives,
 ) -> Profile | None:
     """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
-    alone; then two exchange tensors while the others compute; then all compute and exchange at once, which tells how
-    much they slow each other down. Gradients that this leaves behind are dropped. Every rank calls it.
+    alone, or with the tensor-parallel ranks that it computes with; then two exchange tensors while the others compute;
+    then all compute and exchange at once, which tells how much they slow each other down. Gradients that this leaves
+    behind are dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
@@ -103,7 +105,7 @@ def profile_stages(
         outputs: the agreed spec of every stage's output.
         tokens: stage 0's input.
         objective: applied to the last stage's output.
-        pipelines: the ranks of each replica; the profile is of the first.
+        layout: of the ranks; the profile is of the first pipeline.
         collectives: times gathers and reductions.
 
     Returns:
@@ -111,18 +113,18 @@ def profile_stages(
     """
     timeout_s = world.timeout.total_seconds()
     collective_s = {index: _time_collectives(collectives, index, timeout_s) for index in stages}
-    exchange = _Exchange(world, transport, outputs[0], pipelines)
+    exchange = _Exchange(world, transport, outputs[0], layout)
     alone: dict[int, tuple[float, float]] = {}
     transfer_s = expected = found = 0.0
     for number, (index, stage) in enumerate(stages.items()):
         run = _runner(stage, outputs, tokens, objective, world.device)
         with collectives.data_parallel.gathered(index, timeout_s):
-            for turn in range(world.size):
-                if turn == world.rank:
+            for team in layout.tensor_groups():
+                if world.rank in team:
                     alone[index] = _time(run)
                 world.wait_for_all()
             if number == 0:
-                transfer_s = exchange.seconds(run)
+                transfer_s = exchange.seconds(run, sum(alone[index]))
             times = _crowd(exchange, run, sum(alone[index]), _CROWD_S / len(stages))
         expected += len(times) * sum(alone[index])
         found += sum(times)
@@ -130,7 +132,7 @@ def profile_stages(
             parameter.grad = None
     part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
     parts: list[_Part] | None = world.gather(part)
-    return None if parts is None else _joined(parts, pipelines[0], world.device.type == "cuda")
+    return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
 
 
 def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
@@ -218,15 +220,13 @@ class _Exchange:
         world: this process among the others.
         transport: to the pipeline's other ranks.
         spec: of each tensor.
-        pipelines: the ranks of each replica.
+        layout: of the ranks.
     """
 
-    def __init__(
-        self, world: World, transport: Transport, spec: TensorSpec, pipelines: Sequence[Sequence[int]]
-    ) -> None:
-        (self._place,) = [ranks.index(world.rank) for ranks in pipelines if world.rank in ranks]
-        self._is_first_replica = world.rank in pipelines[0]
-        self._num_ranks = len(pipelines[0])
+    def __init__(self, world: World, transport: Transport, spec: TensorSpec, layout: Layout) -> None:
+        self._place = layout.coordinates(world.rank).pipeline
+        self._is_first_replica = layout.coordinates(world.rank).data == 0
+        self._num_ranks = layout.pp
         self.world = world
         self._transport = transport
         self._spec = spec
@@ -247,7 +247,7 @@ class _Exchange:
         transfer.wait(self.world.timeout.total_seconds())
         transfer.take()
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Run, alone_s: float) -> float:
         """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.
 
         0 on other ranks, or with one rank. On a host whose cores are all busy a message is taken up late, so the time
@@ -255,9 +255,10 @@ class _Exchange:
         """
         if self._num_ranks == 1:
             return 0.0
-        self.world.wait_for_all()
+        num_runs = max(1, round(_CROWD_S / 2 / _mean(self.world, alone_s)))  # tensor-parallel ranks run together
         if self._place > 1 or not self._is_first_replica:
-            _keep_busy(run, _CROWD_S / 2)
+            for _ in range(num_runs):
+                run()
             return 0.0
         times: list[float] = []
         for _ in range(_MESSAGES):
@@ -272,10 +273,9 @@ class _Exchange:
         return self._transport.send(self._tensor, peer) if is_send else self._transport.receive(self._spec, peer)
 
 
-def _keep_busy(run: Run, seconds: float) -> None:
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        run()
+def _mean(world: World, seconds: float) -> float:
+    """The mean over all ranks, which call it together."""
+    return world.sum([seconds])[0] / world.size
 
 
 def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> list[float]:
@@ -285,7 +285,7 @@ def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> lis
     that move them take from the cores is part of the slowdown, and so is what the rank itself does to post them.
     """
     world = exchange.world
-    mean_s = world.sum([alone_s])[0] / world.size
+    mean_s = _mean(world, alone_s)
     times: list[float] = []
     under_way: list[Transfer] = []
     world.wait_for_all()

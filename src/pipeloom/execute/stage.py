@@ -19,6 +19,9 @@ class Stage:
         index: global stage index.
         output: the spec that the output must fulfil.
         needs_input_gradient: whether an earlier stage waits for the gradient of the input.
+
+    Attributes:
+        held_bytes: of the inputs that are kept for a backward; what autograd keeps beside them is not counted.
     """
 
     def __init__(self, module: nn.Module, index: int, output: TensorSpec, *, needs_input_gradient: bool) -> None:
@@ -27,6 +30,7 @@ class Stage:
         self._output = output
         self._needs_input_gradient = needs_input_gradient
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.held_bytes = 0
 
     @property
     def num_held(self) -> int:
@@ -57,6 +61,7 @@ class Stage:
                 output = objective(output, microbatch)
         if trains:
             self._kept[microbatch] = (tensor, output)
+            self.held_bytes += tensor.nbytes
         return output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
@@ -70,6 +75,7 @@ class Stage:
             The gradient of the input, if an earlier stage waits for it.
         """
         tensor, output = self._kept.pop(microbatch)
+        self.held_bytes -= tensor.nbytes
         torch.autograd.backward(output, gradient)
         if not self._needs_input_gradient:
             return None
@@ -79,3 +85,4 @@ class Stage:
     def forget(self) -> None:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
+        self.held_bytes = 0

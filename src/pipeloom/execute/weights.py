@@ -1,6 +1,6 @@
 """The weights of one stage under data parallelism: one flat buffer, of which ranks hold shards."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
@@ -16,26 +16,35 @@ class FlatOrder:
     """Where each parameter lies in a stage's flat buffer.
 
     Parameters with weight decay, which are those of two dims and more, come first, so that a shard's part with decay
-    is a slice. Zeros behind the last parameter fill the buffer up to a multiple of the number of shards.
+    is a slice. Next to the border on both sides are those that every tensor-parallel rank holds whole, so that these
+    are a slice too. Zeros behind the last parameter fill the buffer up to a multiple of the number of shards.
 
     Attributes:
         shapes: of each parameter, by name, in the order of the buffer.
         num_decayed: elements with weight decay.
+        replicated: elements that every tensor-parallel rank holds, from where to where.
         size: elements of the buffer.
     """
 
     shapes: dict[str, tuple[int, ...]]
     num_decayed: int
+    replicated: slice
     size: int
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, Tensor]], num_shards: int) -> "FlatOrder":
-        """The order of some named parameters."""
-        ordered = sorted(parameters, key=lambda item: item[1].ndim < 2)  # stable: the module's order in each part
+    def of(
+        cls, parameters: Iterable[tuple[str, Tensor]], num_shards: int, replicated: Collection[str] = ()
+    ) -> "FlatOrder":
+        """The order of some named parameters, of which some are replicated over tensor-parallel ranks."""
+
+        def place(item: tuple[str, Tensor]) -> int:
+            return (1 if item[0] in replicated else 0) if item[1].ndim >= 2 else (2 if item[0] in replicated else 3)
+
+        ordered = sorted(parameters, key=place)  # stable: the module's order in each part
         shapes = {name: tuple(tensor.shape) for name, tensor in ordered}
-        decayed = sum(tensor.numel() for _, tensor in ordered if tensor.ndim >= 2)
-        total = sum(tensor.numel() for _, tensor in ordered)
-        return cls(shapes, decayed, -(-total // num_shards) * num_shards)
+        sizes = [sum(tensor.numel() for name, tensor in ordered if place((name, tensor)) == part) for part in range(4)]
+        ends = list(accumulate(sizes))
+        return cls(shapes, ends[1], slice(ends[0], ends[2]), -(-ends[3] // num_shards) * num_shards)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of a buffer, in its shape."""
@@ -58,15 +67,23 @@ class StageWeights:
         num_shards: over how many ranks.
         index: which shard is this rank's.
         reduces_again: whether a gradient is reduced more than once a step, so that reductions have to add up.
+        replicated: parameters that every tensor-parallel rank holds whole.
     """
 
     def __init__(
-        self, module: nn.Module, level: Shard, num_shards: int, index: int, *, reduces_again: bool = False
+        self,
+        module: nn.Module,
+        level: Shard,
+        num_shards: int,
+        index: int,
+        *,
+        reduces_again: bool = False,
+        replicated: Collection[str] = (),
     ) -> None:
         self.module = module
         self._parameters = dict(module.named_parameters())
         self._level = level
-        self.order = FlatOrder.of(self._parameters.items(), num_shards)
+        self.order = FlatOrder.of(self._parameters.items(), num_shards, replicated)
         first = next(iter(self._parameters.values()))
         self.whole = torch.zeros(self.order.size, dtype=first.dtype, device=first.device)
         with torch.no_grad():
@@ -76,7 +93,8 @@ class StageWeights:
         self.shard = self.whole if level == "none" else self.whole.chunk(num_shards)[index].clone()
         self.reduces_in_place = level == "none" and not reduces_again
         self.gradient = torch.zeros_like(self.shard)
-        self._num_decayed = min(max(0, self.order.num_decayed - index * self.shard.numel()), self.shard.numel())
+        self._begin = 0 if level == "none" else index * self.shard.numel()
+        self._num_decayed = self._in_shard(self.order.num_decayed)
         self._full_bytes = self.whole.nbytes
         self.is_held = True
         self.drop()
@@ -126,6 +144,17 @@ class StageWeights:
         """Nothing adds to the buffer any more."""
         for parameter in self._parameters.values():
             parameter.grad = None
+
+    def _in_shard(self, element: int) -> int:
+        """An element of the buffer as one of the shard, or the nearest end of it."""
+        return min(max(0, element - self._begin), self.shard.numel())
+
+    def counted_gradients(self, *, with_replicated: bool) -> list[Tensor]:
+        """The shard's gradient, with or without what every tensor-parallel rank holds."""
+        if with_replicated:
+            return [self.gradient]
+        held = self.order.replicated
+        return [self.gradient[: self._in_shard(held.start)], self.gradient[self._in_shard(held.stop) :]]
 
     def optimizer_parts(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """What the optimizer updates, with gradients: the parts of the shard with and without weight decay."""

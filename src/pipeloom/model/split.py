@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import ModelConfig
+from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
 
 _INIT_STD = 0.02
@@ -42,6 +43,7 @@ def build_stage(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    parallel: TensorParallel = WHOLE,
 ) -> Transformer:
     """Build and initialize one stage.
 
@@ -56,30 +58,34 @@ def build_stage(
         dtype: type of the weights. Values are drawn in float32 whatever it is.
         device: where the weights live; on "meta" they have shapes but no values. A tied head without its embedding has
             to be lent a matrix before it runs (``Transformer.borrow``); on "meta" it has one.
+        parallel: the ranks that share the stage's matrices; together they start from the same weights as one would.
     """
     with torch.device("meta"):
-        stage = Transformer(config, max_positions, pieces).to(dtype)
+        stage = Transformer(config, max_positions, pieces, parallel).to(dtype)
     if torch.device(device).type == "meta":
         if stage.borrows:
-            first = build_stage(config, range(1), max_positions=max_positions, seed=seed, dtype=dtype, device=device)
+            with torch.device("meta"):
+                first = Transformer(config, max_positions, range(1), parallel).to(dtype)
             stage.borrow(first.get_parameter(TIED_NAME))
         return stage
     stage.to_empty(device=device)
+    slices = stage.slices()
     with torch.no_grad():
         for name, weight in stage.named_parameters():
-            weight.copy_(_first_value(name, weight.shape, seed, config.num_layers))
+            here = slices[name]
+            weight.copy_(here.of(_first_value(name, here.whole, seed, config.num_layers), weight.shape))
     return stage
 
 
-def _first_value(name: str, shape: torch.Size, seed: int, num_layers: int) -> Tensor:
+def _first_value(name: str, shape: Sequence[int], seed: int, num_layers: int) -> Tensor:
     """What a parameter holds before the first step; float32, on the CPU."""
     if name.endswith(".bias"):
-        return torch.zeros(shape, dtype=torch.float32)
+        return torch.zeros(*shape, dtype=torch.float32)
     if name.endswith("norm.weight"):
-        return torch.ones(shape, dtype=torch.float32)
+        return torch.ones(*shape, dtype=torch.float32)
     scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     generator = torch.Generator().manual_seed(_stable_hash(f"{seed}/{name}"))
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
+    return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
 
 
 def _stable_hash(text: str) -> int:

@@ -10,10 +10,14 @@ Values carry their shape in their name, one letter for each dim:
     B  sequences          N  query heads            F  inner width of the feed-forward layer
     T  tokens             K  key and value heads    V  vocabulary
     H  hidden             D  size of one head       R  rotary pairs of a head, D / 2
+
+With tensor parallelism N, K, F and V are this rank's share of them, and the residual stream between layers has all
+tokens or this rank's (``model.tensor_parallel``).
 """
 
 # ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +26,10 @@ from torch.nn import functional
 
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
-from pipeloom.model.tensor_parallel import TensorSlice
+from pipeloom.layout import Recompute
+from pipeloom.model.parallel_layers import ColumnSplitLinear, RowSplitLinear, Split, SplitEmbedding
+from pipeloom.model.recompute import run_part
+from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 
 TIED_NAME = "embedding.tokens.weight"
 """The parameter that a tied head projects with."""
@@ -79,7 +86,9 @@ class Rotary(NamedTuple):
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
         turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
         turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
-        return torch.cat([turned_left_BNTR, turned_right_BNTR], dim=-1).to(x_BNTD.dtype)
+        # joined as [B, T, N, D] in memory: attention's output then has that order too, and its projection takes a view
+        turned_BTND = torch.cat([turned_left_BNTR.transpose(1, 2), turned_right_BNTR.transpose(1, 2)], dim=-1)
+        return turned_BTND.transpose(1, 2).to(x_BNTD.dtype)
 
 
 class Embedding(nn.Module):
@@ -88,13 +97,15 @@ class Embedding(nn.Module):
     Args:
         config: resolved model.
         max_positions: rows of the position table; gpt2 only.
+        parallel: the ranks that share the table.
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
         learned = config.family == "gpt2"
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self._parallel = parallel
+        self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.positions = nn.Embedding(max_positions, config.hidden_size) if learned else None
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -102,7 +113,8 @@ class Embedding(nn.Module):
         x_BTH = self.tokens(tokens_BT)
         if self.positions is None:
             return x_BTH
-        return x_BTH + self.positions(torch.arange(tokens_BT.shape[1], device=tokens_BT.device))
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return x_BTH + self.positions(self._parallel.own_tokens(positions_T))
 
 
 class Attention(nn.Module):
@@ -110,36 +122,47 @@ class Attention(nn.Module):
 
     Args:
         config: resolved model.
+        parallel: the ranks that share the heads.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.num_kv_heads is not None, "the model configuration is not resolved"
         hidden, bias = config.hidden_size, config.family == "gpt2"
+        self._parallel = parallel
         self.head_size = hidden // config.num_heads
         self.is_grouped = config.num_kv_heads != config.num_heads
-        self.query = nn.Linear(hidden, hidden, bias=bias)
-        self.key = nn.Linear(hidden, config.num_kv_heads * self.head_size, bias=bias)
-        self.value = nn.Linear(hidden, config.num_kv_heads * self.head_size, bias=bias)
-        self.output = nn.Linear(hidden, hidden, bias=bias)
+        self.recomputes_core = False
+        kv_width = config.num_kv_heads * self.head_size
+        self.query = RowSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
+        self.key = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
+        self.value = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
+        self.output = ColumnSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
 
-    def forward(self, x_BTH: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
         """Mix each token with those before it.
 
         Args:
-            x_BTH: normed hidden states.
+            x: normed residual stream.
             rotary: angles of the T positions; None if positions were added to the embedding.
 
         Returns:
-            What is added to the residual stream, [B, T, H].
+            What is added to the residual stream.
         """
+        x_BTH = self._parallel.enter(x)
         query_BNTD = self._heads(self.query(x_BTH))
         key_BKTD = self._heads(self.key(x_BTH))
         value_BKTD = self._heads(self.value(x_BTH))
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
-        mixed_BNTD = functional.scaled_dot_product_attention(
-            query_BNTD, key_BKTD, value_BKTD, is_causal=True, enable_gqa=self.is_grouped
+        mixed_BNTD = run_part(
+            functional.scaled_dot_product_attention,
+            query_BNTD,
+            key_BKTD,
+            value_BKTD,
+            recomputes=self.recomputes_core,
+            is_causal=True,
+            enable_gqa=self.is_grouped,
         )
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
@@ -153,17 +176,20 @@ class GatedFeedForward(nn.Module):
 
     Args:
         hidden_size: H.
-        ffn_size: F.
+        ffn_size: F of all ranks.
+        parallel: the ranks that share the inner elements.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.up = nn.Linear(hidden_size, ffn_size, bias=False)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+        self._parallel = parallel
+        self.gate = RowSplitLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.up = RowSplitLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.down = ColumnSplitLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        """Each token by itself; returns what is added to the residual stream, [B, T, H]."""
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself; returns what is added to the residual stream."""
+        x_BTH = self._parallel.enter(x)
         inner_BTF = functional.silu(self.gate(x_BTH)) * self.up(x_BTH)
         return self.down(inner_BTF)
 
@@ -173,17 +199,19 @@ class GeluFeedForward(nn.Module):
 
     Args:
         hidden_size: H.
-        ffn_size: F.
+        ffn_size: F of all ranks.
+        parallel: the ranks that share the inner elements.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_size)
-        self.down = nn.Linear(ffn_size, hidden_size)
+        self._parallel = parallel
+        self.up = RowSplitLinear(hidden_size, ffn_size, bias=True, parallel=parallel)
+        self.down = ColumnSplitLinear(ffn_size, hidden_size, bias=True, parallel=parallel)
 
-    def forward(self, x_BTH: Tensor) -> Tensor:
-        """Each token by itself; returns what is added to the residual stream, [B, T, H]."""
-        inner_BTF = functional.gelu(self.up(x_BTH), approximate="tanh")
+    def forward(self, x: Tensor) -> Tensor:
+        """Each token by itself; returns what is added to the residual stream."""
+        inner_BTF = functional.gelu(self.up(self._parallel.enter(x)), approximate="tanh")
         return self.down(inner_BTF)
 
 
@@ -192,21 +220,23 @@ class Layer(nn.Module):
 
     Args:
         config: resolved model.
+        parallel: the ranks that share its matrices.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.ffn_size is not None, "the model configuration is not resolved"
         feed_forward = GeluFeedForward if config.family == "gpt2" else GatedFeedForward
         self.attention_norm = _norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, parallel)
         self.feed_forward_norm = _norm(config)
-        self.feed_forward = feed_forward(config.hidden_size, config.ffn_size)
+        self.feed_forward = feed_forward(config.hidden_size, config.ffn_size, parallel)
+        self.recomputes = False
 
-    def forward(self, x_BTH: Tensor, rotary: Rotary | None) -> Tensor:
-        """x_BTH to x_BTH; ``rotary`` as in :class:`Attention`."""
-        x_BTH = x_BTH + self.attention(self.attention_norm(x_BTH), rotary)
-        return x_BTH + self.feed_forward(self.feed_forward_norm(x_BTH))
+    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+        """Residual stream to residual stream; ``rotary`` as in :class:`Attention`."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.feed_forward(self.feed_forward_norm(x))
 
 
 class Head(nn.Module):
@@ -214,21 +244,27 @@ class Head(nn.Module):
 
     Args:
         config: resolved model.
+        parallel: the ranks that share the vocabulary.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
+        self._parallel = parallel
         self.norm = _norm(config)
-        self.output = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output = (
+            None
+            if config.tied
+            else RowSplitLinear(config.hidden_size, config.vocab_size, bias=False, parallel=parallel)
+        )
 
-    def forward(self, x_BTH: Tensor, tied_VH: Tensor | None) -> Tensor:
-        """x_BTH to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
-        x_BTH = self.norm(x_BTH)
+    def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
+        """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
+        x = self._parallel.enter(self.norm(x))
         if self.output is not None:
-            return self.output(x_BTH)
+            return self.output(x)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
-        return functional.linear(x_BTH, tied_VH)
+        return functional.linear(x, tied_VH)
 
 
 class Transformer(nn.Module):
@@ -241,9 +277,16 @@ class Transformer(nn.Module):
         config: resolved model (:meth:`ModelConfig.resolve`).
         max_positions: longest sequence that is taken.
         pieces: which pieces to build, contiguous and not empty. None: all of them.
+        parallel: the ranks that share its matrices.
     """
 
-    def __init__(self, config: ModelConfig, max_positions: int, pieces: range | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_positions: int,
+        pieces: range | None = None,
+        parallel: TensorParallel = WHOLE,
+    ) -> None:
         super().__init__()
         last = num_pieces(config) - 1
         pieces = range(last + 1) if pieces is None else pieces
@@ -254,9 +297,10 @@ class Transformer(nn.Module):
         self.config = config
         self.max_positions = max_positions
         self.pieces = pieces
-        self.embedding = Embedding(config, max_positions) if 0 in pieces else None
-        self.layers = nn.ModuleDict({str(layer): Layer(config) for layer in layers})
-        self.head = Head(config) if last in pieces else None
+        self.parallel = parallel
+        self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
+        self.layers = nn.ModuleDict({str(layer): Layer(config, parallel) for layer in layers})
+        self.head = Head(config, parallel) if last in pieces else None
         self._borrowed_VH: Tensor | None = None
 
     @property
@@ -281,38 +325,56 @@ class Transformer(nn.Module):
         """
         self._borrowed_VH = weight_VH
 
+    def set_recompute(self, by_layer: Sequence[Recompute]) -> None:
+        """Choose what the backward computes again.
+
+        Args:
+            by_layer: for each layer of the whole model: nothing, the core of its attention, or all of it.
+        """
+        for name, layer in self.layers.items():
+            assert isinstance(layer, Layer)
+            layer.recomputes = by_layer[int(name)] == "full"
+            layer.attention.recomputes_core = by_layer[int(name)] == "selective"
+
     def slices(self) -> dict[str, TensorSlice]:
         """For each parameter, by name, where it lies in the whole model's parameter of that name."""
-        return {name: TensorSlice(tuple(p.shape), (0,) * p.ndim) for name, p in self.named_parameters()}
+        found: dict[str, TensorSlice] = {}
+        for path, module in self.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                whole = TensorSlice(tuple(parameter.shape), (0,) * parameter.ndim)
+                found[f"{path}.{name}"] = module.slice_of(name, parameter) if isinstance(module, Split) else whole
+        return found
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the pieces.
 
         Args:
-            x: tokens_BT (int64) if the range begins with the embedding, else x_BTH.
+            x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: of each sequence this rank's
+                tokens, which without tensor parallelism are all.
 
         Returns:
-            logits_BTV if the range ends with the head, else x_BTH.
+            logits_BTV if the range ends with the head, else x_BtH.
 
         Raises:
             UserError: the sequences are longer than ``max_positions``.
         """
-        self._check_length(x.shape[1])
-        if self.embedding is not None:
-            x = self.embedding(x)
-        rotary = self._rotary(x)
+        num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
+        self._check_length(num_tokens)
+        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x)
+        rotary = self._rotary(num_tokens, x)
         for layer in self.layers.values():
-            x = layer(x, rotary)
+            assert isinstance(layer, Layer)
+            x = run_part(layer, x, rotary, recomputes=layer.recomputes)
         if self.head is None:
-            return x
+            return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
-    def _rotary(self, x_BTH: Tensor) -> Rotary | None:
-        """The angles of x's positions, made anew each time: no buffer to move, cast or leave uninitialized."""
+    def _rotary(self, num_tokens: int, x: Tensor) -> Rotary | None:
+        """The angles of all positions, made anew each time: no buffer to move, cast or leave uninitialized."""
         if self.config.family == "gpt2" or not self.layers:
             return None
         head_size = self.config.hidden_size // self.config.num_heads
-        return Rotary.make(x_BTH.shape[1], head_size, self.config.rope_theta, dtype=x_BTH.dtype, device=x_BTH.device)
+        return Rotary.make(num_tokens, head_size, self.config.rope_theta, dtype=x.dtype, device=x.device)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:

@@ -117,6 +117,7 @@ def _run(config: RunConfig) -> Run:
         micro_batch=layout.microbatch_size,
         global_batch=layout.batch_size,
         recompute=layout.recompute,
+        recompute_layers=layout.recompute_layers,
         schedule=next((name for name, known in FAMILY_OF.items() if known == family), family),
         sequence_parallel=layout.sequence_parallel,
         attention=machine.attention,

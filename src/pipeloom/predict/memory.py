@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeloom.cost.analytic import stage_layers, stage_parameters
+from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
-    kept_bytes,
     lent_bytes,
     logits_bytes,
     num_logits,
     rank_memory,
     stage_input_bytes,
+    stage_kept_bytes,
     state_bytes,
     working_bytes,
 )
@@ -68,8 +68,7 @@ def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> f
 
 def _input_bytes(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
-    counts, _ = stage_layers(run, software)
-    inputs = [count * kept_bytes(run, software) for count in counts]
+    inputs = stage_kept_bytes(run, software)
     inputs[0] += stage_input_bytes(run)
     return inputs
 
@@ -116,9 +115,10 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
-    counts, head = stage_layers(run, software)
+    _, head = stage_layers(run, software)
     inputs = _input_bytes(run, software)
-    working = [working_bytes(run, software) if count else 0.0 for count in counts]
+    stages = layers_by_recompute(run, software)
+    working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     inputs[head] += _kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
 from pipeloom.cost.costs import StageCosts
@@ -114,7 +115,7 @@ class SimulatedStep:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
-        flops = hardware_flops(self.run.shape, self.run.seq, self.run.recompute)
+        flops = fmean(hardware_flops(self.run.shape, self.run.seq, kind) for kind in self.run.recompute_kinds)
         return self.tokens_per_s * flops / self.peak_flops_per_s
 
     @cached_property
@@ -223,10 +224,10 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
         changes |= {f"layout.shard {level}": replace(run, shard=level) for level in open_levels}
     if run.tp > 1 and not run.sequence_parallel:
         changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
-    if run.recompute == "none":
-        changes["layout.recompute selective"] = replace(run, recompute="selective")
-    if run.recompute != "full":
-        changes["layout.recompute full"] = replace(run, recompute="full")
+    if set(run.recompute_kinds) == {"none"}:
+        changes["layout.recompute selective"] = replace(run, recompute="selective", recompute_layers=None)
+    if set(run.recompute_kinds) != {"full"}:
+        changes["layout.recompute full"] = replace(run, recompute="full", recompute_layers=None)
     totals = {name: _fullest_bytes(changed, step) for name, changed in changes.items()}
     return {name: total for name, total in totals.items() if total < now}
 

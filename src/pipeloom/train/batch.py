@@ -1,15 +1,17 @@
 """A step's tokens, cut into micro-batches."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-IGNORED = -100
-"""A target that does not count."""
+from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+"""(logits, targets) -> sum over the targets that count."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Batch:
         targets = [part[:, 1:].contiguous() for part in parts]
         return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
 
-    def loss(self, logits: Tensor, microbatch: int) -> Tensor:
+    def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
         """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.
 
         The sum over the micro-batches is the mean over all valid tokens, whatever their number in each, so
@@ -60,8 +62,6 @@ class Batch:
         Args:
             logits: ``[microbatch_size, seq_len, vocab_size]``.
             microbatch: which one.
+            cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
         """
-        targets = self.targets[microbatch].flatten()
-        return functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum") / (
-            self.num_valid
-        )
+        return cross_entropy(logits.flatten(0, 1), self.targets[microbatch].flatten()) / self.num_valid

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
 from pipeloom.execute.world import World
-from pipeloom.model import build_stage
+from pipeloom.model import TensorSlice, build_stage
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import Data
 from pipeloom.train.pipeline import Pipeline
@@ -27,7 +27,7 @@ class Gradients:
 
     Attributes:
         loss: nats for each token.
-        by_name: each parameter's gradient, by its name in the whole model.
+        by_name: each parameter's gradient, by its name in the whole model; of a rank, those of its slices.
     """
 
     loss: float
@@ -98,28 +98,36 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
     pipeline, layout = Pipeline(config, world), config.layout
     windows = [data.train.batch(index, layout.batch_size) for index in range(num_batches)]
     found = [world.gather(_step(pipeline, pipeline.batch(one))) for one in windows]
+    slices = world.gather(pipeline.slices())
     pipeline.close()
     batches = [Batch.of(one, layout.dp * layout.num_microbatches, world.device) for one in windows]
     worst: dict[str, float] = {}
     for batch, parts in zip(batches, found, strict=True):
-        if parts is None:
+        if parts is None or slices is None:
             return None
-        for name, difference in compare(_joined(parts), reference_gradients(config, batch)).items():
+        for name, difference in compare(_joined(parts, slices), reference_gradients(config, batch)).items():
             worst[name] = max(difference if math.isfinite(difference) else math.inf, worst.get(name, 0.0))
     return worst
 
 
 def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
     result = pipeline.train_step(batch)
-    loss = sum(float(share) for share in result.outputs.values())
     gradients = pipeline.gradients()
-    is_whole = pipeline.is_first_replica
-    return Gradients(loss, {name: gradient.cpu() for name, gradient in gradients.items()} if is_whole else {})
+    is_counted = pipeline.is_first_replica
+    return Gradients(
+        pipeline.counted_loss(result),
+        {name: gradient.cpu() for name, gradient in gradients.items()} if is_counted else {},
+    )
 
 
-def _joined(parts: Sequence[Gradients]) -> Gradients:
-    by_name: Mapping[str, Tensor] = {name: g for part in parts for name, g in part.by_name.items()}
-    return Gradients(sum(part.loss for part in parts), dict(by_name))
+def _joined(parts: Sequence[Gradients], slices: Sequence[Mapping[str, TensorSlice]]) -> Gradients:
+    """The whole model's gradients from those of the ranks' slices; what no rank has stays infinite."""
+    by_name: dict[str, Tensor] = {}
+    for part, here in zip(parts, slices, strict=True):
+        for name, gradient in part.by_name.items():
+            whole = by_name.setdefault(name, gradient.new_full(here[name].whole, math.inf))
+            here[name].of(whole, gradient.shape).copy_(gradient)
+    return Gradients(sum(part.loss for part in parts), by_name)
 
 
 def _cpu_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

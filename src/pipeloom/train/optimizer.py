@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
 
@@ -36,9 +36,8 @@ def make_adamw(
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def squared_gradient_norm(parameters: Sequence[nn.Parameter]) -> float:
+def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
     """Sum of the squares of some gradients; add up over ranks that share the model out for the whole model's."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
     return float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
 
 

@@ -2,6 +2,8 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import StreamLane, ThreadLane
-from pipeloom.execute.process_collectives import make_groups
+from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
@@ -23,7 +25,15 @@ from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
-from pipeloom.model import TIED_NAME, Transformer, build_stage, stage_pieces
+from pipeloom.model import (
+    TIED_NAME,
+    SplitVocabulary,
+    TensorParallel,
+    TensorSlice,
+    Transformer,
+    build_stage,
+    stage_pieces,
+)
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 
@@ -44,11 +54,11 @@ def _lowered(config: RunConfig, choice: Choice) -> Schedule:
     schedule = lower(choice.make(), settings.receive_buffers)
     if config.model.tied:
         schedule = add_tied(schedule)
-    if config.layout.dp == 1:
+    if config.layout.dp == 1 and not config.layout.sequence_parallel:
         return schedule
     return add_data_parallel(
         schedule,
-        config.layout.shard,
+        config.layout.shard if config.layout.dp > 1 else "none",
         residency=settings.known_residency,
         prefetch=settings.known_prefetch,
         gradient_buffers=settings.gradient_buffers,
@@ -75,12 +85,17 @@ class Pipeline:
         self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
         own = self.schedule.placement.stages_of(self._place.pipeline)
         is_cuda = world.device.type == "cuda"
+        self._parallel = TensorParallel(make_tensor_group(layout, world), layout.sequence_parallel)
+        assert config.model.vocab_size is not None, "the model configuration is not resolved"
+        self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(stage, world.device)) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+            replicated=self._replicated,
+            sums_replicated=layout.sequence_parallel,
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
@@ -106,9 +121,25 @@ class Pipeline:
         return self._config.layout.pipelines()[0][self.schedule.placement.rank_by_stage[-1]]
 
     @property
-    def num_parameters(self) -> int:
-        """Of this rank's stages, however they are shared."""
-        return sum(p.numel() for one in self.data_parallel.weights.values() for p in one.module.parameters())
+    def num_counted_parameters(self) -> int:
+        """Parameters of this rank's stages such that over all ranks each is counted once."""
+        if not self.is_first_replica:
+            return 0
+        return sum(
+            prod(shape)
+            for one in self.data_parallel.weights.values()
+            for name, shape in one.order.shapes.items()
+            if self._place.tensor == 0 or name not in self._replicated(one.module)
+        )
+
+    def counted_loss(self, result: StepResult) -> float:
+        """Sum of this rank's shares of the loss such that over all ranks each is counted once."""
+        outputs = list(result.outputs.values())
+        return float(torch.stack(outputs).sum()) if outputs and self._place.tensor == 0 else 0.0
+
+    def slices(self) -> dict[str, TensorSlice]:
+        """Where the parameters of this rank's stages lie in those of the whole model."""
+        return {name: here for one in self.data_parallel.weights.values() for name, here in _slices(one.module).items()}
 
     def batch(self, windows: npt.NDArray[np.int64]) -> Batch:
         """This replica's part of the windows of a whole step."""
@@ -116,7 +147,10 @@ class Pipeline:
         return Batch.of(windows, layout.num_microbatches, device, replica=self._place.data, num_replicas=layout.dp)
 
     def gradients(self) -> dict[str, Tensor]:
-        """After a step, whole gradients of this rank's stages by name in the whole model. Every rank calls it."""
+        """After a step, gradients of this rank's stages by name in the whole model, put together from the shards.
+
+        With tensor parallelism they are those of the rank's slices. Every rank calls it.
+        """
         timeout_s = self._config.training.stall_timeout_s
         found: dict[str, Tensor] = {}
         for stage in self.data_parallel.weights:
@@ -125,11 +159,11 @@ class Pipeline:
 
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
-        return self._run(self._trainer, batch.inputs, batch.loss)
+        return self._run(self._trainer, batch.inputs, self._loss_of(batch))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
-        return self._run(self._evaluator, batch.inputs, batch.loss)
+        return self._run(self._evaluator, batch.inputs, self._loss_of(batch))
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
@@ -140,8 +174,8 @@ class Pipeline:
                 self._transport,
                 outputs=self._outputs_in_training,
                 tokens=batch.inputs[0],
-                objective=batch.loss,
-                pipelines=self._config.layout.pipelines(),
+                objective=self._loss_of(batch),
+                layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
         return self._with_tied_messages(found)
@@ -164,7 +198,7 @@ class Pipeline:
             tokens: ``int64[1, seq_len]``; what stands behind ``position`` has no effect.
             position: of the last token that counts.
         """
-        result = self._run(self._sampler, [tokens], lambda logits, _: logits[0, position])
+        result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
         return result.outputs.get(0)
 
     def close(self) -> None:
@@ -174,8 +208,19 @@ class Pipeline:
         self.data_parallel.close()
 
     def _position(self) -> str:
-        place = self._running.position()
-        return place if self._config.layout.dp == 1 else f"replica {self._place.data}: {place}"
+        layout, place = self._config.layout, self._running.position()
+        place = place if layout.tp == 1 else f"tensor rank {self._place.tensor}: {place}"
+        return place if layout.dp == 1 else f"replica {self._place.data}: {place}"
+
+    def _loss_of(self, batch: Batch) -> Objective:
+        return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
+
+    def _replicated(self, stage: nn.Module) -> frozenset[str]:
+        """Parameters of a stage that every tensor-parallel rank holds whole; none where there is one such rank."""
+        if self._parallel.size == 1:
+            return frozenset()
+        shapes = {name: tuple(p.shape) for name, p in stage.named_parameters()}
+        return frozenset(name for name, here in _slices(stage).items() if here.whole == shapes[name])
 
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
@@ -183,14 +228,17 @@ class Pipeline:
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, stage: int, device: torch.device | str) -> nn.Module:
-        return build_stage(
+        module = build_stage(
             self._config.model,
             self._pieces[stage],
             max_positions=self._config.data.seq_len,
             seed=self._config.training.seed,
             dtype=self._dtype,
             device=device,
+            parallel=self._parallel,
         )
+        module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
+        return module
 
     def _share_matrix(self) -> Tied | None:
         """This rank's part in the matrix of embedding and head, if they share one over two stages."""
@@ -230,3 +278,8 @@ class Pipeline:
             data_parallel=self.data_parallel,
             tied=self._tied,
         )
+
+
+def _slices(stage: nn.Module) -> dict[str, TensorSlice]:
+    assert isinstance(stage, Transformer)
+    return stage.slices()

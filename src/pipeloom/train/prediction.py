@@ -72,7 +72,7 @@ def _time_update(
             copy.grad = torch.ones_like(copy)  # large enough to be clipped
         world.wait_for_all()
         begin = time.perf_counter()
-        squares = world.sum([0.0, squared_gradient_norm(copies)])[1]
+        squares = world.sum([0.0, squared_gradient_norm([copy.grad for copy in copies if copy.grad is not None])])[1]
         clip_gradients(copies, squares**0.5, config.clip_grad_norm)
         optimizer.step()
         if world.device.type == "cuda":

@@ -59,12 +59,13 @@ def check_processes(config: RunConfig) -> None:
     if num_devices < num_here:
         raise UserError(
             f"training.device cuda takes one CUDA device for each of {num_here} processes on a host, found "
-            f"{num_devices}; use a smaller layout.pp or layout.dp, or training.device cpu"
+            f"{num_devices}; use a smaller layout.pp, layout.dp or layout.tp, or training.device cpu"
         )
     if is_launched() and launched_size() != config.layout.num_ranks:
         raise UserError(
-            f"layout.pp {config.layout.pp} x layout.dp {config.layout.dp} needs {config.layout.num_ranks} processes, "
-            f"the launcher started {launched_size()}; change --layout.pp, --layout.dp or the number of processes"
+            f"layout.pp {config.layout.pp} x layout.dp {config.layout.dp} x layout.tp {config.layout.tp} needs "
+            f"{config.layout.num_ranks} processes, the launcher started {launched_size()}; change --layout.pp, "
+            "--layout.dp, --layout.tp or the number of processes"
         )
 
 

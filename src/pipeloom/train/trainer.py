@@ -6,7 +6,6 @@ import time
 from dataclasses import asdict, dataclass
 from statistics import median_high
 
-import torch
 from torch import nn
 
 from pipeloom import run_folder
@@ -143,8 +142,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
         result = self._pipeline.train_step(self._batch(self._data.train, step - 1))
-        counted = self._parameters if self._pipeline.data_parallel.counts else []
-        loss, squares = self._world.sum([_total(result), squared_gradient_norm(counted)])
+        squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
@@ -156,18 +155,22 @@ class Trainer:
         return loss, grad_norm, result
 
     def _keep_trace(self, result: StepResult) -> None:
-        """Gather the trace of the first replica on rank 0 and write it. Drawing it takes longer: others would wait."""
+        """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
         traces: list[Trace] | None = self._world.gather(result.trace)
-        if traces is not None:
-            self._measured = merge(traces[rank] for rank in self._config.layout.pipelines()[0])
-            self._folder.write(run_folder.TRACE, to_chrome(self._measured, "measured"))
+        if traces is None:
+            return
+        layout = self._config.layout
+        for number, ranks in enumerate(layout.pipelines()):
+            trace = merge(traces[rank] for rank in ranks)
+            self._measured = self._measured or trace
+            name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
+            self._folder.write(name, to_chrome(trace, "measured"))
 
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
         step_time_s = median_high(times)
-        sizes = self._pipeline.num_parameters if self._pipeline.is_first_replica else 0
         bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
-        (num_parameters,) = self._world.sum([sizes])
+        (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=len(times),
@@ -194,7 +197,7 @@ class Trainer:
         if num_batches == 0:
             return None
         batches = (self._batch(self._data.validation, index) for index in range(num_batches))
-        total = sum(_total(self._pipeline.evaluate(batch)) for batch in batches)
+        total = sum(self._pipeline.counted_loss(self._pipeline.evaluate(batch)) for batch in batches)
         return self._world.sum([total / num_batches])[0]
 
     def _unigram_loss(self) -> float:
@@ -232,8 +235,3 @@ class _Silent:
 
     def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         pass
-
-
-def _total(result: StepResult) -> float:
-    """Sum of this rank's shares of the loss; 0 on ranks without the last stage."""
-    return float(torch.stack(list(result.outputs.values())).sum()) if result.outputs else 0.0

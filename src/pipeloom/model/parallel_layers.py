@@ -1,0 +1,84 @@
+"""Layers whose parameters are split over tensor-parallel ranks. With one rank they are the layers of PyTorch."""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
+
+
+class Split:
+    """A module some of whose parameters are split.
+
+    Attributes:
+        splits: for each of these, by name: the dim, its whole size, and the first index here.
+    """
+
+    splits: dict[str, tuple[int, int, int]]
+
+    def slice_of(self, name: str, parameter: Tensor) -> TensorSlice:
+        """Where one of the module's parameters lies in the whole one."""
+        whole, begin = list(parameter.shape), [0] * parameter.ndim
+        if name in self.splits:
+            dim, whole[dim], begin[dim] = self.splits[name]
+        return TensorSlice(tuple(whole), tuple(begin))
+
+
+class RowSplitLinear(nn.Linear, Split):
+    """A linear layer whose rank computes some of the outputs, from whole inputs.
+
+    Args:
+        in_features: inputs.
+        out_features: outputs of all ranks.
+        bias: whether there is one.
+        parallel: the ranks.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
+        own = parallel.share(out_features)
+        super().__init__(in_features, len(own), bias=bias)
+        self.splits = dict.fromkeys(("weight", "bias"), (0, out_features, own.start))
+
+
+class ColumnSplitLinear(nn.Linear, Split):
+    """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
+
+    Args:
+        in_features: inputs of all ranks.
+        out_features: outputs.
+        bias: whether there is one; every rank has all of it.
+        parallel: the ranks.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
+        own = parallel.share(in_features)
+        super().__init__(len(own), out_features, bias=bias)
+        self.splits = {"weight": (1, in_features, own.start)}
+        self._parallel = parallel
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+        if self._parallel.size == 1 or self.bias is None:
+            return self._parallel.leave(super().forward(input))
+        return self._parallel.leave(functional.linear(input, self.weight)) + self.bias
+
+
+class SplitEmbedding(nn.Embedding, Split):
+    """An embedding whose rank knows some of the tokens; the others are zero before the sum over the ranks.
+
+    Args:
+        num_embeddings: tokens that all ranks know.
+        embedding_dim: size of each vector.
+        parallel: the ranks.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, parallel: TensorParallel) -> None:
+        self.own = parallel.share(num_embeddings)
+        super().__init__(len(self.own), embedding_dim)
+        self.splits = {"weight": (0, num_embeddings, self.own.start)}
+        self._parallel = parallel
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+        if self._parallel.size == 1:
+            return super().forward(input)
+        elsewhere = (input < self.own.start) | (input >= self.own.stop)
+        vectors = super().forward((input - self.own.start).masked_fill(elsewhere, 0))
+        return self._parallel.leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0))

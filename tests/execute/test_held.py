@@ -1,0 +1,69 @@
+"""What a rank holds in a step, counted by the executor, is within what the schedule proves."""
+
+from dataclasses import replace
+
+import pytest
+from replicas import cluster_of
+from toy import ROWS, WIDTH
+
+from pipeloom.generate import FAMILIES
+from pipeloom.layout import Layout
+from pipeloom.schedule import Kind
+from pipeloom.schedule.sharding import gathered_counts, unreduced_counts
+
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+ELEMENTS = WIDTH * WIDTH + WIDTH
+LEVELS = {
+    "none": {},
+    "optimizer": {},
+    "gradients": {"gradient_buffers": 2},
+    "full": {"gradient_buffers": 1, "residency": 1},
+}
+
+
+CASES = [(family, loops) for family in TRAINING for loops in (1, 3) if loops == 1 or FAMILIES[family].is_looped]
+
+
+@pytest.mark.parametrize("shard", LEVELS)
+@pytest.mark.parametrize(("family", "loops"), CASES)
+def test_no_rank_holds_more_than_its_schedule_proves(family, shard, loops):
+    layout = Layout(pp=2, loops=loops, dp=2, shard=shard, num_microbatches=4)
+    cluster = cluster_of(layout, family, **LEVELS[shard])
+    schedule = cluster.schedule
+    for rank, result in enumerate(cluster.step()):
+        held, place = result.held, layout.coordinates(rank).pipeline
+        row, weights = schedule.rows[place], cluster.parallel[rank].weights
+        assert held.stage_inputs == schedule.peak_stage_inputs[place]
+        assert held.stage_input_bytes == held.stage_inputs * ROWS * WIDTH * 8
+        assert held.gathered == max((count for _, count in gathered_counts(row)), default=0)
+        assert held.gathered <= (schedule.max_gathered or loops)
+        assert held.gathered_bytes == held.gathered * ELEMENTS * 8
+        proven = max(count for _, count in unreduced_counts(row))
+        assert proven <= held.gradients <= min(schedule.gradient_buffers or loops, proven + 1)
+        assert held.gradient_bytes == held.gradients * ELEMENTS * 8
+        assert all(one.whole.nbytes == ELEMENTS * 8 for one in weights.values())
+
+
+@pytest.mark.parametrize("family", TRAINING)
+def test_without_data_parallelism_stage_inputs_are_counted_too(family):
+    loops = 2 if FAMILIES[family].is_looped else 1
+    cluster = cluster_of(Layout(pp=4, loops=loops, dp=1, num_microbatches=6), family)
+    peaks = [result.held.stage_inputs for result in cluster.step()]
+    assert tuple(peaks) == cluster.schedule.peak_stage_inputs
+    stages = [stage for executor in cluster.executors for stage in executor._stages.values()]
+    assert [(stage.num_held, stage.held_bytes) for stage in stages] == [(0, 0)] * len(stages)
+
+
+def test_a_backward_that_comes_late_is_seen_in_the_count():
+    """One more forward before the first backward than the family has, one more input."""
+    cluster = cluster_of(Layout(pp=1, loops=1, dp=1, num_microbatches=3), "1f1b")
+    kinds = (Kind.FORWARD, Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD)
+    numbers = (0, 1, 0, 2, 1, 2)
+    (row,) = cluster.schedule.rows
+    own = {(action.kind, action.microbatch): action for action in row}
+    late = tuple(own[kind, number] for kind, number in zip(kinds, numbers, strict=True))
+    executor = cluster.executors[0]
+    executor.schedule = replace(cluster.schedule, rows=(late,), max_stage_inputs=None)
+    before = cluster.step()[0].held.stage_inputs
+    executor._row = late
+    assert (before, cluster.step()[0].held.stage_inputs) == (1, 2)

@@ -1,0 +1,27 @@
+"""Configurations run over real processes and compared with the single process."""
+
+from functools import partial
+
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.train.data import load_data
+from pipeloom.train.equivalence import compare_with_reference
+from pipeloom.train.session import resolve
+
+
+def differences_over_gloo(configs, num_ranks):
+    """For each configuration its differences by name, all in the same processes."""
+    import torch._dynamo  # noqa: F401  recomputation needs it; once here, not once in every worker
+
+    load_data(configs[0].data, 0)
+    return run_workers(partial(_compare_all, configs), num_ranks)[0]
+
+
+def _compare_all(configs, rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 60)
+    found = []
+    for config in configs:
+        data = load_data(config.data, 0)
+        found.append(compare_with_reference(resolve(config, data), world, data, num_batches=1))
+    world.leave()
+    return found
