@@ -147,7 +147,6 @@ def test_the_report_has_every_pipeline_of_the_layout(tmp_path):
 
 TIED = {
     "one process": ["--layout.pp", "1", "--layout.loops", "1"],
-    "v": ["--schedule.placement", "v"],
     "full": DATA_PARALLEL["full"] + ["--layout.num-microbatches", "2"],
 }
 
@@ -167,7 +166,7 @@ def test_a_tied_model_is_trained_evaluated_and_sampled_the_same_everywhere(tmp_p
         assert (folder / "run" / "sample.txt").read_text() == (tmp_path / "one process" / "run/sample.txt").read_text()
     for numbers in found.values():
         assert numbers == pytest.approx(found["one process"], rel=1e-12)
-    for name, kinds in (("v", set()), ("full", set(TIED_KINDS))):
+    for name, kinds in (("one process", set()), ("full", set(TIED_KINDS))):
         for trace in ("trace.json", "predicted_trace.json"):
             spans = from_chrome((tmp_path / name / "run" / trace).read_text()).spans
             moved = [span for span in spans if span.action.kind in TIED_KINDS]

@@ -1,42 +1,22 @@
 """A tied embedding and head over real processes: gradients equal those of a single process."""
 
-from functools import partial
-
 import pytest
+from gloo import differences_over_gloo
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, ScheduleConfig
-from pipeloom.execute.launch import run_workers
-from pipeloom.execute.world import join_forked
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
-from pipeloom.train.data import load_data
-from pipeloom.train.equivalence import compare_with_reference
-from pipeloom.train.session import resolve
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 TIED = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "tied": True}
 
 
-def _all_differences(configs, rendezvous, rank, size):
-    """Compare every configuration with the reference, one after the other, in the same processes."""
-    world = join_forked(rendezvous, rank, size, "cpu", 30)
-    worst = []
-    for config in configs:
-        data = load_data(config.data, 0)
-        found = compare_with_reference(resolve(config, data), world, data, num_batches=1)
-        assert found is None or "embedding.tokens.weight" in found
-        assert found is None or "head.output.weight" not in found
-        worst.append(None if found is None else max(found.values()))
-    world.leave()
-    return worst
-
-
 def compared(configs, num_ranks):
-    load_data(configs[0].data, 0)
-    worst = run_workers(partial(_all_differences, configs), num_ranks)[0]
-    assert len(worst) == len(configs)
-    return max(worst)
+    found = differences_over_gloo(configs, num_ranks)
+    assert len(found) == len(configs)
+    assert all("embedding.tokens.weight" in one and "head.output.weight" not in one for one in found)
+    return max(max(one.values()) for one in found)
 
 
 @pytest.mark.parametrize(("pp", "placements"), [(2, ("looped", "v")), (3, ("looped",))])
@@ -62,4 +42,22 @@ def test_every_sharding_level_equals_the_single_process_over_gloo(tmp_path):
         configs.append(small_run(tmp_path, model=ModelConfig(**TIED), layout=layout, schedule=schedule))
     hybrid = Layout(pp=1, dp=4, loops=3, replicate=2, shard="full", num_microbatches=3, microbatch_size=2)
     configs.append(small_run(tmp_path, model=ModelConfig(**TIED), layout=hybrid))
+    assert compared(configs, 4) < 1e-9
+
+
+TENSOR = [
+    {"pp": 2},
+    {"pp": 2, "sequence_parallel": True},
+    {"pp": 1, "dp": 2, "shard": "full", "sequence_parallel": True},
+    {"pp": 1, "dp": 2, "shard": "none"},
+]
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_with_tensor_parallelism_each_rank_borrows_its_slice(tmp_path, model):
+    configs = []
+    for number, axes in enumerate(TENSOR):
+        recompute = "full" if number % 2 else "none"
+        layout = Layout(tp=2, loops=2, num_microbatches=3, microbatch_size=2, recompute=recompute, **axes)
+        configs.append(small_run(tmp_path, model=ModelConfig(family=model, **TIED), layout=layout))
     assert compared(configs, 4) < 1e-9
