@@ -12,6 +12,7 @@ from pipeloom.checkpoint_folder import list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.errors import ConfigError, RunError, UserError
+from pipeloom.layout import Coordinates
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.trace import Trace, from_chrome
 
@@ -19,6 +20,8 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
+OTHER_TRACES = "trace-*.json"
+"""Of the other replicas, and of tensor-parallel ranks but the first; ``other_trace`` names them."""
 PREDICTED_TRACE = "predicted_trace.json"
 TIMELINE = "timeline"
 SAMPLE = "sample.txt"
@@ -129,8 +132,8 @@ def _forget_end(path: Path) -> None:
     """Remove what a run wrote at its end, which is still to come now."""
     for name in (SCHEDULE, TRACE, PREDICTED_TRACE, SAMPLE, SUMMARY, REPORT, f"{TIMELINE}.png", f"{TIMELINE}.svg"):
         (path / name).unlink(missing_ok=True)
-    for weights in weight_files(path):
-        weights.unlink()
+    for file in [*weight_files(path), *path.glob(OTHER_TRACES)]:
+        file.unlink()
 
 
 def _take_metrics(path: Path, checkpoint: Path) -> None:
@@ -175,7 +178,8 @@ class Run:
         config: what it was told.
         config_text: the same as written.
         schedule: what each rank did, in order.
-        trace: of one step, measured.
+        trace: of one step, measured; of the first pipeline where there are several.
+        other_traces: the same of the others, by their names; empty without.
         predicted: the same as predicted; ``None`` without prediction.
         metrics: a dictionary for each step, with at least ``step``, ``loss`` and ``step_time_s``.
         summary: what the run came to; ``pipeloom.train.trainer.RunSummary`` describes the keys.
@@ -187,6 +191,7 @@ class Run:
     config_text: str
     schedule: Schedule
     trace: Trace
+    other_traces: dict[str, Trace]
     predicted: Trace | None
     metrics: tuple[dict[str, Any], ...]
     summary: dict[str, Any]
@@ -217,11 +222,23 @@ def read_run(folder: Path) -> Run:
         config_text=_read(folder / CONFIG, str),
         schedule=_read(folder / SCHEDULE, parse_schedule),
         trace=_read(folder / TRACE, from_chrome),
+        other_traces={_name_of(file): _read(file, from_chrome) for file in sorted(folder.glob(OTHER_TRACES))},
         predicted=_read(folder / PREDICTED_TRACE, from_chrome) if has_prediction else None,
         metrics=_read(folder / METRICS, _parse_metrics),
         summary=_read(folder / SUMMARY, lambda text: _with_names(json.loads(text), _SUMMARY_NAMES)),
         sample=_read(folder / SAMPLE, str) if has_sample else None,
     )
+
+
+def other_trace(place: Coordinates) -> str:
+    """The file of the trace of the pipeline at a place of the data and tensor axes, but the first."""
+    return f"trace-replica-{place.data:03}-tensor-{place.tensor}.json"
+
+
+def _name_of(file: Path) -> str:
+    """What people call that pipeline."""
+    _, _, data, _, tensor = file.stem.split("-")
+    return f"replica {int(data)}, tensor rank {tensor}"
 
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from small_run import write_text
 
+from pipeloom.run_folder import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
 
@@ -94,6 +95,9 @@ DATA_PARALLEL = {
     "full": ["--layout.dp", "2", "--layout.shard", "full"],
     "hybrid": ["--layout.pp", "1", "--layout.dp", "4", "--layout.shard", "gradients", "--layout.replicate", "2",
                "--schedule.gradient-buffers", "1", "--layout.num-microbatches", "1"],
+    "tensor": ["--layout.tp", "2", "--layout.num-microbatches", "4"],
+    "tensor and sequence": ["--layout.pp", "1", "--layout.tp", "2", "--layout.sequence-parallel", "--layout.dp", "2",
+                            "--layout.shard", "full"],
 }  # fmt: skip
 
 
@@ -118,6 +122,15 @@ def test_replicas_and_sharding_do_not_change_the_training(tmp_path):
     for others, *same in found.values():
         assert others == pytest.approx(losses, rel=1e-12)
         assert same == rest
+
+
+def test_the_report_has_every_pipeline_of_the_layout(tmp_path):
+    assert pipeloom(arguments(tmp_path, *DATA_PARALLEL["tensor and sequence"])).returncode == 0
+    run = read_run(tmp_path / "run")
+    names = ["replica 0, tensor rank 1", "replica 1, tensor rank 0", "replica 1, tensor rank 1"]
+    assert sorted(run.other_traces) == names
+    kinds = [[span.action for span in trace.spans if span.rank == 0] for trace in run.other_traces.values()]
+    assert {len(found) for found in kinds} == {sum(span.rank == 0 for span in run.trace.spans)}
 
 
 def test_collectives_are_in_the_measured_and_in_the_predicted_trace(tmp_path):

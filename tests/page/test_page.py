@@ -6,11 +6,15 @@ import re
 import pytest
 from run_files import write_run
 
+from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
+from pipeloom.layout import Coordinates
 from pipeloom.page import format_page, write_report
 from pipeloom.page.contents import CAUSES, page_contents
 from pipeloom.report.bubble import account_bubble
-from pipeloom.run_folder import TRACE, read_run
+from pipeloom.run_folder import TRACE, other_trace, read_run
+from pipeloom.simulate import simulate
+from pipeloom.trace import to_chrome
 
 
 def contents_of(page):
@@ -92,6 +96,18 @@ def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
     assert table["total"][2] == "48"
     assert table["total"][3] == "24.0"  # 24 transfers of 1 ms, carried by the receives
     assert all(len(row) == 3 + 2 * 4 for row in [*table["rows"], table["total"]])
+
+
+def test_several_pipelines_stand_beside_each_other(tmp_path):
+    folder = write_run(tmp_path)
+    assert page_contents(read_run(folder))["pipelines"] == []
+    slower = simulate(read_run(folder).schedule, UniformCosts(0.004, 0.008, 0.001))
+    (folder / other_trace(Coordinates(0, 1, 0))).write_text(to_chrome(slower, "measured"))
+    first, second = page_contents(read_run(folder))["pipelines"]
+    assert [first[0], second[0]] == ["replica 0, tensor rank 0", "replica 1, tensor rank 0"]
+    assert (first[2], second[2]) == ("96.0", "192.0")  # 2 stages x 2 ranks x 4 micro-batches, forward and backward
+    assert (first[3], second[3]) == ("24.0", "24.0")
+    assert first[6:] == ["0.0"] * 3
 
 
 def test_stage_inputs_and_loss_are_curves(tmp_path):

@@ -148,6 +148,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",
+        names.OTHER_TRACES: "the same of the other pipelines, which the report compares",
         names.PREDICTED_TRACE: "the same as predicted",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
@@ -157,7 +158,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.REPORT: "all of it as one page; open it in a browser",
     }
     for name, what in described.items():
-        if "," in name or (folder / name).exists():  # some may be switched off
+        if "," in name or any(folder.glob(name)):  # some may be switched off
             print(f"  {name:<21} {what}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from pipeloom.page.over_time import over_time_contents, short
 from pipeloom.page.timeline import timeline_contents
 from pipeloom.report.bubble import BubbleAccount, account_bubble
-from pipeloom.report.summary import LaneUse, communication, summarize
+from pipeloom.report.summary import LaneUse, PipelineUse, communication, pipeline_use, summarize
 from pipeloom.run_folder import Run
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -47,6 +47,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "timeline": timeline_contents(traces, run.schedule.num_stages, step),
         "bubble": _bubble(run, traces),
         "communication": _communication(traces),
+        "pipelines": _pipelines(run),
         "over_time": over_time_contents(run, traces),
         "curves": [_loss(run), _step_times(run)],
         "sample": run.sample,
@@ -148,6 +149,21 @@ def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
     totals = [cell for by_lane in uses.values() for cell in _use_cells(list(by_lane.values()))]
     num_messages = sum(int(row[2]) for row in rows)
     return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_messages), *totals]}
+
+
+def _pipelines(run: Run) -> list[list[str]]:
+    """A row for each pipeline of the layout, if there are several: name, step, compute, and its communication."""
+    if not run.other_traces:
+        return []
+    traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}
+    return [[name, *_pipeline_cells(pipeline_use(trace))] for name, trace in sorted(traces.items())]
+
+
+def _pipeline_cells(use: PipelineUse) -> list[str]:
+    cells = [_tenths(use.makespan_s), _tenths(use.compute_s)]
+    for busy, hidden in (use.p2p, use.data_parallel):
+        cells += [_tenths(busy), _tenths(hidden), _tenths(busy - hidden)]
+    return cells
 
 
 def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:

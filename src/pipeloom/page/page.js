@@ -472,6 +472,28 @@ function account(data) {
   );
 }
 
+// ---------------------------------------------------------------- pipelines beside each other
+
+function pipelines(rows) {
+  const groups = ["messages", "data-parallel collectives"];
+  const first = element("tr", {}, ...["", "", ""].map(() => element("th", { class: "text" })));
+  const second = element("tr", {}, element("th", { class: "text" }, "pipeline"), element("th", {}, "step"), element("th", {}, "compute"));
+  for (const group of groups) {
+    first.append(element("th", { class: "group first", colspan: 3 }, group));
+    ["busy", "hidden", "exposed"].forEach((name, number) => second.append(element("th", { class: number ? "" : "first" }, name)));
+  }
+  const body = element("tbody");
+  for (const cells of rows) {
+    const kinds = (column) => (column === 0 ? "text" : column >= 3 && column % 3 === 0 ? "first" : "");
+    body.append(element("tr", {}, ...cells.map((text, column) => element("td", { class: kinds(column) }, text))));
+  }
+  return section(
+    "Replicas",
+    "Milliseconds of the measured step of every pipeline, added up over its ranks; the step is its longest way through.",
+    element("div", { class: "scroll" }, element("table", {}, element("thead", {}, first, second), body)),
+  );
+}
+
 // ---------------------------------------------------------------- communication
 
 function communication(data) {
@@ -633,6 +655,7 @@ function build() {
   const page = document.getElementById("page");
   const step = timelines(contents.timeline);
   page.replaceChildren(...head(contents), step.node, account(contents.bubble), communication(contents.communication));
+  if (contents.pipelines.length > 0) page.append(pipelines(contents.pipelines));
   for (const chart of contents.over_time) page.append(overTime(chart));
   page.append(section("Training", "", element("div", { class: "grid" }, ...contents.curves.map(curve))));
   if (contents.sample !== null) page.append(sample(contents.sample));

@@ -185,11 +185,16 @@ class Trainer:
         return loss, grad_norm, result
 
     def _keep_trace(self, result: StepResult) -> None:
-        """Gather the trace of the first replica on rank 0 and write it. Drawing it takes longer: others would wait."""
+        """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
         traces: list[Trace] | None = self._world.gather(result.trace)
-        if traces is not None:
-            self._measured = merge(traces[rank] for rank in self._config.layout.pipelines()[0])
-            self._folder.write(run_folder.TRACE, to_chrome(self._measured, "measured"))
+        if traces is None:
+            return
+        layout = self._config.layout
+        for number, ranks in enumerate(layout.pipelines()):
+            trace = merge(traces[rank] for rank in ranks)
+            self._measured = self._measured or trace
+            name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
+            self._folder.write(name, to_chrome(trace, "measured"))
 
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
