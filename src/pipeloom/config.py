@@ -14,6 +14,8 @@ from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_i
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Layout, Shard
+from pipeloom.schedule import Kind
+from pipeloom.toolchain import toolchain_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +146,19 @@ class TrainingConfig:
     """Optimizer steps."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights and activations."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are added
+    up in float32, over micro-batches as over replicas."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages live. cuda takes one device for each process."""
     threads: int = 1
     """CPU threads of each process."""
+    compile: bool = False
+    """Whether torch.compile compiles embedding, layers and head; layers that are alike share the code. Takes a minute
+    or more before the first step, less where it is found on disk. Not for schedules that split the backward."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor: generates code, which takes a C++ compiler on CPUs and a C compiler on CUDA. aot_eager: only traces
+    forward and backward, to see whether that works; needs no compiler and gains nothing."""
     validation_batches: int = 8
     """Batches of the validation loss at the end; 0 for none."""
     sample_tokens: int = 160
@@ -243,6 +252,7 @@ class RunConfig:
         found += _data_parallel_problems(self)
         if trains:
             found += [*_text_problems(self), *_checkpoint_problems(self), *_not_trainable(self)]
+            found += _compile_problems(self)
         return found
 
 
@@ -411,6 +421,20 @@ def _recompute_problems(config: RunConfig) -> list[str]:
     if len(layout.recompute_layers) != wanted:
         found = len(layout.recompute_layers)
         problems.append(f"layout.recompute_layers must name {wanted} layers (model.num_layers), found {found}")
+    return problems
+
+
+def _compile_problems(config: RunConfig) -> list[str]:
+    training, choice = config.training, config.choice()
+    if not training.compile:
+        return []
+    problems = toolchain_problems(training.device) if training.compile_backend == "inductor" else []
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    if not choice.problems() and any(row.is_kind(*halves).any() for row in choice.make().rows):
+        problems.append(
+            f"training.compile makes one function of a stage's backward, which schedule.family {choice.family} splits "
+            "in two; leave training.compile out or use another family"
+        )
     return problems
 
 

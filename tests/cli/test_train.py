@@ -1,6 +1,7 @@
 """``pipeloom train`` as a person runs it: in a process of its own, with workers of its own."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -34,6 +35,16 @@ def pipeloom(words, **options):
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_narrow_weights_that_are_sharded_and_recomputed_train_and_are_predicted(tmp_path):
+    layout = ["--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "full", "--layout.recompute", "full"]
+    run = pipeloom(arguments(tmp_path, *layout, "--training.dtype", "bfloat16", "--optimizer.lr-warmup-steps", "0"))
+    assert run.returncode == 0, run.stderr
+    assert "before the first step" in run.stdout
+    first, _, last = [line["loss"] for line in metrics(tmp_path)]
+    assert first == pytest.approx(math.log(257), rel=0.01)  # of small first weights, which know nothing
+    assert last < first
 
 
 def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configuration(tmp_path):

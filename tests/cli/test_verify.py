@@ -14,7 +14,7 @@ def arguments(folder, *more):
     return ["verify", *sizes, *data, "--layout.pp", "2", "--layout.num-microbatches", "4", *more]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_equal_gradients_are_reported_by_name(tmp_path, capsys, dtype):
     assert main(arguments(tmp_path, "--training.dtype", dtype)) == 0
     printed = capsys.readouterr().out

@@ -20,9 +20,9 @@ from pipeloom.train.optimizer import make_adamw
 class Cluster:
     """All ranks of a layout over a toy model, in this process."""
 
-    def __init__(self, layout, schedule):
+    def __init__(self, layout, schedule, dtype=torch.float64):
         self.layout, self.schedule = layout, schedule
-        self.toy = Toy(layout.num_stages, layout.dp * layout.num_microbatches)
+        self.toy = Toy(layout.num_stages, layout.dp * layout.num_microbatches, dtype)
         lanes, posts = Neighborhood(), [Post() for _ in range(layout.dp)]
         shards, copies = groups_in_process(layout.shard_groups()), groups_in_process(layout.copy_groups())
         self.parallel, self.executors = [], []
@@ -31,7 +31,8 @@ class Cluster:
             own = self.schedule.placement.stages_of(place.pipeline)
             modules = {index: module for index, module in enumerate(self.toy.modules()) if index in own}
             groups = Groups(shards[rank], copies[rank])
-            parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lanes.lane(HostClock()))
+            lane = lanes.lane(HostClock())
+            parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lane, dtype=dtype)
             stages = {
                 index: Stage(module, index, self.toy.outputs()[index], needs_input_gradient=index > 0)
                 for index, module in modules.items()
@@ -60,8 +61,9 @@ class Cluster:
             ranks.append((executor, executor.steps(inputs[first : first + size], loss)))
         results = play_in_process(ranks)
         self.gradients = [self._whole(rank, "gradient") for rank in range(self.layout.num_ranks)]
-        for optimizer in self.optimizers:
+        for optimizer, parallel in zip(self.optimizers, self.parallel, strict=True):
             optimizer.step()
+            parallel.refresh()
         return results
 
     def parameters(self):
@@ -78,7 +80,7 @@ class Cluster:
         return found
 
 
-def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1):
+def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1, dtype=torch.float64):
     choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
     schedule = add_data_parallel(
         lower(make_schedule(family, **choice)),
@@ -87,7 +89,7 @@ def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residen
         prefetch=prefetch,
         gradient_buffers=gradient_buffers,
     )
-    return Cluster(layout, schedule)
+    return Cluster(layout, schedule, dtype)
 
 
 def groups_in_process(lists):

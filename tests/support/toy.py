@@ -11,6 +11,7 @@ from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Transport
+from pipeloom.execute.weights import master_dtype
 from pipeloom.schedule import Schedule
 
 WIDTH = 6
@@ -19,33 +20,35 @@ ROWS = 3
 
 @dataclass(frozen=True)
 class Toy:
-    """Inputs and modules of a pipeline of small linear stages in float64."""
+    """Inputs and modules of a pipeline of small linear stages, in float64 or in what they are to compute in."""
 
     num_stages: int
     num_microbatches: int
+    dtype: torch.dtype = torch.float64
 
     def modules(self, device: str = "cpu") -> list[nn.Module]:
-        """Every stage, the same weights at every call."""
+        """Every stage, the same weights at every call, in the type that an optimizer updates."""
         modules = []
         for stage in range(self.num_stages):
             torch.manual_seed(stage)
-            modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double().to(device))
+            modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device, master_dtype(self.dtype)))
         return modules
 
     def inputs(self) -> list[Tensor]:
         """One tensor for each micro-batch."""
         torch.manual_seed(1000)
-        return [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in range(self.num_microbatches)]
+        return [torch.randn(ROWS, WIDTH, dtype=torch.float64).to(self.dtype) for _ in range(self.num_microbatches)]
 
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The agreed specs."""
-        modules = self.modules("meta")
-        return stage_outputs(lambda stage: modules[stage], self.num_stages, TensorSpec((ROWS, WIDTH), torch.float64))
+        modules = [module.to(self.dtype) for module in self.modules("meta")]
+        return stage_outputs(lambda stage: modules[stage], self.num_stages, TensorSpec((ROWS, WIDTH), self.dtype))
 
 
 def objective(output: Tensor, microbatch: int) -> Tensor:
     """A loss that tells micro-batches apart."""
-    return (output * output).sum() / (microbatch + 1)
+    wide = output.to(master_dtype(output.dtype))
+    return (wide * wide).sum() / (microbatch + 1)
 
 
 def reference(modules: Sequence[nn.Module], inputs: Sequence[Tensor], loss: Callable[[Tensor, int], Tensor]) -> float:

@@ -39,7 +39,8 @@ def run(words: list[str]) -> int:
     goes_on = _check_checkpoint(resolved, data)
     folder = make_run_folder(resolved)
     print(f"text       {data.description}\nrun        {folder.path}{goes_on}", flush=True)
-    print(f"starting   {count(config.layout.num_ranks, 'process')}; the first step takes a few seconds\n", flush=True)
+    patience = "compiling may take minutes" if config.training.compile else "the first step takes a few seconds"
+    print(f"starting   {count(config.layout.num_ranks, 'process')}; {patience}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
     except BaseException as error:

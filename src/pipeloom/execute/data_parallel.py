@@ -121,6 +121,7 @@ class DataParallel:
         replicated: names a stage's parameters that every tensor-parallel rank holds whole.
         sums_replicated: whether a rank's gradients of these are of its own tokens only (sequence parallelism), so that
             a reduction adds them up over the tensor-parallel ranks first.
+        dtype: that the stages compute in, where the optimizer updates a wider one: that of the modules.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class DataParallel:
         *,
         replicated: Callable[[nn.Module], Collection[str]] = lambda _: (),
         sums_replicated: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._groups = groups
         self._sums_replicated = sums_replicated
@@ -146,6 +148,7 @@ class DataParallel:
                 groups.shard.index,
                 reduces_again=reduced.count(index) > 1,
                 replicated=replicated(module),
+                dtype=dtype,
             )
             for index, module in modules
         }
@@ -172,6 +175,11 @@ class DataParallel:
         parts = [weights.optimizer_parts() for weights in self.weights.values()]
         return [p for decayed, _ in parts for p in decayed], [p for _, plain in parts for p in plain]
 
+    def refresh(self) -> None:
+        """After the optimizer's step, or after its weights were loaded: compute with them."""
+        for weights in self.weights.values():
+            weights.refresh()
+
     def begin(self, *, trains: bool) -> None:
         """Before a step: no gradient yet. Weights that were dropped stay so."""
         self._close_all()
@@ -191,7 +199,8 @@ class DataParallel:
         return self._lane.start(self._gather(weights.whole, weights.shard))
 
     def _gather(self, whole: Tensor, shard: Tensor) -> Job:
-        yield self._groups.shard.gather(whole, shard)
+        sent = shard.to(whole.dtype)  # weights go out in the type that computes
+        yield self._groups.shard.gather(whole, sent)
 
     def reshard(self, stage: int) -> Collective:
         """Free a stage's gathered weights, now; the lane notes it in its order."""
@@ -278,7 +287,8 @@ class DataParallel:
             gathered=len(self._gathered),
             gathered_bytes=sum(self.weights[stage].whole_bytes for stage in self._gathered),
             gradients=sum(buffers.num_taken for buffers in taken) + len(in_place),
-            gradient_bytes=sum(buffers.taken_bytes for buffers in taken) + sum(w.whole_bytes for w in in_place),
+            gradient_bytes=sum(buffers.taken_bytes for buffers in taken)
+            + sum(w.whole_gradient_bytes for w in in_place),
         )
         self.most_held = self.most_held.most(now)
 

@@ -117,7 +117,7 @@ def profile_stages(
     alone: dict[int, tuple[float, float]] = {}
     transfer_s = expected = found = 0.0
     for number, (index, stage) in enumerate(stages.items()):
-        run = _runner(stage, outputs, tokens, objective, world.device)
+        run = stage_runner(stage, outputs, tokens, objective, world.device)
         with collectives.data_parallel.gathered(index, timeout_s):
             for team in layout.tensor_groups():
                 if world.rank in team:
@@ -180,9 +180,10 @@ Run = Callable[[], tuple[float, float]]
 """One forward and backward; seconds of each."""
 
 
-def _runner(
+def stage_runner(
     stage: Stage, outputs: Sequence[TensorSpec], tokens: Tensor, objective: Objective, device: torch.device
 ) -> Run:
+    """What runs one micro-batch through a stage, with random tensors for those of its neighbors."""
     tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
     is_last = stage.index == len(outputs) - 1
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6

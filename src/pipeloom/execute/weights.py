@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -11,6 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.layout import Shard
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of the weights that an optimizer updates where a module computes in ``dtype``: at least single precision."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 class Overlap(NamedTuple):
@@ -103,13 +108,17 @@ class StageWeights:
     its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
     shard begins in the flat buffer.
 
+    A module may compute in a narrower type than the optimizer updates. Then ``whole`` has the narrow type, shards,
+    gradients and their sums over micro-batches the wide one, and ``shard`` is memory of its own even without sharding.
+
     Args:
-        module: of the stage, with its first weights; taken over.
+        module: of the stage, with its first weights, in the type that the optimizer updates; taken over.
         level: what data-parallel ranks share.
         num_shards: over how many ranks.
         index: which shard is this rank's.
         reduces_again: whether a gradient is reduced more than once a step, so that reductions have to add up.
         replicated: parameters that every tensor-parallel rank holds whole.
+        dtype: that the module computes in. ``None``: the one it has.
     """
 
     def __init__(
@@ -121,18 +130,24 @@ class StageWeights:
         *,
         reduces_again: bool = False,
         replicated: Collection[str] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self._parameters = dict(module.named_parameters())
         self._level = level
         self.order = FlatOrder.of(self._parameters.items(), num_shards, replicated)
         first = next(iter(self._parameters.values()))
-        self.whole = torch.zeros(self.order.size, dtype=first.dtype, device=first.device)
+        master = torch.zeros(self.order.size, dtype=first.dtype, device=first.device)
         with torch.no_grad():
-            for name, view in self.order.views(self.whole).items():
+            for name, view in self.order.views(master).items():
                 view.copy_(self._parameters[name])
                 self._parameters[name].data = view
-        self.shard = self.whole if level == "none" else self.whole.chunk(num_shards)[index].clone()
+        self.whole = master.to(dtype or first.dtype)
+        self._sums: dict[str, Tensor] = {}
+        self._is_mixed = self.whole is not master
+        if self._is_mixed:
+            self._compute_narrow()
+        self.shard = master if level == "none" else master.chunk(num_shards)[index].clone()
         self.reduces_in_place = level == "none" and not reduces_again
         self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
@@ -141,6 +156,20 @@ class StageWeights:
         self.is_held = True
         self.drop()
 
+    def _compute_narrow(self) -> None:
+        """Let the module compute on the narrow weights, and add its narrow gradients to wide sums."""
+        for name, view in self.order.views(self.whole).items():
+            parameter = self._parameters[name]
+            parameter.data = view
+            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+
+    def _add(self, name: str, parameter: Tensor) -> None:
+        total = self._sums.get(name)
+        if total is not None:
+            assert parameter.grad is not None
+            total.add_(parameter.grad)
+        parameter.grad = None
+
     @property
     def held_bytes(self) -> int:
         """Bytes of the whole weights where they are here."""
@@ -148,8 +177,13 @@ class StageWeights:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the whole weights, here or not; of the whole gradient too."""
+        """Bytes of the whole weights, here or not."""
         return self._full_bytes
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """Bytes of the whole gradient, here or not."""
+        return self.order.size * self.shard.element_size()
 
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
@@ -162,14 +196,27 @@ class StageWeights:
             self.whole.untyped_storage().resize_(0)
             self.is_held = False
 
+    def refresh(self) -> None:
+        """Compute with what the optimizer has made of ``shard``, where that is all of the weights and a wider copy.
+
+        Shards of weights come into ``whole`` when they are gathered.
+        """
+        if self._level == "none" and self._is_mixed:
+            self.whole.copy_(self.shard)
+
     def open_gradient(self, buffer: Tensor) -> None:
         """Let backwards add to a buffer, from zero."""
         buffer.zero_()
-        for name, view in self.order.views(buffer).items():
+        views = self.order.views(buffer)
+        if self._is_mixed:
+            self._sums = views
+            return
+        for name, view in views.items():
             self._parameters[name].grad = view
 
     def close_gradient(self) -> None:
         """Nothing adds to the buffer any more."""
+        self._sums = {}
         for parameter in self._parameters.values():
             parameter.grad = None
 

@@ -138,6 +138,7 @@ class TensorParallel:
         """Of something that every rank has for each token, [T, ...], what the residual stream here has tokens for."""
         return x.chunk(self.size)[self.group.index] if self.splits_sequence else x
 
+    @torch.compiler.disable  # an exchange is no code to generate; compiled code begins again behind it
     def _exchange(self, x: Tensor, forth: "_Op", back: "_Op") -> Tensor:
         return _Exchange.apply(x, self.group, forth, back)
 

@@ -60,8 +60,9 @@ class Batch:
         gradients need no scaling afterwards.
 
         Args:
-            logits: ``[microbatch_size, seq_len, vocab_size]``.
+            logits: ``[microbatch_size, seq_len, vocab_size]``; taken in float32 at least.
             microbatch: which one.
             cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
         """
-        return cross_entropy(logits.flatten(0, 1), self.targets[microbatch].flatten()) / self.num_valid
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(wide, self.targets[microbatch].flatten()) / self.num_valid

@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
+from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import TensorSlice, build_stage
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import Data
 from pipeloom.train.pipeline import Pipeline
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
-"""Largest relative difference that rounding explains, by type."""
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
+"""Largest relative difference that rounding explains, by the type that stages compute in. bfloat16 has 8 bits: over
+models of 4 to 24 layers gradients of matrices were up to 0.024 away from those in float32, of norms and biases up to
+0.047, the loss 6e-5 and the gradient norm 2e-3. Finer mistakes than a lost micro-batch are for float64 to find."""
 _SCALE_FLOOR = 1e-3
 """Gradients are compared relative to their own size, but to no less than this share of the model's largest one:
 some are zero but for rounding, such as that of a bias on attention keys."""
@@ -42,6 +45,8 @@ class Gradients:
 def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     """Loss and gradients by plain forward and backward of the whole model, without schedule or executor.
 
+    Computed in the type of the weights that the optimizer updates: where stages compute in bfloat16, in float32.
+
     Args:
         config: with the model resolved.
         batch: on the device to compute on.
@@ -51,7 +56,7 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
         range(config.model.num_layers + 2),
         max_positions=config.data.seq_len,
         seed=config.training.seed,
-        dtype=getattr(torch, config.training.dtype),
+        dtype=master_dtype(getattr(torch, config.training.dtype)),
         device=batch.inputs[0].device,
     )
     total = 0.0

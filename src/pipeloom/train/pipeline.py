@@ -1,5 +1,6 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -20,10 +21,13 @@ from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
+from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import SplitVocabulary, TensorParallel, TensorSlice, Transformer, build_stage, stage_pieces
+from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, lower
 from pipeloom.train.batch import Batch
 
@@ -78,12 +82,13 @@ class Pipeline:
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.data_parallel = DataParallel(
             self.schedule,
-            ((stage, self._build(stage, world.device)) for stage in own),
+            ((stage, self._build(stage, world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
             replicated=self._replicated,
             sums_replicated=layout.sequence_parallel,
+            dtype=self._dtype,
         )
         outputs = self._outputs(layout.microbatch_size)
         edges = edges_of(self.schedule, outputs)
@@ -94,6 +99,8 @@ class Pipeline:
         self._trainer = self._executor(self.schedule, outputs)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
+        self._is_cold = config.training.compile
+        self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
         self._watch = Watch(world.store, world.rank, world.size, self._position)
 
@@ -146,14 +153,17 @@ class Pipeline:
 
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
+        self._warm_up(batch)
         return self._run(self._trainer, batch.inputs, self._loss_of(batch))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
-        return self._run(self._evaluator, batch.inputs, self._loss_of(batch))
+        with self._as_written():
+            return self._run(self._evaluator, batch.inputs, self._loss_of(batch))
 
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
+        self._warm_up(batch)
         return profile_stages(
             self._world,
             self._stages(self.schedule, self._outputs_in_training),
@@ -172,7 +182,8 @@ class Pipeline:
             tokens: ``int64[1, seq_len]``; what stands behind ``position`` has no effect.
             position: of the last token that counts.
         """
-        result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
+        with self._as_written():
+            result = self._run(self._sampler, [tokens], lambda logits, _: self._vocabulary.whole(logits[0, position]))
         return result.outputs.get(0)
 
     def close(self) -> None:
@@ -180,6 +191,15 @@ class Pipeline:
         self._watch.end()
         self._transport.close()
         self.data_parallel.close()
+
+    def _warm_up(self, batch: Batch) -> None:
+        """Compile the stages if they are to be and are not yet."""
+        if not self._is_cold:
+            return
+        self._is_cold = False
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
+        warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
 
     def _position(self) -> str:
         layout, place = self._config.layout, self._running.position()
@@ -201,22 +221,24 @@ class Pipeline:
         timeout_s = self._config.training.stall_timeout_s
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
-    def _build(self, stage: int, device: torch.device | str) -> nn.Module:
+    def _build(self, stage: int, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = build_stage(
             self._config.model,
             self._pieces[stage],
             max_positions=self._config.data.seq_len,
             seed=self._config.training.seed,
-            dtype=self._dtype,
+            dtype=dtype,
             device=device,
             parallel=self._parallel,
         )
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
+        if self._config.training.compile and torch.device(device).type != "meta":
+            compile_pieces(module, self._config.training.compile_backend)
         return module
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
-        return stage_outputs(lambda stage: self._build(stage, "meta"), self.schedule.num_stages, tokens)
+        return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
     def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
         return {

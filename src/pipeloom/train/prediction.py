@@ -1,13 +1,14 @@
 """What a step should look like on this machine, told before the first one: profiled costs, simulated."""
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
+from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.profile import Profile
 from pipeloom.execute.world import World
 from pipeloom.schedule import Action, Schedule
@@ -44,7 +45,7 @@ def predict_step(pipeline: Pipeline, world: World, batch: Batch, optimizer: Opti
         The prediction on rank 0, ``None`` elsewhere.
     """
     profile = pipeline.profile(batch)
-    update_s = _time_update(world, pipeline.data_parallel.optimizer_parts(), optimizer)
+    update_s = _time_update(world, pipeline.data_parallel, optimizer)
     if profile is None:
         return None
     trace = simulate_profile(pipeline.schedule, profile)
@@ -60,10 +61,9 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
     return simulate(schedule, profile.costs, Sharing(host, profile.capacity_by_host))
 
 
-def _time_update(
-    world: World, parts: tuple[Sequence[nn.Parameter], Sequence[nn.Parameter]], config: OptimizerConfig
-) -> float:
+def _time_update(world: World, data_parallel: DataParallel, config: OptimizerConfig) -> float:
     """Seconds of gradient norm, clipping and optimizer step on copies, all ranks at once; the slowest's, on rank 0."""
+    parts = data_parallel.optimizer_parts()
     decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
     copies, optimizer = [*decayed, *plain], make_adamw(config, decayed, plain)
     times: list[float] = []
@@ -75,6 +75,7 @@ def _time_update(
         squares = world.sum([0.0, squared_gradient_norm([copy.grad for copy in copies if copy.grad is not None])])[1]
         clip_gradients(copies, squares**0.5, config.clip_grad_norm)
         optimizer.step()
+        data_parallel.refresh()  # with the weights that there are
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         times.append(time.perf_counter() - begin)

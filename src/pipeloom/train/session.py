@@ -24,6 +24,9 @@ Job = Callable[[RunConfig, World, Data], Any]
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may have to wait until another host has turned its text into tokens."""
 
+_COMPILE_PATIENCE_S = 1800.0
+"""The other ranks wait while rank 0 compiles."""
+
 
 def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> Any:
     """Run ``job`` on every rank.
@@ -40,11 +43,16 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     Raises:
         WorkerError: a process of its own failed.
     """
+    if config.training.compile:
+        patience_s += _COMPILE_PATIENCE_S
     if is_launched():
         return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
     # imported once here, not once in every worker: optimizers import it on first use
     import torch._dynamo
-    import torch.distributed.checkpoint  # noqa: F401
+    import torch.distributed.checkpoint
+
+    if config.training.compile and config.training.compile_backend == "inductor":
+        import torch._inductor.compile_fx  # noqa: F401
 
     work = partial(_work, config, job, patience_s=patience_s)
     return run_workers(work, config.layout.num_ranks, config.training.threads)[0]

@@ -182,6 +182,7 @@ class Trainer:
         grad_norm = squares**0.5
         clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
         self._optimizer.step()
+        self._pipeline.data_parallel.refresh()
         return loss, grad_norm, result
 
     def _keep_trace(self, result: StepResult) -> None:

@@ -1,0 +1,30 @@
+"""``torch.compile`` for the pieces of a stage."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from pipeloom.model.transformer import Transformer
+
+
+def compile_pieces(stage: Transformer, backend: str) -> None:
+    """Compile embedding, layers and head, each by itself, in place; parameters keep their names.
+
+    Layers that are alike run the same code, so that it takes the same time for any number of them; the whole stage as
+    one would be traced layer by layer. Nothing is compiled before the first call.
+
+    Args:
+        stage: whose pieces; shapes of what it takes are taken to be fixed.
+        backend: of ``torch.compile``.
+    """
+    for piece in (stage.embedding, *stage.layers.values(), stage.head):
+        if piece is not None:
+            piece.compile(backend=backend, dynamic=False)
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """Meanwhile run compiled pieces as they are written: for shapes and modes that are not worth compiling for."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

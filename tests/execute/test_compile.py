@@ -1,0 +1,107 @@
+"""Compiled stages: the same gradients, with weights that are dropped and gathered and with layers that recompute.
+
+Where nothing says otherwise nothing is generated, only traced (``aot_eager``): that needs no compiler.
+"""
+
+import os
+
+import pytest
+import torch
+from gloo import differences_over_gloo
+from small_run import small_run
+from torch._dynamo.utils import counters
+
+from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
+from pipeloom.layout import Layout
+from pipeloom.model import build_stage
+from pipeloom.model.compile import as_written, compile_pieces
+from pipeloom.toolchain import toolchain_problems
+
+LAYERS = 3
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
+
+
+@pytest.fixture(autouse=True)
+def _forgotten():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def model_of(recompute):
+    config = ModelConfig(num_layers=LAYERS, hidden_size=16, num_heads=2, vocab_size=30).resolve(30)
+    model = build_stage(
+        config, range(LAYERS + 2), max_positions=8, seed=0, dtype=torch.float64, device=torch.device("cpu")
+    )
+    model.set_recompute(recompute)
+    return model
+
+
+def gradients(model):
+    tokens = torch.arange(16).view(2, 8)
+    model.zero_grad()
+    model(tokens).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def compared(recompute, backend):
+    """Worst relative difference to the model as it is written, over two calls."""
+    model, expected = model_of(recompute), gradients(model_of(("none",) * LAYERS))
+    compile_pieces(model, backend)
+    worst = 0.0
+    for _ in range(2):
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        worst = max(worst, *(float((found[n] - g).abs().max() / g.abs().max()) for n, g in expected.items()))
+    return worst
+
+
+def test_layers_share_their_code_and_every_gradient_is_the_same():
+    assert compared(("none",) * LAYERS, "aot_eager") < 1e-9
+    assert counters["stats"]["unique_graphs"] == 3  # embedding, layer, head
+
+
+@pytest.mark.parametrize("recompute", [("full",) * LAYERS, ("selective", "full", "none")])
+def test_layers_that_recompute_compile_too(recompute):
+    assert compared(recompute, "aot_eager") < 1e-9
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif("PIPELOOM_TEST_INDUCTOR" not in os.environ, reason="takes minutes; set PIPELOOM_TEST_INDUCTOR=1")
+@pytest.mark.skipif(bool(toolchain_problems("cpu")), reason="; ".join(toolchain_problems("cpu")))
+def test_generated_code_computes_the_same():
+    config = ModelConfig(family="gpt2", num_layers=2, hidden_size=16, num_heads=2, vocab_size=30).resolve(30)
+    found = []
+    for is_compiled in (False, True):
+        stage = build_stage(config, range(1, 3), max_positions=8, seed=0, dtype=torch.float64, device="cpu")
+        stage.set_recompute(("full", "none"))
+        if is_compiled:
+            compile_pieces(stage, "inductor")
+        torch.manual_seed(1)
+        tensor = torch.randn(2, 8, 16, dtype=torch.float64, requires_grad=True)
+        stage(tensor).square().sum().backward()
+        found.append([tensor.grad, *(p.grad for p in stage.parameters())])
+    largest = max(one.abs().max() for one in found[0])  # the gradient of the keys' bias is zero but for rounding
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12 * float(largest))
+
+
+def test_as_written_nothing_is_compiled():
+    model = model_of(("none",) * LAYERS)
+    compile_pieces(model, "aot_eager")
+    with as_written():
+        gradients(model)
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_pipeline_of_compiled_stages_equals_the_single_process_over_gloo(tmp_path):
+    training = TrainingConfig(dtype="float64", compile=True, compile_backend="aot_eager")
+    mixed = ("none", "full", "selective", "none", "full", "selective")
+    cases = [
+        (Layout(pp=2, loops=2, num_microbatches=4, recompute_layers=mixed), ScheduleConfig(family="depth-first")),
+        (Layout(pp=1, dp=2, loops=3, shard="full", num_microbatches=3), ScheduleConfig(residency=1)),
+        (Layout(pp=1, tp=2, loops=2, num_microbatches=2, sequence_parallel=True, recompute="full"), ScheduleConfig()),
+    ]
+    configs = [small_run(tmp_path, training=training, layout=layout, schedule=order) for layout, order in cases]
+    for found in differences_over_gloo(configs, 2):
+        assert max(found.values()) < 1e-9
