@@ -241,31 +241,12 @@ def test_axes_that_do_not_fit_together_are_named(title):
     assert changed(**values).problems(trains=False) == [sentence]
 
 
-FOR_SIMULATE = {
-    "model__tied": True,
-}
-
-
-def test_training_refuses_all_at_once_what_only_simulate_understands():
-    config = changed(**FOR_SIMULATE)
-    assert config.problems(trains=False) == []
-    problems = config.problems()
-    assert {problem.split()[0] for problem in problems} == {name.replace("__", ".") for name in FOR_SIMULATE}
-
-
 def test_training_takes_a_sequence_that_tensor_parallelism_can_share_out():
     config = changed(layout__tp=3, data__seq_len=128)
     assert config.problems(trains=False) == []
     (problem,) = config.problems()
     assert problem.startswith("layout.tp must divide data.seq_len")
     assert changed(layout__tp=2, layout__sequence_parallel=True).problems() == []
-
-
-def test_every_setting_of_the_layout_is_used_by_training_or_refused():
-    used = {"pp", "loops", "dp", "replicate", "shard", "num_microbatches", "microbatch_size", "partition", "tp"}
-    used |= {"sequence_parallel", "recompute", "recompute_layers"}
-    refused = {name.removeprefix("layout__") for name in FOR_SIMULATE if name.startswith("layout__")}
-    assert {item.name for item in fields(layout_module.Layout)} == used | refused
 
 
 def test_layers_that_recompute_are_named_one_by_one_or_all_at_once():

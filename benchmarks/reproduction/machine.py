@@ -16,8 +16,9 @@ CLUSTER = load_cluster("dgx-1-v100")
 MODELS = {name: load_model(name) for name in ("gpt-52b", "gpt-6.6b")}
 NUM_DEVICES = 64
 MEGATRON = load_software("megatron-2021")
-OWN = replace(load_software("pipeloom"), efficiency=MEGATRON.efficiency)
-"""With the kernels and bandwidths of the other, so that the two differ in what they do and not in how fast."""
+OWN = replace(load_software("pipeloom"), efficiency=MEGATRON.efficiency, lends_tied=False)
+"""With the kernels and bandwidths of the other, and as much to do for a tied embedding after the pipeline, so that the
+two differ in what they do and not in how fast, and by their orders."""
 MESSAGES = {"cut": True, "whole": False}
 """How a message between stages goes: cut over the tensor-parallel ranks (scatter/gather), or whole from each."""
 

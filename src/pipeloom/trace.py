@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
-from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send
+from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS, TIED_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
+from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send, tied_partner
 from pipeloom.spans import Span, Spans
 
 __all__ = ["Span", "Spans", "Trace", "from_chrome", "merge", "to_chrome"]
@@ -64,10 +64,12 @@ def merge(traces: Iterable[Trace]) -> Trace:
     parts = list(traces)
     spans = [span for part in parts for span in part.spans]
     place_of = {span.action: number for number, span in enumerate(spans)}
-    sends = [span for span in spans if span.action.kind in SEND_KINDS and matching_receive(span.action) in place_of]
+    num_stages = 1 + max((span.action.stage for span in spans), default=0)
+    receive_of = {span.action: _other_end(span.action, num_stages) for span in spans if span.action.kind in _SENDS}
+    sends = [span for span in spans if receive_of.get(span.action) in place_of]
     free_s: dict[tuple[int, int], float] = {}
     for send in sorted(sends, key=lambda span: span.start_s):
-        arrival = place_of[matching_receive(send.action)]
+        arrival = place_of[receive_of[send.action]]
         receive = spans[arrival]
         edge = (send.rank, receive.rank)
         begin_s = min(max(send.start_s, free_s.get(edge, send.start_s)), receive.end_s)
@@ -75,6 +77,16 @@ def merge(traces: Iterable[Trace]) -> Trace:
         spans[arrival] = receive._replace(start_s=min(max(begin_s, receive.start_s), receive.end_s))
         free_s[edge] = receive.end_s
     return Trace(Spans.of(_one_at_a_time(spans)), max(part.num_ranks for part in parts))
+
+
+_SENDS, _RECEIVES = SEND_KINDS | TIED_SEND_KINDS, RECEIVE_KINDS | TIED_RECEIVE_KINDS
+
+
+def _other_end(action: Action, num_stages: int) -> Action:
+    """The receive of a send, the send of a receive."""
+    if action.kind in TIED_KINDS:
+        return tied_partner(action, num_stages)
+    return matching_receive(action) if action.kind in SEND_KINDS else matching_send(action)
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:
@@ -130,11 +142,12 @@ def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
 
 
 def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, Any]]:
-    sends = {span.action: span for span in trace.spans if span.action.kind in SEND_KINDS and span.lane != HOST_LANE}
+    sends = {span.action: span for span in trace.spans if span.action.kind in _SENDS and span.lane != HOST_LANE}
     events: list[dict[str, Any]] = []
-    receives = [s for s in trace.spans if s.action.kind in RECEIVE_KINDS and s.lane != HOST_LANE]
+    receives = [s for s in trace.spans if s.action.kind in _RECEIVES and s.lane != HOST_LANE]
+    num_stages = 1 + int(trace.spans.row.stage.max(initial=0))
     for number, receive in enumerate(receives):
-        send = sends.get(matching_send(receive.action))
+        send = sends.get(_other_end(receive.action, num_stages))
         if send is None:
             continue
         begin, end = _ns(receive.start_s, trace.start_s), _ns(receive.end_s, trace.start_s)

@@ -156,6 +156,14 @@ def test_text_for_people_counts_gathers_and_reductions_where_there_are_any(capsy
     assert "gathers" not in schedule(capsys, "depth-first", "--loops", "4")
 
 
+def test_a_tied_matrix_is_added_and_costs_what_breadth_first_cannot_hide(capsys):
+    sizes = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--tied"]
+    found = [schedule_json(capsys, *sizes, seconds) for seconds in ("0", "11", "14")]
+    assert [one["makespan"] for one in found] == [57, 57, 60]
+    assert found[0]["rows"][3][0] == "7RECV_TIED"
+    assert {"0SEND_TIED", "0RECV_TIED_GRAD"} <= set(found[0]["rows"][0])
+
+
 def test_forward_only_has_no_final_gradients(capsys):
     words = ["forward-only", "--pp", "2", "--loops", "2", "--microbatches", "2"]
     answer = schedule_json(capsys, *words)
@@ -192,6 +200,8 @@ REFUSALS = {
     "a negative cost of a gather is refused": (["gpipe", "--gather", "-1"], "--gather must be at least 0, found -1"),
     "a gather that is not there is refused": (["gpipe", "--gather", "1"], "the schedule has no UNSHARD; add --unshard"),
     "a reduction that is not there is refused": (["gpipe", "--reduce", "1"], "has no REDUCE_GRAD; add --reduce-grad"),
+    "a negative cost of a tied matrix is refused": (["gpipe", "--tied", "-1"], "--tied must be at least 0, found -1"),
+    "a tied matrix on one rank is refused": (["gpipe", "--pp", "1", "--tied", "1"], "--tied has no effect"),
     "prefetch of nothing is refused": (["gpipe", "--prefetch", "2"], "--prefetch has no effect without --unshard"),
     "buffers for nothing are refused": (["gpipe", "--gradient-buffers", "2"], "has no effect without --reduce-grad"),
     "an unknown picture format is refused": (["gpipe", "--plot", "a.bmp"], "expected a file ending in one of .png"),

@@ -185,13 +185,6 @@ def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_pat
     assert "there is no cluster 'nowhere'" in message
 
 
-def test_train_refuses_what_only_simulate_understands_in_one_message(capsys):
-    message = refusal(capsys, GPT_52B, command="train")
-    assert "has 1 problem" in message
-    for name in ("model.tied true",):
-        assert f"{name} is for simulate only so far" in message
-
-
 def test_a_preset_of_another_family_is_simulated_with_its_sizes(capsys):
     words = ["--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--machine.precision", "bf16"]
     found = answer(capsys, *words, "--layout.tp", "8", "--data.seq-len", "8192")

@@ -15,6 +15,7 @@ from small_run import write_text
 
 from pipeloom.run_folder import read_run
 from pipeloom.schedule import Kind
+from pipeloom.schedule.action import TIED_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.trace import from_chrome
 
 MODEL = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2"]
@@ -142,6 +143,36 @@ def test_the_report_has_every_pipeline_of_the_layout(tmp_path):
     assert sorted(run.other_traces) == names
     kinds = [[span.action for span in trace.spans if span.rank == 0] for trace in run.other_traces.values()]
     assert {len(found) for found in kinds} == {sum(span.rank == 0 for span in run.trace.spans)}
+
+
+TIED = {
+    "one process": ["--layout.pp", "1", "--layout.loops", "1"],
+    "v": ["--schedule.placement", "v"],
+    "full": DATA_PARALLEL["full"] + ["--layout.num-microbatches", "2"],
+}
+
+
+def test_a_tied_model_is_trained_evaluated_and_sampled_the_same_everywhere(tmp_path):
+    found = {}
+    for name, layout in TIED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        words = ["--model.tied", "--training.dtype", "float64", "--optimizer.clip-grad-norm", "0.5"]
+        done = pipeloom(arguments(folder, *words, *layout))
+        assert done.returncode == 0, done.stderr
+        summary = json.loads((folder / "run" / "summary.json").read_text())
+        numbers = [line[key] for line in metrics(folder) for key in ("loss", "grad_norm")]
+        found[name] = [*numbers, summary["validation_loss"]]
+        assert summary["num_parameters"] == 4 * (4 * 16 * 16 + 3 * 16 * 64 + 2 * 16) + 257 * 16 + 16
+        assert (folder / "run" / "sample.txt").read_text() == (tmp_path / "one process" / "run/sample.txt").read_text()
+    for numbers in found.values():
+        assert numbers == pytest.approx(found["one process"], rel=1e-12)
+    for name, kinds in (("v", set()), ("full", set(TIED_KINDS))):
+        for trace in ("trace.json", "predicted_trace.json"):
+            spans = from_chrome((tmp_path / name / "run" / trace).read_text()).spans
+            moved = [span for span in spans if span.action.kind in TIED_KINDS]
+            assert {span.action.kind for span in moved} == kinds
+            assert all(s.end_s > s.start_s for s in moved if s.action.kind in TIED_RECEIVE_KINDS)
 
 
 def test_collectives_are_in_the_measured_and_in_the_predicted_trace(tmp_path):

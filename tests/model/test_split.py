@@ -2,6 +2,8 @@
 
 # ruff: noqa: N803, N806 (upper-case letters in names are shapes)
 
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeloom.config import ModelConfig
-from pipeloom.model import Transformer, build_stage, num_pieces, stage_pieces
+from pipeloom.model import TIED_NAME, Transformer, build_stage, num_pieces, stage_pieces
 
 torch.set_num_threads(1)
 
@@ -72,6 +74,40 @@ def test_stages_equal_the_whole_model_exactly(family: Family, partition: tuple[i
             assert gradient is not None
             assert torch.equal(weight.grad, gradient), name
             assert gradient.abs().max() > 0 or name.endswith("key.bias"), name
+
+
+@families
+@partitions
+def test_a_tied_head_computes_with_what_it_is_lent_and_collects_its_gradient(
+    family: Family, partition: tuple[int, ...]
+) -> None:
+    config = replace(small(family), tied=True)
+    build = partial(build_stage, config, max_positions=NUM_TOKENS, seed=5, dtype=torch.float64, device="cpu")
+    whole, stages = build(range(6)), [build(pieces) for pieces in stage_pieces(partition)]
+    assert [stage.borrows for stage in stages] == [False] * (len(stages) - 1) + [True]
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert names == [name for name, _ in whole.named_parameters()]
+    assert "head.output.weight" not in names
+    with pytest.raises(AssertionError, match="call borrow first"):
+        stages[-1](torch.zeros(1, NUM_TOKENS, 24, dtype=torch.float64))
+    lent_VH = stages[0].get_parameter(TIED_NAME).detach().clone().requires_grad_()
+    stages[-1].borrow(lent_VH)
+    logits_BTV = whole(some_tokens())
+    loss_of(logits_BTV, some_tokens()).backward()
+    assert torch.equal(run_in_stages(stages, some_tokens()), logits_BTV)
+    for stage in stages:
+        for name, weight in stage.named_parameters():
+            gradient = weight.grad + lent_VH.grad if name == TIED_NAME else weight.grad
+            assert torch.allclose(gradient, whole.get_parameter(name).grad, rtol=1e-12, atol=1e-15), name
+
+
+@families
+def test_a_tied_head_on_the_meta_device_has_a_matrix_to_tell_shapes_with(family: Family) -> None:
+    config = replace(small(family), tied=True)
+    dtype = torch.bfloat16
+    head = build_stage(config, range(4, 6), max_positions=NUM_TOKENS, seed=0, dtype=dtype, device="meta")
+    logits_BTV = head(torch.empty(2, NUM_TOKENS, 24, dtype=dtype, device="meta"))
+    assert (logits_BTV.shape, logits_BTV.dtype) == ((2, NUM_TOKENS, VOCAB), dtype)
 
 
 @families

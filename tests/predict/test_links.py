@@ -35,6 +35,16 @@ def test_a_rank_that_fills_nodes_shares_its_network_with_its_own_collectives():
     }
 
 
+def test_a_tied_matrix_goes_by_the_adapter_of_its_receiver():
+    links = shared_links(RUN, CLUSTER, Placement.looped(4, 2))
+    assert links.resource_of(Action(Kind.RECV_TIED, 7), 3) == (6, 0)
+    assert links.resource_of(Action(Kind.RECV_TIED_GRAD, 0), 0) == (0, 0)
+    assert links.resource_of(Action(Kind.SEND_TIED, 0), 0) is None
+    near = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes
+    links = shared_links(near, replace(CLUSTER, adapters_per_node=1), Placement((0, 1, 2, 3, 3, 2, 1)))
+    assert links.resource_of(Action(Kind.RECV_TIED, 6), 1) is None  # from rank 0, on the same node
+
+
 def test_nothing_is_shared_where_only_one_thing_at_a_time_leaves_a_node():
     assert resources(replace(RUN, dp=1)) is None  # a node for each pipeline rank, no collectives
     assert resources(replace(RUN, tp=1, dp=2)) is None  # everything inside one node

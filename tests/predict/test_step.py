@@ -12,6 +12,7 @@ from pipeloom.predict.fast import predict
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Kind
+from pipeloom.schedule.action import TIED_RECEIVE_KINDS
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
@@ -39,6 +40,7 @@ STEPS = {
     "ours, depth-first": (data_parallel("full"), OURS, {"family": "depth-first"}),
     "ours, v": (data_parallel("none", tp=2), OURS, {"placement": "v"}),
     "ours, recomputed": (data_parallel("none", recompute="full"), OURS, {}),
+    "ours, tied": (data_parallel("full", shape=replace(RUN.shape, tied=True)), OURS, {}),
     "megatron": (data_parallel("optimizer"), MEGATRON, {"family": "depth-first"}),
 }
 
@@ -169,3 +171,47 @@ def test_a_single_device_has_no_lanes_and_no_bubble():
     assert communication(step.trace) == []
     assert step.bubble_fraction == pytest.approx(0, abs=1e-12)
     assert step.prediction.step_time_s == pytest.approx(predict(run, A100, OURS).step_time_s)
+
+
+TIED = replace(RUN, shape=replace(RUN.shape, tied=True))
+
+
+def test_a_tied_matrix_travels_beside_the_pipeline_and_nothing_follows_it():
+    plain, tied = (simulate_step(run, A100, OURS, order(run)) for run in (RUN, TIED))
+    moved = {str(s.action): s for s in tied.trace.spans if s.action.kind in TIED_RECEIVE_KINDS}
+    assert moved.keys() == {"7RECV_TIED", "0RECV_TIED_GRAD"}
+    sizes = {name: (span.end_s - span.start_s) for name, span in moved.items()}
+    matrix = TIED.shape.vocab * TIED.shape.hidden
+    fixed_s = A100.intra.latency_s + OURS.efficiency.exchange_s
+    rate = A100.intra.bytes_per_s * OURS.efficiency.p2p
+    assert sizes["7RECV_TIED"] == pytest.approx(fixed_s + 2 * matrix / rate)  # bf16
+    assert sizes["0RECV_TIED_GRAD"] == pytest.approx(fixed_s + 4 * matrix / rate)
+    assert tied.prediction.terms.tied_s == 0
+    assert tied.prediction.pipeline_s == plain.prediction.pipeline_s
+    two_copies = simulate_step(TIED, A100, replace(OURS, lends_tied=False), order(TIED))
+    assert two_copies.prediction.terms.tied_s > 0
+    assert not any(span.action.kind in TIED_RECEIVE_KINDS for span in two_copies.trace.spans)
+    assert two_copies.prediction.step_time_s > tied.prediction.step_time_s
+
+
+def test_the_borrower_of_a_tied_matrix_has_no_optimizer_state_for_it():
+    tied, copies = (
+        simulate_step(TIED, A100, software, order(TIED)).prediction.memory_by_rank
+        for software in (OURS, replace(OURS, lends_tied=False))
+    )
+    matrix = TIED.shape.vocab * TIED.shape.hidden
+    assert copies[3].optimizer_bytes - tied[3].optimizer_bytes == pytest.approx(12 * matrix)
+    assert tied[3].weights_bytes == pytest.approx(copies[3].weights_bytes)
+    assert tied[3].gradients_bytes == pytest.approx(copies[3].gradients_bytes)
+    assert tied[0].gradients_bytes - copies[0].gradients_bytes == pytest.approx(2 * matrix)  # received
+    assert tied[1] == copies[1]
+
+
+def test_on_one_rank_a_tied_matrix_is_borrowed_in_place_unless_it_may_be_dropped():
+    alone = replace(TIED, pp=1, loops=4)
+    weights = {}
+    for name, run in {"whole": alone, "full": replace(alone, dp=4, shard="full", global_batch=24)}.items():
+        tied = simulate_step(run, A100, OURS, order(run)).prediction.memory
+        copies = simulate_step(run, A100, replace(OURS, lends_tied=False), order(run)).prediction.memory
+        weights[name] = (tied.weights_bytes - copies.weights_bytes) / (TIED.shape.vocab * TIED.shape.hidden)
+    assert weights == {"whole": 0, "full": pytest.approx(2)}

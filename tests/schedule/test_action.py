@@ -8,7 +8,8 @@ from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule import Action, Kind
 
 quick = settings(max_examples=100, deadline=None)
-stage_kinds = [Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD]
+tied_kinds = [Kind.SEND_TIED, Kind.RECV_TIED, Kind.SEND_TIED_GRAD, Kind.RECV_TIED_GRAD]
+stage_kinds = [Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, *tied_kinds]
 counts = st.integers(0, 10**6)
 actions = st.one_of(
     st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in stage_kinds]), counts, counts, counts),
@@ -43,6 +44,10 @@ def test_two_actions_share_a_text_only_if_they_are_equal(one, other):
         ("3UNSHARD", Action(Kind.UNSHARD, 3)),
         ("3RESHARD", Action(Kind.RESHARD, 3)),
         ("3REDUCE_GRAD", Action(Kind.REDUCE_GRAD, 3)),
+        ("0SEND_TIED", Action(Kind.SEND_TIED, 0)),
+        ("3RECV_TIED", Action(Kind.RECV_TIED, 3)),
+        ("3SEND_TIED_GRAD", Action(Kind.SEND_TIED_GRAD, 3)),
+        ("0RECV_TIED_GRAD", Action(Kind.RECV_TIED_GRAD, 0)),
     ],
 )
 def test_an_action_is_written_as_stage_kind_microbatch(text, action):

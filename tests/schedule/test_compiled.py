@@ -8,7 +8,7 @@ from unverified import unverified
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Action, Kind, add_reduce_grad, add_unshard, compiled, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, add_reduce_grad, add_tied, add_unshard, compiled, lower, parse_schedule
 from pipeloom.schedule import verify as rules
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import STAGE_KINDS
@@ -22,13 +22,18 @@ SHARDED = """
 """
 SWAPPED = "0F0 0EVICT0 0SEND_F0 0F1 0SEND_F1 0LOAD0 0RECV_B0 0B0 0RECV_B1 0B1\n\
 1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1EVICT1 1LOAD1 1I1 1SEND_B1 1W1"
+TIED = """
+0UNSHARD 0SEND_TIED 0F0 0SEND_F0 0F1 0RESHARD 0SEND_F1 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0RECV_TIED_GRAD 0B1 \
+0REDUCE_GRAD 0RESHARD
+1RECV_TIED 1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1 1SEND_TIED_GRAD 1REDUCE_GRAD
+"""
 SPLIT = "0F0 0F0.1 0SEND_F0 0SEND_F0.1 0RECV_B0.1 0I0.1 0RECV_B0 0I0 0W0 0W0.1\n\
 1RECV_F0 1F0 1RECV_F0.1 1F0.1 1B0.1 1SEND_B0.1 1B0 1SEND_B0"
 
 
 @st.composite
 def schedules(draw):
-    special = draw(st.sampled_from([None, None, None, SHARDED, SPLIT, SWAPPED]))
+    special = draw(st.sampled_from([None, None, None, None, SHARDED, SPLIT, SWAPPED, TIED]))
     if special is not None:
         return parse_schedule(special)
     name = draw(st.sampled_from(sorted(FAMILIES)))
@@ -39,6 +44,8 @@ def schedules(draw):
     if draw(st.booleans()):
         return schedule
     schedule = lower(schedule, draw(st.integers(1, 3)))
+    if draw(st.booleans()):
+        schedule = add_tied(schedule)
     if draw(st.booleans()):
         schedule = add_unshard(schedule, draw(st.one_of(st.none(), st.integers(1, 3))), draw(st.integers(0, 2)))
     return add_reduce_grad(schedule, draw(st.one_of(st.none(), st.integers(1, 3)))) if draw(st.booleans()) else schedule
@@ -92,7 +99,7 @@ def test_the_fast_check_accepts_what_the_rules_accept(data):
     assert accepts(changed) == obeys_the_rules(changed)
 
 
-@pytest.mark.parametrize("text", [SHARDED, SPLIT, SWAPPED])
+@pytest.mark.parametrize("text", [SHARDED, SPLIT, SWAPPED, TIED])
 def test_what_the_random_changes_start_from_is_accepted(text):
     assert accepts(parse_schedule(text))
 
@@ -122,10 +129,10 @@ def answers():
             yield name, schedule, simulate(schedule, costs, host=Host(lambda _: 0.125, 3))
             sharing = Sharing(lambda action, rank: rank % 2 if action.kind in ("F", "B") else None, {0: 1, 1: 2})
             yield name, schedule, simulate(schedule, costs, sharing)
-            sharded = add_reduce_grad(add_unshard(schedule, 2, 1), 1)
+            sharded = add_reduce_grad(add_unshard(add_tied(schedule), 2, 1), 1)
             yield name, sharded, simulate(sharded, UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5))
             assert accepts(schedule)
-    for text in (SHARDED, SPLIT, SWAPPED):
+    for text in (SHARDED, SPLIT, SWAPPED, TIED):
         yield text, parse_schedule(text), simulate(parse_schedule(text), UniformCosts(1.0, 2.0, 0.25))
 
 

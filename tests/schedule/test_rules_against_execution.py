@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from pipeloom.errors import ScheduleError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Level, lower
+from pipeloom.schedule import Level, add_tied, lower
 
 PLACEMENTS = st.sampled_from(["looped", "v", "linear"])
 FAMILIES = st.sampled_from(["breadth-first", "depth-first", "forward-only"])
@@ -23,6 +23,7 @@ class Run:
 
     def __init__(self, rows, placement, *, has_messages):
         self.rows, self.owner, self.has_messages = rows, placement.rank_by_stage, has_messages
+        self.is_tied = any(action.kind == "SEND_TIED" for row in rows for action in row)
         self.done = set()
         self.sent = defaultdict(list)  # edge -> texts of what was sent, in order
         self.posted = defaultdict(list)  # edge -> receives, in order
@@ -37,7 +38,7 @@ class Run:
                 while position[rank] < len(row) and self.step(row[position[rank]], rank):
                     position[rank] += 1
                     moved = True
-        all_taken = all(len(self.sent[edge]) == len(self.posted[edge]) for edge in {*self.sent, *self.posted})
+        all_taken = all(self.sent[edge] == self.posted[edge] for edge in {*self.sent, *self.posted})
         return not self.is_wrong and position == [len(row) for row in self.rows] and all_taken
 
     def step(self, action, rank):
@@ -45,11 +46,27 @@ class Run:
         match kind.value:
             case "F":
                 ready = stage == 0 or self.has(("F", stage - 1, microbatch), stage - 1, rank)
+                if self.is_tied and stage == len(self.owner) - 1:
+                    ready = ready and self.has(("TIED",), 0, rank)
             case "B":
                 is_last = stage == len(self.owner) - 1
                 ready = ("F", stage, microbatch) in self.done and (
                     is_last or self.has(("B", stage + 1, microbatch), stage + 1, rank)
                 )
+            case "SEND_TIED":
+                self.sent[rank, self.owner[-1]].append(("TIED",))
+                return True
+            case "RECV_TIED":
+                self.posted[self.owner[0], rank].append(("TIED",))
+                return True
+            case "SEND_TIED_GRAD":
+                backwards = [action for row in self.rows for action in row if action[:2] == ("B", stage)]
+                self.is_wrong |= any(tuple(action[:3]) not in self.done for action in backwards)
+                self.sent[rank, self.owner[0]].append(("TIED_GRAD",))
+                return True
+            case "RECV_TIED_GRAD":
+                self.posted[self.owner[-1], rank].append(("TIED_GRAD",))
+                return True
             case "SEND_F" | "SEND_B":
                 tensor = (kind.value[-1], stage, microbatch)
                 self.is_wrong |= tensor not in self.done
@@ -79,12 +96,14 @@ class Run:
 
 
 @st.composite
-def reordered(draw, *, with_messages):
+def reordered(draw, *, with_messages, tied=False):
     """A good schedule, and its rows with two different actions of one row exchanged."""
     pp, loops, count = draw(st.integers(1 + with_messages, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
     schedule = make_schedule(draw(FAMILIES), pp=pp, loops=loops, num_microbatches=count, placement=draw(PLACEMENTS))
     if with_messages:
         schedule = lower(schedule, draw(st.integers(1, 3)))
+    if tied:
+        schedule = add_tied(schedule)
     rows = [list(row) for row in schedule.rows]
     row = rows[draw(st.integers(0, len(rows) - 1))]
     first = draw(st.integers(0, len(row) - 1))
@@ -120,6 +139,14 @@ def test_compute_rows_are_accepted_exactly_if_they_run_to_the_end(case):
 def test_rows_with_messages_are_accepted_exactly_if_they_run_to_the_end(case):
     schedule, rows = case
     assert schedule.level is Level.COMMUNICATION
+    assert Run(schedule.rows, schedule.placement, has_messages=True).finishes()
+    assert is_accepted(schedule, rows) == Run(rows, schedule.placement, has_messages=True).finishes()
+
+
+@quick
+@given(reordered(with_messages=True, tied=True))
+def test_rows_with_a_tied_matrix_are_accepted_exactly_if_they_run_to_the_end(case):
+    schedule, rows = case
     assert Run(schedule.rows, schedule.placement, has_messages=True).finishes()
     assert is_accepted(schedule, rows) == Run(rows, schedule.placement, has_messages=True).finishes()
 

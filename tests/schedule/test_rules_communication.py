@@ -6,6 +6,7 @@ import pytest
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Action, Level, Placement, Schedule
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
+from pipeloom.schedule.verify_tied import TIED_RULES
 
 GOOD = (
     "0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0RESHARD 0REDUCE_GRAD",
@@ -196,4 +197,5 @@ def test_a_stage_may_be_gathered_again():
 def test_every_communication_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
     named |= {"gathered-bound", "gradient-bound"}  # test_rules_sharding.py
+    named |= {rule_name(rule) for rule in TIED_RULES}  # test_rules_tied.py
     assert named == {rule_name(rule) for rule in COMMUNICATION_RULES}

@@ -17,6 +17,7 @@ from pipeloom.schedule import (
     Kind,
     Schedule,
     add_reduce_grad,
+    add_tied,
     add_unshard,
     format_schedule,
     format_torch_csv,
@@ -55,6 +56,9 @@ class Options:
     """Cost of gathering one stage's weights; draws on the rank's data-parallel lane."""
     reduce: float = 0.0
     """Cost of reducing one stage's gradient; draws on the rank's data-parallel lane."""
+    tied: float | None = None
+    """Cost of moving the matrix that embedding and head share, and of moving its gradient; adds these messages. None:
+    they share none."""
     communication: bool = False
     """Add the sends and receives."""
     receive_buffers: int = 2
@@ -83,7 +87,15 @@ def run(words: list[str]) -> int:
     )
     schedule = _lowered(_schedule(options), options)
     _refuse_idle_costs(options, schedule)
-    costs = UniformCosts(options.forward, options.backward, options.transfer, options.gather, options.reduce)
+    costs = UniformCosts(
+        options.forward,
+        options.backward,
+        options.transfer,
+        options.gather,
+        options.reduce,
+        tied_s=options.tied or 0.0,
+        tied_grad_s=options.tied or 0.0,
+    )
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -98,8 +110,16 @@ def run(words: list[str]) -> int:
 
 
 def _lowered(schedule: Schedule, options: Options) -> Schedule:
-    if options.communication or options.transfer or options.unshard is not None or options.reduce_grad:
+    if (
+        options.communication
+        or options.transfer
+        or options.unshard is not None
+        or options.reduce_grad
+        or options.tied is not None
+    ):
         schedule = lower(schedule, options.receive_buffers)
+    if options.tied is not None:
+        schedule = add_tied(schedule)
     if options.unshard is not None:
         residency = None if options.unshard == "all" else options.unshard
         schedule = add_unshard(schedule, residency, options.prefetch)
@@ -112,6 +132,8 @@ def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
     for name, pass_name, kind in (("gather", "unshard", Kind.UNSHARD), ("reduce", "reduce-grad", Kind.REDUCE_GRAD)):
         if getattr(options, name) and not any(_counts(schedule, kind)):
             raise UserError(f"--{name} has no effect: the schedule has no {kind}; add --{pass_name} or leave it out")
+    if options.tied is not None and not any(_counts(schedule, Kind.SEND_TIED)):
+        raise UserError("--tied has no effect: the first and the last stage are on one rank; leave it out")
 
 
 def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
@@ -165,6 +187,8 @@ def _option_problems(options: Options) -> list[str]:
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
             least = "at least" if name in may_be_zero else "above"
             problems.append(f"--{name} must be {least} 0, found {value:g}")
+    if options.tied is not None and not 0 <= options.tied < float("inf"):
+        problems.append(f"--tied must be at least 0, found {options.tied:g}")
     for name, needed, is_idle in (
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),

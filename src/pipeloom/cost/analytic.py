@@ -108,7 +108,26 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     backward_s = sum(backward_s for _, backward_s in layers_s)
     share = pieces.layer_weight_s() * run.shape.layers / backward_s
     free_s = 0.0 if software.is_blocking else exchange_s
-    return StageCosts(sides[0], sides[1], free_s, weight_share=share)
+    tied_s, tied_grad_s = tied_message_s(run, cluster, software)
+    return StageCosts(sides[0], sides[1], free_s, weight_share=share, tied_s=tied_s, tied_grad_s=tied_grad_s)
+
+
+def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
+    """Seconds of sending a tied matrix from the first pipeline rank to the last one, and of sending its gradient back.
+
+    Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
+    the pipeline of other programs.
+    """
+    if not (run.shape.tied and run.pp > 1 and software.lends_tied):
+        return 0.0, 0.0
+    is_inside = run.num_devices <= cluster.devices_per_node
+    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
+    held = run.shape.embedding_parameters / run.tp
+    weights_s, gradient_s = (
+        cluster.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        for size in (run.element_bytes, software.gradient_bytes)
+    )
+    return weights_s, gradient_s
 
 
 def _layers_s(run: Run, cluster: Cluster, software: Software) -> list[tuple[float, float]]:
@@ -158,7 +177,8 @@ class StepTerms:
 
     Attributes:
         reduce_s: reduction of gradients that nothing hides, and gather of updated weights.
-        tied_s: reduction of the gradients of an embedding that the first and the last stage share.
+        tied_s: reduction of the gradients of an embedding that the first and the last stage share, where it has to
+            follow the pipeline.
         optimizer_s: update of the weights.
         fixed_s: everything that does not depend on sizes.
     """
@@ -175,12 +195,16 @@ class StepTerms:
 
 
 def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device holds; a tied embedding is with the first stage and with the last."""
+    """Parameters of each stage that one device holds.
+
+    A tied embedding is with the first stage and with the last; with the first alone if there is one rank, or if the
+    program lends it to the last one for a step.
+    """
     shape = run.shape
     counts, head = stage_layers(run, software)
     held = [count * (shape.layer_matrix_parameters / run.tp + 2 * shape.hidden) for count in counts]
     held[0] += shape.embedding_parameters / run.tp
-    if not (shape.tied and run.pp == 1):
+    if not (shape.tied and (run.pp == 1 or software.lends_tied)):
         held[head] += shape.embedding_parameters / run.tp
     return tuple(held)
 
@@ -209,7 +233,7 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         whole_s = reduce_s(run, cluster, software, most)
         exposed_s = whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, cluster, software, most)
     tied_s = 0.0
-    if run.shape.tied and run.pp > 1:
+    if run.shape.tied and run.pp > 1 and not software.lends_tied:
         pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)

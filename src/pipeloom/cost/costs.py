@@ -32,6 +32,8 @@ class UniformCosts:
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
         reduce_s: seconds of reducing one stage's gradient.
         swap_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
+        tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
+        tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -42,6 +44,8 @@ class UniformCosts:
     unshard_s: float = 0.0
     reduce_s: float = 0.0
     swap_s: float = 0.0
+    tied_s: float = 0.0
+    tied_grad_s: float = 0.0
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -60,6 +64,10 @@ class UniformCosts:
                 return self.unshard_s
             case Kind.REDUCE_GRAD:
                 return self.reduce_s
+            case Kind.RECV_TIED:
+                return self.tied_s
+            case Kind.RECV_TIED_GRAD:
+                return self.tied_grad_s
         return 0.0
 
 
@@ -76,6 +84,8 @@ class StageCosts:
         swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
         weight_share: part of a backward that a split leaves to the gradients of the weights.
+        tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
+        tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -87,6 +97,8 @@ class StageCosts:
     reduce_s: tuple[float, ...] = ()
     swap_s: tuple[float, ...] = ()
     weight_share: float = 0.5
+    tied_s: float = 0.0
+    tied_grad_s: float = 0.0
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -103,5 +115,7 @@ class StageCosts:
             self.unshard_s[stage] if self.unshard_s else 0.0,
             self.reduce_s[stage] if self.reduce_s else 0.0,
             self.swap_s[stage] if self.swap_s else 0.0,
+            self.tied_s,
+            self.tied_grad_s,
         )
         return uniform.seconds(action)

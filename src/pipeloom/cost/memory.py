@@ -16,7 +16,7 @@ the first line by t as well. Full recomputation keeps each layer's input, and on
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
@@ -122,6 +122,20 @@ def state_bytes(run: Run, parameters: float, software: Software) -> State:
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
+def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
+    """Bytes of a tied matrix beside the parameters of a rank, where the first stage lends it to the last one.
+
+    The rank of the last stage has borrowed weights and collects a gradient for them; that of the first stage receives
+    this gradient. On one rank the weights are borrowed in place unless they are sharded at all times.
+    """
+    first, last = 0 in stages, run.num_stages - 1 in stages
+    if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
+        return State(0.0, 0.0, 0.0)
+    whole = state_bytes(replace(run, shard="none"), run.shape.embedding_parameters / run.tp, software)
+    is_copied = last and not (first and run.shard != "full")
+    return State(whole.weights_bytes if is_copied else 0.0, whole.gradients_bytes, 0.0)
+
+
 def kept_bytes(run: Run, software: Software) -> float:
     """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
     return stage_input_bytes(run) if run.recompute == "full" else _whole_bytes(run, software)
@@ -178,10 +192,13 @@ def rank_memory(
         activations += in_flight / run.loops * stage_input_bytes(run)
     logits = logits_bytes(run, software) if head in stages else 0.0
     by_stage = stage_parameters(run, software)
-    state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
+    state, lent = (
+        state_bytes(run, sum(by_stage[stage] for stage in stages), software),
+        lent_bytes(run, software, stages),
+    )
     return Memory(
-        weights_bytes=state.weights_bytes,
-        gradients_bytes=state.gradients_bytes,
+        weights_bytes=state.weights_bytes + lent.weights_bytes,
+        gradients_bytes=state.gradients_bytes + lent.gradients_bytes,
         optimizer_bytes=state.optimizer_bytes,
         activations_bytes=activations,
         head_bytes=logits,

@@ -71,6 +71,9 @@ class Software:
         overlap: fraction of the reduction that hides behind the backward of the last micro-batch.
         has_reduction_lane: whether data-parallel collectives have a lane of their own beside the pipeline; otherwise
             they follow it.
+        lends_tied: whether the last stage borrows a tied matrix for a step and returns its gradient, by messages beside
+            the pipeline; otherwise both stages hold it, and its gradients are reduced after the pipeline. For programs
+            that are not blocking.
         is_blocking: whether a rank stands still while it sends or receives between stages.
         is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
@@ -103,6 +106,7 @@ class Software:
     gather_bytes: float = 2
     overlap: float = 0.0
     has_reduction_lane: bool = False
+    lends_tied: bool = False
     is_blocking: bool = True
     is_both_ways: bool = True
     scatter_gather: bool = False

@@ -15,9 +15,18 @@ from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS
+from pipeloom.schedule.action import (
+    COLLECTIVE_KINDS,
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    TIED_KINDS,
+    TIED_RECEIVE_KINDS,
+    TIED_SEND_KINDS,
+)
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
@@ -53,9 +62,10 @@ class Executor:
         transport: to the other ranks.
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
+        tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
 
     Raises:
-        UserError: the schedule is compute-only, or has actions that nothing here can run.
+        UserError: the schedule is compute-only, has actions that nothing here can run, or lacks those of a tied matrix.
     """
 
     def __init__(
@@ -68,6 +78,7 @@ class Executor:
         transport: Transport,
         clock: Clock,
         data_parallel: DataParallel | None = None,
+        tied: Tied | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -77,6 +88,8 @@ class Executor:
         self._transport = transport
         self._clock = clock
         self._data_parallel = data_parallel
+        self._tied = tied
+        self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -86,14 +99,17 @@ class Executor:
             Kind.RECV_B: self._receive,
         }
         if data_parallel is not None:
-            self._handlers |= dict.fromkeys(STAGE_KINDS, self._collect)
+            self._handlers |= dict.fromkeys(COLLECTIVE_KINDS, self._collect)
             self._starts: dict[Kind, Callable[[int], Collective]] = {
                 Kind.UNSHARD: data_parallel.unshard,
                 Kind.RESHARD: data_parallel.reshard,
                 Kind.REDUCE_GRAD: data_parallel.reduce,
             }
+        if tied is not None:
+            self._handlers |= dict.fromkeys(TIED_SEND_KINDS, self._send_tied)
+            self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
         self._check()
-        self._awaited = self._awaited_collectives()
+        self._awaited = self._awaited_slots()
         self._source = {action: self._source_of(action) for action in self._row}
         self._peer = {action: lane_of(action, schedule.placement).peer for action in self._row}
         self._begin([], None)
@@ -118,6 +134,8 @@ class Executor:
         self._begin(inputs, objective)
         if self._data_parallel is not None:
             self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
+        if self._tied is not None:
+            self._tied.begin(self._handover)
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._source[action]
@@ -125,13 +143,19 @@ class Executor:
             if transfer is not None:
                 yield from self._until_done(source, transfer)
             for awaited in self._awaited.get(slot, ()):
-                yield from self._until_done(self._row[awaited], self._collectives[awaited])
+                receive = self._row[awaited]
+                is_tied = receive.kind in TIED_RECEIVE_KINDS
+                yield from self._until_done(
+                    receive, self._transfers[receive] if is_tied else self._collectives[awaited]
+                )
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
         held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
+        if self._tied is not None:
+            self._tied.end()
         result = StepResult(self._results_of_objective, self._trace(), held)
         self._begin([], None)
         self._slot = len(self._row)
@@ -141,7 +165,7 @@ class Executor:
         """Wait for what nothing has waited for."""
         for action, transfer in self._transfers.items():
             yield from self._until_done(action, transfer)
-            transfer.take()
+            self._take_tied(action, transfer.take())
             self._note(action, transfer)
         for slot, collective in self._collectives.items():
             yield from self._until_done(self._row[slot], collective)
@@ -172,6 +196,8 @@ class Executor:
             stage.forget()
         if self._data_parallel is not None:
             self._data_parallel.forget()
+        if self._tied is not None:
+            self._tied.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -197,24 +223,31 @@ class Executor:
         )
         if unknown:
             raise UserError(f"the executor has nothing to run {', '.join(unknown)} with")
+        if self._tied is not None:
+            self._handover = handover(self.schedule, self.rank)
 
-    def _awaited_collectives(self) -> dict[int, list[int]]:
-        """For each slot of a compute action the slots of the collectives that it waits for, by the dependency relation.
+    def _awaited_slots(self) -> dict[int, list[int]]:
+        """For each slot the slots of collectives, and of a tied matrix's receives, that its action waits for.
 
-        Collectives wait for nothing here: their lane keeps the order of the row, and compute is issued in that order.
+        By the dependency relation; collectives themselves wait for no other ones here: their lane keeps the order of
+        the row, and compute is issued in that order.
         """
         first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
-        collectives = {slot for slot, action in enumerate(self._row) if action.kind in STAGE_KINDS}
+        collectives = {slot for slot, action in enumerate(self._row) if action.kind in COLLECTIVE_KINDS}
+        received = {slot for slot, action in enumerate(self._row) if action.kind in TIED_RECEIVE_KINDS}
         awaited: dict[int, list[int]] = {}
         for slot, action in enumerate(self._row):
-            if collectives and action.kind in COMPUTE_KINDS:
-                found = [needed - first for needed in graph.needed(first + slot) if needed - first in collectives]
+            some = received if action.kind in COLLECTIVE_KINDS else collectives | received
+            if some and action.kind in COMPUTE_KINDS | COLLECTIVE_KINDS | {Kind.SEND_TIED}:
+                found = [needed - first for needed in graph.needed(first + slot) if needed - first in some]
                 if found:
                     awaited[slot] = found
         return awaited
 
     def _source_of(self, action: Action) -> Action | None:
         """The action whose result is this action's input, if it is not the batch or the loss."""
+        if action.kind in TIED_KINDS:
+            return None
         own_forward = action._replace(kind=Kind.FORWARD)
         for needed in data_dependencies(action, self.schedule):
             if action.kind in SEND_KINDS or needed != own_forward:
@@ -223,14 +256,26 @@ class Executor:
 
     def _run(self, action: Action) -> None:
         try:
-            for awaited in self._awaited.get(self._slot, ()):
-                self._collectives[awaited].take()
+            self._take_awaited()
             begin = self._clock.mark()
             self._handlers[action.kind](action)
         except Exception as error:
             raise self._explained(action, error) from error
         if action.kind in COMPUTE_KINDS:
             self._marks.append((action, begin, self._clock.mark()))
+
+    def _take_awaited(self) -> None:
+        """Take what the action at the current slot waited for."""
+        for awaited in self._awaited.get(self._slot, ()):
+            if awaited in self._collectives:
+                self._collectives[awaited].take()
+            else:
+                receive = self._row[awaited]
+                transfer = self._transfers.pop(receive)
+                self._note(receive, transfer)
+                self._take_tied(receive, transfer.take())
+        if self._tied is not None:
+            self._tied.hand_over(self._slot)
 
     def _explained(self, action: Action, error: Exception) -> RunError:
         """The error with the action's text and the rows around it."""
@@ -297,6 +342,24 @@ class Executor:
         assert peer is not None
         spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
         self._transfers[action] = self._transport.receive(spec, peer)
+
+    def _send_tied(self, action: Action) -> None:
+        peer = self._peer[action]
+        assert self._tied is not None
+        assert peer is not None
+        self._transfers[action] = self._transport.send(self._tied.given(action.kind), peer)
+
+    def _receive_tied(self, action: Action) -> None:
+        peer = self._peer[action]
+        assert self._tied is not None
+        assert peer is not None
+        self._transfers[action] = self._transport.receive(self._tied.specs[action.kind], peer)
+
+    def _take_tied(self, action: Action, tensor: Tensor | None) -> None:
+        """Use what was received, if it is about the tied matrix and has not been used."""
+        if self._tied is not None and action.kind in TIED_RECEIVE_KINDS:
+            assert tensor is not None
+            self._tied.take(action.kind, tensor)
 
     def _collect(self, action: Action) -> None:
         self._collectives[self._slot] = self._starts[action.kind](action.stage)

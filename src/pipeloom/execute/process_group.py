@@ -19,21 +19,33 @@ from pipeloom.errors import BoundaryError, PeerLostError
 from pipeloom.execute.boundary import TensorSpec, decode, encode
 from pipeloom.execute.transport import Transfer
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.action import SEND_KINDS
+from pipeloom.schedule.action import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.depend import lane_of
 
 Edge = tuple[int, int]
 """(from rank, to rank)"""
 
 
-def edges_of(schedule: Schedule, outputs: Sequence[TensorSpec]) -> dict[Edge, list[TensorSpec]]:
-    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage."""
+def edges_of(
+    schedule: Schedule, outputs: Sequence[TensorSpec], tied: Mapping[Kind, TensorSpec] | None = None
+) -> dict[Edge, list[TensorSpec]]:
+    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage.
+
+    Args:
+        schedule: with its sends.
+        outputs: the agreed spec of every stage's output.
+        tied: specs of a tied matrix by the kind that sends it, where the schedule has such kinds.
+    """
     found: dict[Edge, dict[tuple[int, Kind], TensorSpec]] = {}
     for rank, _, action in schedule.actions():
-        if action.kind in SEND_KINDS:
+        if action.kind in SEND_KINDS | TIED_SEND_KINDS:
             peer = lane_of(action, schedule.placement).peer
             assert peer is not None
-            spec = outputs[action.stage if action.kind is Kind.SEND_F else action.stage - 1]
+            if action.kind in SEND_KINDS:
+                spec = outputs[action.stage if action.kind is Kind.SEND_F else action.stage - 1]
+            else:
+                assert tied is not None, "the schedule sends a tied matrix of unknown shape"
+                spec = tied[action.kind]
             found.setdefault((rank, peer), {})[action.stage, action.kind] = spec
     return {edge: [specs[key] for key in sorted(specs)] for edge, specs in sorted(found.items())}
 

@@ -204,6 +204,20 @@ class StageWeights:
         if self._level == "none" and self._is_mixed:
             self.whole.copy_(self.shard)
 
+    def lend(self, name: str) -> Tensor:
+        """A parameter's weights for use outside the stage until the step ends, while the whole weights are here.
+
+        A copy where they may be dropped before that, else the weights themselves; they require no gradient.
+        """
+        weights = self._parameters[name].detach()
+        return weights.clone() if self._level == "full" else weights
+
+    def add_to_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add to a parameter's gradient, which is open, what was computed outside the stage."""
+        opened = self._sums.get(name) if self._is_mixed else self._parameters[name].grad
+        assert opened is not None, f"no backward has begun the gradient of {name}"
+        opened.add_(gradient)
+
     def open_gradient(self, buffer: Tensor) -> None:
         """Let backwards add to a buffer, from zero."""
         buffer.zero_()

@@ -3,9 +3,10 @@
 from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
-from pipeloom.model.transformer import Transformer, num_pieces
+from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
 
 __all__ = [
+    "TIED_NAME",
     "SplitVocabulary",
     "TensorParallel",
     "TensorSlice",

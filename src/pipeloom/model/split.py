@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeloom.config import ModelConfig
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
-from pipeloom.model.transformer import Transformer
+from pipeloom.model.transformer import TIED_NAME, Transformer
 
 _INIT_STD = 0.02
 """Standard deviation of matrices and embeddings, as GPT-2 and llama models use it."""
@@ -56,12 +56,17 @@ def build_stage(
         max_positions: longest sequence that the model takes.
         seed: chooses the weights; the same on all ranks.
         dtype: type of the weights. Values are drawn in float32 whatever it is.
-        device: where the weights live; on "meta" they have shapes but no values.
+        device: where the weights live; on "meta" they have shapes but no values. A tied head without its embedding has
+            to be lent a matrix before it runs (``Transformer.borrow``); on "meta" it has one.
         parallel: the ranks that share the stage's matrices; together they start from the same weights as one would.
     """
     with torch.device("meta"):
         stage = Transformer(config, max_positions, pieces, parallel).to(dtype)
     if torch.device(device).type == "meta":
+        if stage.borrows:
+            sizes = {"max_positions": max_positions, "seed": seed}
+            first = build_stage(config, range(1), **sizes, dtype=dtype, device=device, parallel=parallel)
+            stage.borrow(first.get_parameter(TIED_NAME))
         return stage
     stage.to_empty(device=device)
     slices = stage.slices()

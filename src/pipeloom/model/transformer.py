@@ -1,8 +1,9 @@
 """A decoder-only transformer, or a contiguous part of one.
 
 The network is a list of *pieces*: piece 0 is the embedding, pieces 1..L are the layers 0..L-1, piece L+1 is the head
-(last norm and output projection, not tied to the embedding). A pipeline stage is a range of pieces. Parameters carry
-the same global names whatever the range is, so the parts of a model never clash and together name all of it.
+(last norm and output projection). A pipeline stage is a range of pieces. Parameters carry the same global names
+whatever the range is, so the parts of a model never clash and together name all of it. With ``tied`` the projection is
+the embedding's matrix, a parameter of the embedding alone; a part that has the head without it is lent that matrix.
 
 Values carry their shape in their name, one letter for each dim:
 
@@ -29,6 +30,9 @@ from pipeloom.layout import Recompute
 from pipeloom.model.parallel_layers import ColumnSplitLinear, RowSplitLinear, Split, SplitEmbedding
 from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
+
+TIED_NAME = "embedding.tokens.weight"
+"""The parameter that a tied head projects with."""
 
 
 def num_pieces(config: ModelConfig) -> int:
@@ -248,11 +252,17 @@ class Head(nn.Module):
         assert config.vocab_size is not None, "the model configuration is not resolved"
         self._parallel = parallel
         self.norm = _norm(config)
-        self.output = RowSplitLinear(config.hidden_size, config.vocab_size, bias=False, parallel=parallel)
+        is_own = not config.tied
+        sizes = config.hidden_size, config.vocab_size
+        self.output = RowSplitLinear(*sizes, bias=False, parallel=parallel) if is_own else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Residual stream to logits_BTV."""
-        return self.output(self._parallel.enter(self.norm(x)))
+    def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
+        """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
+        x_BTH = self._parallel.enter(self.norm(x))
+        if self.output is not None:
+            return self.output(x_BTH)
+        assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
+        return functional.linear(x_BTH, tied_VH)
 
 
 class Transformer(nn.Module):
@@ -289,6 +299,7 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
         self.layers = nn.ModuleDict({str(layer): Layer(config, parallel) for layer in layers})
         self.head = Head(config, parallel) if last in pieces else None
+        self._borrowed_VH: Tensor | None = None
 
     @property
     def has_embedding(self) -> bool:
@@ -299,6 +310,18 @@ class Transformer(nn.Module):
     def has_head(self) -> bool:
         """Whether the range ends with the head, so that it returns logits."""
         return self.head is not None
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the head projects with the matrix of an embedding that is not in the range."""
+        return self.config.tied and self.has_head and not self.has_embedding
+
+    def borrow(self, weight_VH: Tensor | None) -> None:
+        """Lend the head the embedding's matrix, or take it back.
+
+        It is no parameter of this part; if it requires a gradient, it gets the head's share of the matrix's gradient.
+        """
+        self._borrowed_VH = weight_VH
 
     def set_recompute(self, by_layer: Sequence[Recompute]) -> None:
         """Choose what the backward computes again.
@@ -340,7 +363,9 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             assert isinstance(layer, Layer)
             x = run_part(layer, x, rotary, recomputes=layer.recomputes)
-        return self.parallel.to_boundary(x) if self.head is None else self.head(x)
+        if self.head is None:
+            return self.parallel.to_boundary(x)
+        return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
     def _rotary(self, num_tokens: int, x: Tensor) -> Rotary | None:
         """The angles of all positions, made anew each time: no buffer to move, cast or leave uninitialized."""

@@ -22,6 +22,10 @@ _WORDS = {
     Kind.UNSHARD: "gather of the weights",
     Kind.RESHARD: "release of the weights",
     Kind.REDUCE_GRAD: "reduction of the gradient",
+    Kind.SEND_TIED: "send of the tied matrix",
+    Kind.RECV_TIED: "receive of the tied matrix",
+    Kind.SEND_TIED_GRAD: "send of the tied matrix's gradient",
+    Kind.RECV_TIED_GRAD: "receive of the tied matrix's gradient",
 }
 _KINDS = list(Kind)
 _GREY = ("#8a929c", "#ffffff")

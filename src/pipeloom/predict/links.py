@@ -5,7 +5,8 @@ from collections.abc import Hashable
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action, Kind, Placement
-from pipeloom.schedule.action import RECEIVE_KINDS
+from pipeloom.schedule.action import RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.depend import tied_partner
 from pipeloom.simulate import Sharing
 
 
@@ -30,8 +31,10 @@ def shared_links(run: Run, cluster: Cluster, placement: Placement) -> Sharing | 
     owner = placement.rank_by_stage
 
     def resource_of(action: Action, rank: int) -> Hashable | None:
-        if action.kind in RECEIVE_KINDS:
-            sender = owner[action.stage + (-1 if action.kind is Kind.RECV_F else 1)]
+        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
+            is_tied = action.kind in TIED_RECEIVE_KINDS
+            before = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
+            sender = owner[tied_partner(action, len(owner)).stage if is_tied else before]
             return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
         return adapter[rank] if is_wide and action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD) else None
 

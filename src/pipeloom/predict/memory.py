@@ -8,6 +8,7 @@ import numpy as np
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
+    lent_bytes,
     logits_bytes,
     num_logits,
     rank_memory,
@@ -124,6 +125,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     by_stage = stage_parameters(run, software)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
+        + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
         + software.reserve_bytes
         for rank in range(run.pp)
     ]

@@ -17,7 +17,7 @@ from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, rank_memory_of
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Level, Schedule, add_data_parallel, lower
+from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -187,6 +187,8 @@ def _lowered(run: Run, software: Software, order: Order) -> Schedule:
     if software.is_blocking:
         return schedule
     schedule = lower(schedule, order.receive_buffers)
+    if run.shape.tied and software.lends_tied:
+        schedule = add_tied(schedule)
     if not software.has_reduction_lane or run.dp == 1:
         return schedule
     return add_data_parallel(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, STAGE_KINDS, Kind
+from pipeloom.schedule.action import COLLECTIVE_KINDS, COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS, Kind
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
 
@@ -27,12 +27,14 @@ class BubbleAccount:
     still before a compute action, the cause at each moment is the first of these that holds:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
-    - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded;
+    - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded, or the
+      matrix that embedding and head share is under way;
     - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
     Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
-    the last one there is *exposed data-parallel* while the rank's collectives run, and *drain*.
+    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived, *exposed data-parallel* while
+    the rank's collectives run, and *drain*.
 
     Attributes:
         compute_s: the rank computes.
@@ -83,7 +85,8 @@ class _Needs:
     def __init__(self, schedule: Schedule, spans: Spans) -> None:
         self.spans, self.first = spans, schedule.facts.columns.first
         self.computes = spans.row.is_kind(*COMPUTE_KINDS)
-        self.collects = spans.row.is_kind(*STAGE_KINDS)
+        self.collects = spans.row.is_kind(*COLLECTIVE_KINDS)
+        self.borrows = spans.row.is_kind(*TIED_RECEIVE_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
         is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(Kind.LOAD)
         self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
@@ -95,7 +98,8 @@ class _Needs:
             _raise(self.collected, exists & self.collects[needed], ends[needed])
             _raise(self.computed, is_taken, ends[producer])
             _raise(self.computed, is_elsewhere, ends[needed])
-            _raise(self.arrived, is_taken | is_elsewhere | (exists & is_load[needed]), ends[needed])
+            brought = is_load | self.borrows
+            _raise(self.arrived, is_taken | is_elsewhere | (exists & brought[needed]), ends[needed])
 
 
 def _raise(values: Seconds, where: NDArray[np.bool_], to: Seconds) -> None:
@@ -118,7 +122,10 @@ def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
         parts[startup] += float(lengths[:1].sum())
         parts[cause] += float(lengths[1:].sum())
     reduced = needs.spans.end_s[own][needs.collects[own]].max(initial=-np.inf)
-    exposed, drain = _cut(begins[-1:], np.array([trace.end_s]), [np.array([reduced])])
+    returned = needs.spans.end_s[own][needs.borrows[own]].max(initial=-np.inf)
+    ends_at = [np.array([returned]), np.array([reduced])]
+    p2p, exposed, drain = _cut(begins[-1:], np.array([trace.end_s]), ends_at)
+    parts["exposed_p2p_s"] += float(p2p[0])
     parts["exposed_data_parallel_s"] += float(exposed[0])
     return BubbleAccount(**parts | {"drain_s": float(drain[0])})
 

@@ -3,6 +3,7 @@
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard
+from pipeloom.schedule.lower_tied import add_tied
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
@@ -18,6 +19,7 @@ __all__ = [
     "Schedule",
     "add_data_parallel",
     "add_reduce_grad",
+    "add_tied",
     "add_unshard",
     "format_schedule",
     "format_torch_csv",

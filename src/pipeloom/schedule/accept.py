@@ -6,10 +6,11 @@ for a message; tests hold both to the same answers.
 
 from typing import TYPE_CHECKING
 
-from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import accept as kernels
-from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.row import KINDS, Ints
+from pipeloom.schedule.verify_tied import TIED_RULES
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
@@ -47,12 +48,25 @@ def _keeps_order(schedule: "Schedule") -> bool:
         numbers = kernel(kernels.number_on_lanes, size)(facts.lane, len(facts.lanes))
         if not kernel(kernels.sends, size)(facts.node_of, numbers, facts.shape, facts.crosses, first_stage):
             return False
+        if facts.tied_nodes and not _keeps_ties(schedule, numbers):
+            return False
         if not kernel(kernels.swaps, size)(facts.node_of, facts.shape, first_stage) or not _keeps_sharding(schedule):
             return False
     is_within = all(
         peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
     )
     return is_within and not schedule.graph.absent and schedule.graph.is_acyclic
+
+
+def _keeps_ties(schedule: "Schedule", number_on_lane: Ints) -> bool:
+    """The rules of a tied matrix, which are few questions about few actions; and its place on the edges' lanes."""
+    if any(True for rule in TIED_RULES for _ in rule(schedule)):
+        return False
+    nodes = schedule.facts.tied_nodes
+    pairs = ((Kind.SEND_TIED, Kind.RECV_TIED), (Kind.SEND_TIED_GRAD, Kind.RECV_TIED_GRAD))
+    return all(
+        number_on_lane[nodes[send][0]] == number_on_lane[nodes[take][0]] for send, take in pairs if send in nodes
+    )
 
 
 def _keeps_sharding(schedule: "Schedule") -> bool:

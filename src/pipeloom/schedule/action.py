@@ -35,13 +35,27 @@ class Kind(StrEnum):
     """Drop the gathered weights again."""
     REDUCE_GRAD = "REDUCE_GRAD"
     """Reduce the stage's gradients over the data-parallel ranks."""
+    SEND_TIED = "SEND_TIED"
+    """Send the matrix that embedding and head share from the first stage, to which it belongs, to the last one."""
+    RECV_TIED = "RECV_TIED"
+    """Receive that matrix for the head."""
+    SEND_TIED_GRAD = "SEND_TIED_GRAD"
+    """Send the head's gradient for that matrix from the last stage to the first one."""
+    RECV_TIED_GRAD = "RECV_TIED_GRAD"
+    """Receive the head's gradient, which becomes part of the first stage's."""
 
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 SWAP_KINDS = frozenset({Kind.EVICT, Kind.LOAD})
-STAGE_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+COLLECTIVE_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
+"""Kinds of the data-parallel lane."""
+TIED_SEND_KINDS = frozenset({Kind.SEND_TIED, Kind.SEND_TIED_GRAD})
+TIED_RECEIVE_KINDS = frozenset({Kind.RECV_TIED, Kind.RECV_TIED_GRAD})
+TIED_KINDS = TIED_SEND_KINDS | TIED_RECEIVE_KINDS
+"""Messages about the matrix that embedding and head share."""
+STAGE_KINDS = COLLECTIVE_KINDS | TIED_KINDS
 """Kinds that concern a whole stage: their actions name no micro-batch."""
 
 _PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import TIED_KINDS, Action, Kind
 from pipeloom.schedule.kernels.waits import needs
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import CODE
@@ -83,7 +83,30 @@ def lane_of(action: Action, placement: Placement) -> Lane:
             return DATA_PARALLEL_LANE
         case Kind.EVICT | Kind.LOAD:
             return SWAP_LANES[action.kind]
+        case Kind.SEND_TIED | Kind.SEND_TIED_GRAD:
+            return Lane("send", owner[tied_partner(action, len(owner)).stage])
+        case Kind.RECV_TIED | Kind.RECV_TIED_GRAD:
+            return Lane("recv", owner[tied_partner(action, len(owner)).stage])
     return COMPUTE_LANE
+
+
+_TIED_PARTNER = {
+    Kind.SEND_TIED: Kind.RECV_TIED,
+    Kind.RECV_TIED: Kind.SEND_TIED,
+    Kind.SEND_TIED_GRAD: Kind.RECV_TIED_GRAD,
+    Kind.RECV_TIED_GRAD: Kind.SEND_TIED_GRAD,
+}
+assert _TIED_PARTNER.keys() == TIED_KINDS
+
+
+def tied_action(kind: Kind, num_stages: int) -> Action:
+    """The action of a kind that concerns the matrix of embedding and head: it names the first stage or the last one."""
+    return Action(kind, 0 if kind in (Kind.SEND_TIED, Kind.RECV_TIED_GRAD) else num_stages - 1)
+
+
+def tied_partner(action: Action, num_stages: int) -> Action:
+    """The other end of a message about the matrix of embedding and head: a send's receive, a receive's send."""
+    return tied_action(_TIED_PARTNER[action.kind], num_stages)
 
 
 def matching_send(receive: Action) -> Action:
@@ -111,7 +134,8 @@ def consumer_of(receive: Action, schedule: "Schedule") -> Action:
 def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:
     """The actions whose results ``action`` uses, by what they are.
 
-    That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it.
+    That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it; so it does what
+    the messages about a tied matrix wait for, and who waits for them (``pipeloom.schedule.tied``).
     """
     found = np.zeros(3, np.int64)
     kind, stage, microbatch, part = action

@@ -7,9 +7,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import TIED_KINDS, Action, Kind
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, SWAP_LANES, Lane, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, SWAP_LANES, Lane, lane_of, tied_action
 from pipeloom.schedule.kernels import waits as kernels
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
@@ -94,6 +94,15 @@ class Facts:
         return place(kind, stage, microbatch, part, self.shape).reshape(kernels.NUM_KEYED, *self.shape)
 
     @cached_property
+    def tied_nodes(self) -> dict[Kind, list[int]]:
+        """The messages about a tied matrix: for each kind that there is, the numbers of its actions."""
+        nodes = np.flatnonzero(self.row.is_kind(*TIED_KINDS))
+        found: dict[Kind, list[int]] = {}
+        for node, code in zip(nodes.tolist(), self.columns.kind[nodes].tolist(), strict=True):
+            found.setdefault(KINDS[code], []).append(node)
+        return found
+
+    @cached_property
     def lanes(self) -> tuple[tuple[int, Lane], ...]:
         """Every lane with its rank: of compute, data parallelism and swaps, each by rank; of the directed edges."""
         ranks = range(self.placement.num_ranks)
@@ -110,6 +119,9 @@ class Facts:
         for stage in np.flatnonzero(self.crosses).tolist():
             here = (Kind.SEND_F, stage), (Kind.RECV_B, stage), (Kind.RECV_F, stage + 1), (Kind.SEND_B, stage + 1)
             found.update({key: (owner[key[1]], lane_of(Action(*key, 0), self.placement)) for key in here})
+        for kind in self.tied_nodes:
+            action = tied_action(kind, self.placement.num_stages)
+            found[kind, action.stage] = (owner[action.stage], lane_of(action, self.placement))
         return found
 
     @cached_property

@@ -12,12 +12,15 @@ from pipeloom.schedule.kernels.waits import ABSENT, find_waits
 from pipeloom.schedule.kernels.walk import walk
 from pipeloom.schedule.row import Ints
 from pipeloom.schedule.sharding import gradient_waits
+from pipeloom.schedule.tied import tied_waits
 
 Seconds = NDArray[np.float64]
 
 
 class Graph:
     """What has to end before what: data, the action before on the same lane, the place in the row, a gradient's buffer.
+
+    Messages about a tied matrix are among the data.
 
     Attributes:
         facts: the schedule in arrays; its columns are the nodes.
@@ -35,6 +38,8 @@ class Graph:
             facts.shape,
             *facts.relation,
         )
+        if facts.tied_nodes:
+            self.waits = np.column_stack([self.waits, tied_waits(facts)])
         if gradient_buffers is not None:
             self.waits = np.column_stack([self.waits, _buffer_waits(facts, gradient_buffers)])
 

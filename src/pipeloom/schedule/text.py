@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, SWAP_KINDS, Action, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, SWAP_KINDS, TIED_KINDS, Action, Kind
 from pipeloom.schedule.lower_sharding import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
@@ -41,11 +41,15 @@ def format_torch_csv(schedule: Schedule) -> str:
     actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
 
     Raises:
-        ScheduleTextError: the schedule swaps activations, which PyTorch's runtime does not.
+        ScheduleTextError: the schedule swaps activations or sends a tied matrix, which PyTorch's runtime does not.
     """
     if any(row.is_kind(*SWAP_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
             "PyTorch's runtime has neither EVICT nor LOAD; write the schedule before it swaps anything"
+        )
+    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
+        raise ScheduleTextError(
+            "PyTorch's runtime has no messages about a tied matrix; write the schedule before they are added"
         )
     if schedule.level is Level.COMMUNICATION:
         schedule = add_reduce_grad(schedule)

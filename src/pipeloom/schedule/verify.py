@@ -10,9 +10,28 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.accept import accepts
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, SEND_KINDS, STAGE_KINDS, SWAP_KINDS, Action, Kind
-from pipeloom.schedule.depend import consumer_of, data_dependencies, lane_of, matching_receive, matching_send
+from pipeloom.schedule.action import (
+    COMPUTE_KINDS,
+    RECEIVE_KINDS,
+    SEND_KINDS,
+    STAGE_KINDS,
+    SWAP_KINDS,
+    TIED_KINDS,
+    TIED_RECEIVE_KINDS,
+    TIED_SEND_KINDS,
+    Action,
+    Kind,
+)
+from pipeloom.schedule.depend import (
+    consumer_of,
+    data_dependencies,
+    lane_of,
+    matching_receive,
+    matching_send,
+    tied_partner,
+)
 from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
+from pipeloom.schedule.verify_tied import tied_gradient_in_time, tied_messages_complete, tied_weights_in_time
 from pipeloom.schedule.violation import Violation, Violations
 from pipeloom.schedule.window import window
 
@@ -181,18 +200,19 @@ def sends_match_receives(schedule: "Schedule") -> Violations:
     """On each directed edge between two ranks, tensors are received in the order in which they are sent."""
     sends: dict[tuple[int, int], list[Action]] = {}
     for rank, _, action in schedule.actions():
-        if action.kind in SEND_KINDS:
+        if action.kind in SEND_KINDS | TIED_SEND_KINDS:
             peer = lane_of(action, schedule.placement).peer
             assert peer is not None
             sends.setdefault((rank, peer), []).append(action)
     num_seen: Counter[tuple[int, int]] = Counter()
     for rank, slot, action in schedule.actions():
-        if action.kind in RECEIVE_KINDS:
+        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
             peer = lane_of(action, schedule.placement).peer
             assert peer is not None
             sent = sends[peer, rank][num_seen[peer, rank]]
             num_seen[peer, rank] += 1
-            if sent != matching_send(action):
+            is_tied = action.kind in TIED_KINDS
+            if sent != (tied_partner(action, schedule.num_stages) if is_tied else matching_send(action)):
                 yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
 
 
@@ -288,6 +308,7 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     complete,
     forward_before_backward,
     messages_complete,
+    tied_messages_complete,
     send_after_compute,
     receive_before_compute,
     sends_match_receives,
@@ -296,6 +317,8 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     gathered_bound,
     reduce_each_contribution_once,
     gradient_bound,
+    tied_weights_in_time,
+    tied_gradient_in_time,
     acyclic,
     in_flight_bound,
 )

@@ -1,6 +1,6 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -21,14 +21,23 @@ from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
-from pipeloom.model import SplitVocabulary, TensorParallel, TensorSlice, Transformer, build_stage, stage_pieces
+from pipeloom.model import (
+    TIED_NAME,
+    SplitVocabulary,
+    TensorParallel,
+    TensorSlice,
+    Transformer,
+    build_stage,
+    stage_pieces,
+)
 from pipeloom.model.compile import as_written, compile_pieces
-from pipeloom.schedule import Schedule, add_data_parallel, lower
+from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 
 
@@ -46,6 +55,8 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
 def _lowered(config: RunConfig, choice: Choice) -> Schedule:
     settings = config.schedule
     schedule = lower(choice.make(), settings.receive_buffers)
+    if config.model.tied:
+        schedule = add_tied(schedule)
     if config.layout.dp == 1 and not config.layout.sequence_parallel:
         return schedule
     return add_data_parallel(
@@ -90,8 +101,9 @@ class Pipeline:
             sums_replicated=layout.sequence_parallel,
             dtype=self._dtype,
         )
+        self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs)
+        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs)
         self._transport = ProcessGroupTransport(
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
@@ -164,16 +176,29 @@ class Pipeline:
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
         self._warm_up(batch)
-        return profile_stages(
-            self._world,
-            self._stages(self.schedule, self._outputs_in_training),
-            self._transport,
-            outputs=self._outputs_in_training,
-            tokens=batch.inputs[0],
-            objective=self._loss_of(batch),
-            layout=self._config.layout,
-            collectives=Collectives(self.schedule, self.data_parallel, self._clock),
-        )
+        with self._rehearsal():
+            found = profile_stages(
+                self._world,
+                self._stages(self.schedule, self._outputs_in_training),
+                self._transport,
+                outputs=self._outputs_in_training,
+                tokens=batch.inputs[0],
+                objective=self._loss_of(batch),
+                layout=self._config.layout,
+                collectives=Collectives(self.schedule, self.data_parallel, self._clock),
+            )
+        return self._with_tied_messages(found)
+
+    def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
+        if self._tied is None:
+            return profile
+        own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
+        every = self._world.gather(own_s)
+        if profile is None or every is None:
+            return None
+        tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
+        return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -199,7 +224,12 @@ class Pipeline:
         self._is_cold = False
         stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
         sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
-        warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
+        with self._rehearsal():
+            warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
+
+    def _rehearsal(self) -> AbstractContextManager[None]:
+        """Outside a step, meanwhile a borrowed matrix is there for stages that need one."""
+        return nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device)
 
     def _position(self) -> str:
         layout, place = self._config.layout, self._running.position()
@@ -236,6 +266,22 @@ class Pipeline:
             compile_pieces(module, self._config.training.compile_backend)
         return module
 
+    def _share_matrix(self) -> Tied | None:
+        """This rank's part in the matrix of embedding and head, if they share one over two stages."""
+        last = self.schedule.num_stages - 1
+        if not self._config.model.tied or last == 0:
+            return None
+        weights = self.data_parallel.weights
+        borrower = weights[last].module if last in weights else None
+        assert borrower is None or isinstance(borrower, Transformer)
+        return Tied(
+            TIED_NAME,
+            TensorSpec.of(self._build(0, "meta", self._dtype).get_parameter(TIED_NAME)),
+            gradient_dtype=master_dtype(self._dtype),
+            lender=weights.get(0),
+            borrower=borrower,
+        )
+
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
@@ -256,6 +302,7 @@ class Pipeline:
             transport=self._transport,
             clock=self._clock,
             data_parallel=self.data_parallel,
+            tied=self._tied,
         )
 
 

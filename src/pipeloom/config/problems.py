@@ -1,0 +1,257 @@
+"""What is wrong with a run's configuration: all of it at once, a sentence each."""
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.errors import UserError
+from pipeloom.layout import Layout, Shard
+from pipeloom.schedule import Kind
+from pipeloom.toolchain import toolchain_problems
+
+if TYPE_CHECKING:
+    from pipeloom.config.run import RunConfig
+
+
+def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) -> list[str]:
+    """Everything that is wrong with the values, one sentence each; see ``RunConfig.problems``."""
+    found = [*_range_problems(config), *_order_problems(config)]
+    if is_model_known:
+        found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
+        found += _recompute_problems(config)
+    found += _data_parallel_problems(config)
+    if trains:
+        found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
+        found += _compile_problems(config)
+    return found
+
+
+_AT_LEAST: dict[str, float] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_heads": 1,
+    "model.num_kv_heads": 1,
+    "model.ffn_size": 1,
+    "model.vocab_size": 2,
+    "data.bpe_vocab_size": 257,
+    "data.seq_len": 1,
+    "layout.microbatch_size": 1,
+    "layout.tp": 1,
+    "layout.dp": 1,
+    "layout.replicate": 1,
+    "schedule.residency": 1,
+    "schedule.prefetch": 0,
+    "schedule.gradient_buffers": 1,
+    "schedule.receive_buffers": 1,
+    "optimizer.lr_warmup_steps": 0,
+    "optimizer.weight_decay": 0,
+    "training.steps": 1,
+    "training.threads": 1,
+    "training.validation_batches": 0,
+    "training.sample_tokens": 0,
+    "training.stall_timeout_s": 1,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 1,
+    "output.trace_step": 1,
+}
+_ABOVE_ZERO = (
+    "data.validation_fraction",
+    "model.norm_eps",
+    "model.rope_theta",
+    "optimizer.lr",
+    "optimizer.eps",
+    "optimizer.clip_grad_norm",
+)
+_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
+
+
+def _value(config: "RunConfig", name: str) -> Any:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _range_problems(config: "RunConfig") -> list[str]:
+    found = [
+        f"{name} must be at least {least:g}, found {_value(config, name)}"
+        for name, least in _AT_LEAST.items()
+        if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
+    ]
+    found += [
+        f"{name} must be above 0, found {_value(config, name)}"
+        for name in _ABOVE_ZERO
+        if not 0 < _value(config, name) <= _most(name)
+    ]
+    found += [
+        f"{name} must lie between 0 and 1, found {_value(config, name)}"
+        for name in _FRACTIONS
+        if not 0 <= _value(config, name) <= 1
+    ]
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+        found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
+    return found
+
+
+def _most(name: str) -> float:
+    """The largest value of a setting: every one is finite, but for a limit that may be switched off."""
+    return math.inf if name == "optimizer.clip_grad_norm" else sys.float_info.max
+
+
+def _model_problems(config: "RunConfig") -> list[str]:
+    model = config.model
+    problems: list[str] = []
+    if model.preset is not None and model.file is not None:
+        problems.append("model.preset and model.file both give the sizes; leave one out")
+    if model.num_heads > 0 and model.hidden_size % model.num_heads:
+        problems.append(
+            f"model.num_heads must divide model.hidden_size, found {model.num_heads} and {model.hidden_size}"
+        )
+    elif model.family == "llama" and model.num_heads > 0 and (model.hidden_size // model.num_heads) % 2:
+        problems.append(
+            "llama's rotary positions need an even model.hidden_size / model.num_heads, "
+            f"found {model.hidden_size} / {model.num_heads}"
+        )
+    if model.num_kv_heads is not None and model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
+        problems.append(
+            f"model.num_kv_heads must divide model.num_heads, found {model.num_kv_heads} and {model.num_heads}"
+        )
+    return problems
+
+
+def _order_problems(config: "RunConfig") -> list[str]:
+    schedule = config.schedule
+    found = config.choice().problems()
+    names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
+    problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
+    if schedule.family == "forward-only":
+        problems.append("schedule.family forward-only trains nothing; use breadth-first")
+    return problems
+
+
+def _stage_problems(config: "RunConfig") -> list[str]:
+    layout = config.layout
+    problems: list[str] = []
+    pieces = config.model.num_layers + 2
+    if layout.num_stages > pieces:
+        problems.append(
+            f"{layout.pp} pipeline ranks x {layout.loops} loops need {layout.num_stages} stages, but "
+            f"{config.model.num_layers} layers with embedding and head make only {pieces} pieces; "
+            f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'} or more model.num_layers"
+        )
+    if layout.partition is not None:
+        problems += _partition_problems(layout, pieces)
+    return problems
+
+
+def _token_problems(config: "RunConfig") -> list[str]:
+    layout, num_tokens = config.layout, config.data.seq_len
+    if layout.tp < 1 or layout.sequence_parallel or num_tokens % layout.tp == 0:
+        return []
+    share = "since messages carry a share of the tokens"
+    return [f"layout.tp must divide data.seq_len, {share}, found {layout.tp} and {num_tokens}"]
+
+
+def _tensor_problems(config: "RunConfig") -> list[str]:
+    layout, model = config.layout, config.model
+    problems: list[str] = []
+    for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
+        if layout.tp > 0 and size is not None and size % layout.tp:
+            problems.append(f"layout.tp must divide model.{name}, found {layout.tp} and {size}")
+    if layout.sequence_parallel and layout.tp == 1:
+        problems.append("layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1")
+    elif layout.sequence_parallel and layout.tp > 1 and config.data.seq_len % layout.tp:
+        problems.append(f"layout.tp must divide data.seq_len, found {layout.tp} and {config.data.seq_len}")
+    return problems
+
+
+def _recompute_problems(config: "RunConfig") -> list[str]:
+    layout, wanted = config.layout, config.model.num_layers
+    if layout.recompute_layers is None:
+        return []
+    problems: list[str] = []
+    if layout.recompute != "none":
+        problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
+    if len(layout.recompute_layers) != wanted:
+        found = len(layout.recompute_layers)
+        problems.append(f"layout.recompute_layers must name {wanted} layers (model.num_layers), found {found}")
+    return problems
+
+
+def _compile_problems(config: "RunConfig") -> list[str]:
+    training, choice = config.training, config.choice()
+    if not training.compile:
+        return []
+    problems = toolchain_problems(training.device) if training.compile_backend == "inductor" else []
+    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    if not choice.problems() and any(row.is_kind(*halves).any() for row in choice.make().rows):
+        problems.append(
+            f"training.compile makes one function of a stage's backward, which schedule.family {choice.family} splits "
+            "in two; leave training.compile out or use another family"
+        )
+    return problems
+
+
+def _data_parallel_problems(config: "RunConfig") -> list[str]:
+    layout, schedule = config.layout, config.schedule
+    problems: list[str] = []
+    if layout.replicate is not None and layout.replicate > 0:
+        if layout.shard == "none":
+            problems.append("layout.replicate makes copies of what layout.shard shares out, found layout.shard none")
+        if layout.dp % layout.replicate:
+            problems.append(f"layout.replicate must divide layout.dp, found {layout.replicate} and {layout.dp}")
+    wanted: dict[str, tuple[Shard, ...]] = {
+        "residency": ("full",),
+        "prefetch": ("optimizer", "gradients", "full"),
+        "gradient_buffers": ("gradients", "full"),
+    }
+    problems += [
+        f"schedule.{name} has no effect with layout.shard {layout.shard}; it takes {' or '.join(levels)}"
+        for name, levels in wanted.items()
+        if getattr(schedule, name) is not None and layout.shard not in levels
+    ]
+    return problems
+
+
+def _partition_problems(layout: Layout, pieces: int) -> list[str]:
+    partition = layout.partition or ()
+    problems: list[str] = []
+    if len(partition) != layout.num_stages:
+        problems.append(f"layout.partition must name {layout.num_stages} stages, found {len(partition)}")
+    if any(size < 1 for size in partition):
+        problems.append(f"layout.partition must give every stage at least one piece, found {partition}")
+    if sum(partition) != pieces:
+        problems.append(f"layout.partition must add up to {pieces} (embedding, layers, head), found {sum(partition)}")
+    return problems
+
+
+def _text_problems(config: "RunConfig") -> list[str]:
+    path = config.data.path
+    if path == Path():
+        return ["data.path must be a text file or a folder, found nothing; leave it out for the default text"]
+    try:
+        is_missing = path is not None and not path.exists()
+    except OSError:  # such as a name that is too long
+        is_missing = True
+    return [f"data.path must be a text file or a folder, found nothing at {path}"] if is_missing else []
+
+
+def _checkpoint_problems(config: "RunConfig") -> list[str]:
+    resume, steps = config.checkpoint.resume, config.training.steps
+    if resume is None:
+        return []
+    try:
+        found = find_checkpoint(resume)
+        done = read_info(found).step
+    except (UserError, OSError) as error:  # an OSError such as a name that is too long
+        return [f"checkpoint.resume: {error}"]
+    problems: list[str] = []
+    if steps <= done:
+        problems.append(f"training.steps must be above {done}, the steps that {found} has done, found {steps}")
+    folder = config.output.folder
+    if folder is not None and run_of(found) == folder.absolute() and list_checkpoints(folder)[-1].name != found.name:
+        problems.append(
+            f"output.folder {folder} has checkpoints of later steps than {found.name}; "
+            "resume from the latest one, or choose another output.folder"
+        )
+    return problems

@@ -1,0 +1,66 @@
+"""A whole run: its sections, what they come to together, and what is wrong with them."""
+
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeloom.config.problems import find_problems
+from pipeloom.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+from pipeloom.generate import Choice
+from pipeloom.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    layout: Layout = field(default_factory=Layout)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
+
+    def choice(self) -> Choice:
+        """The schedule that the run trains with."""
+        return Choice(
+            family=self.schedule.family,
+            pp=self.layout.pp,
+            num_microbatches=self.layout.num_microbatches,
+            loops=self.layout.loops,
+            group_size=self.schedule.group_size,
+            placement=self.schedule.placement,
+        )
+
+    def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
+        """Everything that is wrong with the values, one sentence each; empty if nothing is.
+
+        Args:
+            trains: whether the run is trained here, so that its text, its checkpoint and its compiler have to be there.
+            is_model_known: whether the sizes of the model are what the run will have.
+        """
+        return find_problems(self, trains=trains, is_model_known=is_model_known)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A dataclass as nested dictionaries of TOML's types; fields that are ``None`` are left out."""
+    tree: dict[str, Any] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            tree[item.name] = to_dict(value)
+        elif value is not None:
+            tree[item.name] = str(value) if isinstance(value, Path) else value
+    return tree

@@ -1,0 +1,202 @@
+"""The sections of a run's configuration. Every field carries its documentation below it.
+
+``None`` always has a stated meaning.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The transformer. Its sizes may come from the catalog or from a file; other settings stay as they are here."""
+
+    preset: str | None = None
+    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
+    file: Path | None = None
+    """A model file as those of the catalog (.toml), or a Hugging Face config.json, which gives all sizes. None: they
+    are said here."""
+    family: Literal["llama", "gpt2"] = "llama"
+    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
+    num_layers: int = 8
+    """Transformer layers."""
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    num_heads: int = 6
+    """Query heads; divides hidden_size."""
+    num_kv_heads: int | None = None
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
+    ffn_size: int | None = None
+    """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
+    multiple of 32."""
+    vocab_size: int | None = None
+    """Tokens that the model knows. None: as many as the tokenizer has."""
+    norm_eps: float = 1e-5
+    """Added to the variance in normalisation."""
+    rope_theta: float = 10000.0
+    """Base of the rotary position frequencies; llama only."""
+    tied: bool = False
+    """Whether embedding and head are one matrix."""
+
+    def resolve(self, vocab_size: int) -> "ModelConfig":
+        """The same model with every derived size filled in.
+
+        Args:
+            vocab_size: tokens of the tokenizer.
+        """
+        inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
+        return replace(
+            self,
+            num_kv_heads=self.num_kv_heads or self.num_heads,
+            ffn_size=self.ffn_size or inner,
+            vocab_size=self.vocab_size or vocab_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text."""
+
+    path: Path | None = None
+    """A text file, or a folder of them. None: the sources of the running Python's standard library."""
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """bytes: one token a byte. bpe: byte-pair encoding trained on the corpus (needs pipeloom[bpe])."""
+    bpe_vocab_size: int = 4096
+    """Tokens of the byte-pair encoding; used with tokenizer bpe only."""
+    seq_len: int = 128
+    """Tokens of a sequence."""
+    validation_fraction: float = 0.05
+    """Share of the text that is kept for validation."""
+    cache: Path | None = None
+    """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
+        return 257 if self.tokenizer == "bytes" else self.bpe_vocab_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The order of work on each pipeline rank."""
+
+    family: str = "breadth-first"
+    """Family of schedules; `pipeloom schedule --help` lists them."""
+    group_size: int | None = None
+    """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
+    placement: str = "looped"
+    """Stage -> rank: looped, v or linear."""
+    receive_buffers: int = 2
+    """Receives posted ahead and not yet used, for each directed edge between two ranks."""
+    residency: int | None = None
+    """Stages whose gathered weights a rank holds at once, with layout.shard full. None: 2."""
+    prefetch: int | None = None
+    """How many stages ahead a gather of sharded weights may start. None: 1."""
+    gradient_buffers: int | None = None
+    """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full. None: all of its
+    stages."""
+
+    @property
+    def known_residency(self) -> int:
+        """With its default."""
+        return 2 if self.residency is None else self.residency
+
+    @property
+    def known_prefetch(self) -> int:
+        """With its default."""
+        return 1 if self.prefetch is None else self.prefetch
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    lr_warmup_steps: int = 10
+    """Steps over which the learning rate rises from 0."""
+    lr_min_fraction: float = 0.1
+    """Share of lr that the cosine ends at."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, on matrices only."""
+    clip_grad_norm: float = 1.0
+    """Largest norm of the whole model's gradient; inf clips nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int = 200
+    """Optimizer steps."""
+    seed: int = 0
+    """Seed of the weights, the order of the data and the sample."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are added
+    up in float32, over micro-batches as over replicas."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the stages live. cuda takes one device for each process."""
+    threads: int = 1
+    """CPU threads of each process."""
+    compile: bool = False
+    """Whether torch.compile compiles embedding, layers and head; layers that are alike share the code. Takes a minute
+    or more before the first step, less where it is found on disk. Not for schedules that split the backward."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor: generates code, which takes a C++ compiler on CPUs and a C compiler on CUDA. aot_eager: only traces
+    forward and backward, to see whether that works; needs no compiler and gains nothing."""
+    validation_batches: int = 8
+    """Batches of the validation loss at the end; 0 for none."""
+    sample_tokens: int = 160
+    """Tokens of the sample at the end; 0 for none."""
+    predict: bool = True
+    """Profile the stages before the first step and simulate the step, to compare at the end; takes a few seconds."""
+    stall_timeout_s: float = 60.0
+    """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What the run leaves behind."""
+
+    folder: Path | None = None
+    """Run folder; made if it is not there. None: outputs/ and the time of the start."""
+    trace_step: int = 10
+    """Step whose trace and timeline picture are written, counted from 1; the last one if there are fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state of the run is written, and from which one it goes on."""
+
+    every: int | None = None
+    """Steps between checkpoints, which are written to checkpoints/ in the run folder. None: only what final says."""
+    keep: int | None = None
+    """How many checkpoints are kept, the newest ones. None: all."""
+    final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
+    """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
+    resume: Path | None = None
+    """Where to go on: a checkpoint, or a run folder, which means its latest one. It may be of any other layout.
+    training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
+    None: from new weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """What simulate predicts for; train runs on the machine it is started on and does not read this section."""
+
+    cluster: str = "laptop"
+    """A cluster of the catalog by name, or a TOML file like those."""
+    software: str = "pipeloom"
+    """The training program: one of the catalog by name, or a TOML file like those. pipeloom is this one: transfers and
+    reductions run on lanes of their own."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of weights and activations in products."""
+    attention: Literal["plain", "fused-softmax", "flash1", "flash2"] = "flash2"
+    """Kernel of attention: three steps, softmax fused with scale and mask, or all in one (version 1 or 2)."""
+    fused_norm: bool = True
+    """Whether a norm is one kernel."""

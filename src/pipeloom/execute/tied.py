@@ -1,0 +1,229 @@
+"""The matrix that embedding and head share, where they are in different stages: lent for a step, its gradient returned.
+
+It belongs to the first stage like its other parameters. The head computes on a borrowed tensor outside the last stage's
+parameters, whose gradient is collected here and becomes part of the first stage's. Between two ranks both travel as
+messages of the schedule; on one rank they are handed over here.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeloom.errors import UserError
+from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.world import World
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.action import TIED_KINDS
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+
+_REPEATS = 5
+
+
+class Handover(NamedTuple):
+    """What becomes of the shared matrix in the steps of a schedule, on the first stage's rank.
+
+    Attributes:
+        trains: whether the head's gradient is returned.
+        lend_slot: before which action the weights are handed over, where no message carries them.
+        return_slot: before which action the gradient is, in the same case; ``None`` for the end of the step.
+    """
+
+    trains: bool = False
+    lend_slot: int | None = None
+    return_slot: int | None = None
+
+
+def handover(schedule: Schedule, rank: int) -> Handover:
+    """What a rank has to do about the shared matrix beside sending and receiving it.
+
+    Raises:
+        UserError: the schedule lacks the messages; or, where none is needed, reduces the first stage's gradient for the
+            last time before the head's is complete.
+    """
+    owner, last_stage = schedule.placement.rank_by_stage, schedule.num_stages - 1
+    trains = schedule.first_backward_stage == 0
+    if owner[0] != owner[-1]:
+        if not schedule.rows[owner[0]].is_kind(*TIED_KINDS).any():
+            raise UserError("embedding and head share a matrix that the schedule does not send; call add_tied first")
+        return Handover(trains)
+    if rank != owner[0]:
+        return Handover(trains)
+    forwards = _slots(schedule, 0, Kind.FORWARD)
+    reductions = _slots(schedule, 0, Kind.REDUCE_GRAD) if trains else []
+    if reductions and reductions[-1] < _slots(schedule, last_stage, *ADDS_TO_GRADIENT)[-1]:
+        raise UserError(
+            f"the last 0REDUCE_GRAD stands before a backward of stage {last_stage}, whose head shares a matrix with it"
+        )
+    return Handover(trains, forwards[0], reductions[-1] if reductions else None)
+
+
+def _slots(schedule: Schedule, stage: int, *kinds: Kind) -> list[int]:
+    """The slots of a stage's actions of some kinds in its row."""
+    row = schedule.rows[schedule.placement.rank_by_stage[stage]]
+    return (row.is_kind(*kinds) & (row.stage == stage)).nonzero()[0].tolist()
+
+
+class Borrower(Protocol):
+    """The last stage's module."""
+
+    def borrow(self, weight_VH: Tensor | None) -> None:  # noqa: N803 (upper-case letters in names are shapes)
+        """Project with these weights, or with none any more."""
+        ...
+
+
+class Tied:
+    """What one rank has to do with the shared matrix, which may be nothing.
+
+    Args:
+        name: of the parameter of the first stage.
+        spec: of its weights.
+        gradient_dtype: in which the head's gradient is added up over micro-batches, and sent.
+        lender: the first stage, on its rank.
+        borrower: the last stage, on its rank.
+
+    Attributes:
+        specs: by kind what its message carries.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: TensorSpec,
+        *,
+        gradient_dtype: torch.dtype,
+        lender: StageWeights | None,
+        borrower: Borrower | None,
+    ) -> None:
+        self._name = name
+        self._gradient_dtype = gradient_dtype
+        self._lender = lender
+        self._borrower = borrower
+        gradient = TensorSpec(spec.shape, gradient_dtype)
+        self.specs = {
+            Kind.SEND_TIED: spec,
+            Kind.RECV_TIED: spec,
+            Kind.SEND_TIED_GRAD: gradient,
+            Kind.RECV_TIED_GRAD: gradient,
+        }
+        self._forget(Handover())
+
+    @contextmanager
+    def rehearsal(self, device: torch.device) -> Iterator[None]:
+        """Outside a step, lend the head zeros meanwhile, so that it can be timed."""
+        if self._borrower is not None:
+            self._forget(Handover(trains=True))
+            self.take(Kind.RECV_TIED, torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
+        try:
+            yield
+        finally:
+            self.forget()
+
+    def begin(self, handover: Handover) -> None:
+        """Before a step, with what its schedule hands over."""
+        self._forget(handover)
+
+    def _forget(self, handover: Handover) -> None:
+        self._handover = handover
+        self._gradient: Tensor | None = None
+
+    def hand_over(self, slot: int) -> None:
+        """Before the action of a slot, on a rank that has both stages: what is due between them.
+
+        The weights when the first stage first computes, since they are here then; the gradient before it is reduced.
+        """
+        if slot == self._handover.lend_slot:
+            self.take(Kind.RECV_TIED, self.given(Kind.SEND_TIED))
+        if slot == self._handover.return_slot:
+            self._return()
+
+    def end(self) -> None:
+        """After the row: what was not handed over yet. Nothing is lent any more."""
+        now = self._handover
+        if now.trains and now.lend_slot is not None and now.return_slot is None:
+            self._return()
+        self.forget()
+
+    def forget(self) -> None:
+        """Take back what is lent."""
+        if self._borrower is not None:
+            self._borrower.borrow(None)
+        self._forget(Handover())
+
+    def _return(self) -> None:
+        self.take(Kind.RECV_TIED_GRAD, self.given(Kind.SEND_TIED_GRAD))
+
+    def given(self, kind: Kind) -> Tensor:
+        """What a send of this kind takes: the weights, or the head's gradient so far."""
+        if kind is Kind.SEND_TIED:
+            assert self._lender is not None, "the matrix belongs to the first stage"
+            return self._lender.lend(self._name)
+        assert self._gradient is not None, "the head has no gradient"
+        return self._gradient
+
+    def take(self, kind: Kind, tensor: Tensor) -> None:
+        """Use what a receive of this kind brought: lend it to the head, or add it to the first stage's gradient."""
+        if kind is Kind.RECV_TIED:
+            assert self._borrower is not None, "the head is in the last stage"
+            weights = tensor.detach()
+            if self._handover.trains:
+                weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
+            self._borrower.borrow(weights)
+        else:
+            assert self._lender is not None, "the matrix belongs to the first stage"
+            self._lender.add_to_gradient(self._name, tensor)
+
+    def _collect(self, weights: Tensor) -> None:
+        """Add a micro-batch's gradient to those before it, in the gradient's type."""
+        assert weights.grad is not None
+        if self._gradient is None:
+            self._gradient = weights.grad.to(self._gradient_dtype)
+        else:
+            self._gradient.add_(weights.grad)
+        weights.grad = None
+
+
+def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, transport: Transport) -> tuple[float, float]:
+    """Seconds of sending the shared matrix and of sending its gradient back, by their bytes, while no rank computes.
+
+    Args:
+        tied: tells what it carries.
+        schedule: tells between which ranks.
+        rank: of this process in its pipeline.
+        world: all processes, which call this together.
+        transport: to the pipeline's other ranks.
+
+    Returns:
+        Both on the rank of the first stage; zeros on other ranks, and where no message is needed.
+    """
+    first, last = schedule.placement.rank_by_stage[0], schedule.placement.rank_by_stage[-1]
+    if first == last:
+        return 0.0, 0.0
+    times: list[float] = []
+    for _ in range(_REPEATS + 1):
+        world.wait_for_all()
+        begin = time.perf_counter()
+        for source, destination, kind in (first, last, Kind.SEND_TIED), (last, first, Kind.SEND_TIED_GRAD):
+            spec = tied.specs[kind]
+            if rank == source:
+                _finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), world)
+            elif rank == destination:
+                _finish(transport.receive(spec, source), world)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        times.append(time.perf_counter() - begin)
+    both_s = median(times[1:]) if rank == first else 0.0
+    weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
+    return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)
+
+
+def _finish(transfer: Transfer, world: World) -> None:
+    transfer.is_done()
+    transfer.wait(world.timeout.total_seconds())
+    transfer.take()

@@ -1,0 +1,99 @@
+"""The pass for a matrix that embedding and head share: its weights to the last stage, its gradient back."""
+
+import numpy as np
+
+from pipeloom.errors import UserError
+from pipeloom.schedule.action import COMPUTE_KINDS, TIED_KINDS, Action, Kind
+from pipeloom.schedule.depend import Lane, tied_action
+from pipeloom.schedule.row import Row
+from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+
+
+def add_tied(schedule: Schedule) -> Schedule:
+    """Add the messages about a tied matrix, which belongs to the first stage.
+
+    The weights are sent before the first forward of all, to which nothing on their edge comes first, and their receive
+    opens the row of the last stage's rank. The gradient is sent right after the last backward that adds to it, behind
+    the gradient of that backward's input, for which a whole pipeline waits. Its receive stands behind the last action
+    of the first stage's rank that has to end before that backward anyway, so that it is posted in time and its buffer
+    is not taken longer than needed; where the order of the edge forces it elsewhere, the order wins.
+
+    Run it before ``add_unshard`` and ``add_reduce_grad``, or behind them.
+
+    Args:
+        schedule: with its sends and receives. It is returned as it is where the first and the last stage are on one
+            rank, whose executor then hands the matrix over.
+
+    Raises:
+        UserError: the schedule has no sends and receives yet, or has these messages already.
+    """
+    if schedule.level is Level.COMPUTE:
+        raise UserError("the messages about a tied matrix come behind the others; call pipeloom.schedule.lower first")
+    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
+        raise UserError("the schedule sends a tied matrix already; start from one without SEND_TIED")
+    owner = schedule.placement.rank_by_stage
+    if owner[0] == owner[-1]:
+        return schedule
+    lender, borrower = schedule.rows[owner[0]], schedule.rows[owner[-1]]
+    first_compute = int(lender.is_kind(*COMPUTE_KINDS).argmax())
+    lent: list[tuple[int, Action]] = [(first_compute - 1, _action(Kind.SEND_TIED, schedule))]
+    borrowed: list[tuple[int, Action]] = [(-1, _action(Kind.RECV_TIED, schedule))]
+    if schedule.first_backward_stage == 0:
+        slot, microbatch = _end_of_gradient(borrower, schedule.num_stages - 1)
+        borrowed.append((slot, _action(Kind.SEND_TIED_GRAD, schedule)))
+        lent.append((_place_of_receive(schedule, slot, microbatch), _action(Kind.RECV_TIED_GRAD, schedule)))
+    rows = list(schedule.rows)
+    rows[owner[0]], rows[owner[-1]] = _insert(lender, lent), _insert(borrower, borrowed)
+    return schedule.with_rows(rows, Level.COMMUNICATION)
+
+
+def _action(kind: Kind, schedule: Schedule) -> Action:
+    return tied_action(kind, schedule.num_stages)
+
+
+def _insert(row: Row, added: list[tuple[int, Action]]) -> Row:
+    """The row with actions behind slots."""
+    added = sorted(added, key=lambda entry: entry[0])
+    return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
+
+
+def _end_of_gradient(row: Row, stage: int) -> tuple[int, int]:
+    """The slot behind which the gradient of a stage's weights is complete, and the micro-batch that completes it.
+
+    If the gradient of that micro-batch's input is sent, it goes first.
+    """
+    last = int(np.flatnonzero(row.is_kind(*ADDS_TO_GRADIENT) & (row.stage == stage))[-1])
+    microbatch = int(row.microbatch[last])
+    sends = row.is_kind(Kind.SEND_B) & (row.stage == stage) & (row.microbatch == microbatch)
+    return max(last, *np.flatnonzero(sends).tolist(), last), microbatch
+
+
+def _place_of_receive(schedule: Schedule, sent_behind: int, microbatch: int) -> int:
+    """The slot of the first stage's row behind which the gradient is received.
+
+    Args:
+        schedule: without these messages.
+        sent_behind: slot of the last stage's row behind which it is sent.
+        microbatch: that completes it.
+    """
+    owner = schedule.placement.rank_by_stage
+    row = schedule.rows[owner[0]]
+    forwards = row.is_kind(Kind.FORWARD) & (row.microbatch == microbatch)
+    slot = int(np.flatnonzero(forwards)[-1])
+    num_before = sum(other <= sent_behind for other in _slots_on(schedule, owner[-1], Lane("send", owner[0])))
+    receives = _slots_on(schedule, owner[0], Lane("recv", owner[-1]))
+    if num_before:
+        slot = max(slot, receives[num_before - 1])
+    if num_before < len(receives):
+        slot = min(slot, receives[num_before] - 1)
+    return slot
+
+
+def _slots_on(schedule: Schedule, rank: int, lane: Lane) -> list[int]:
+    """The slots of a rank's actions on one of its lanes."""
+    facts = schedule.facts
+    if (rank, lane) not in facts.lanes:
+        return []
+    first, following = facts.columns.first[rank : rank + 2]
+    return np.flatnonzero(facts.lane[first:following] == facts.lanes.index((rank, lane))).tolist()
