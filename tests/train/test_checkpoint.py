@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from math import prod
 from pathlib import Path
 
@@ -97,6 +97,25 @@ def test_a_run_goes_on_under_every_layout_from_every_other_one(tmp_path):
         found = losses(folder)
         assert list(found) == [3, 4]
         assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-11)
+
+
+def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(tmp_path):
+    runs = {}
+    for name in ("one rank", "linear", "tensor, full"):
+        config = config_of(tmp_path, name, every=SAVED)
+        runs[tmp_path / name] = replace(config, model=replace(config.model, tied=True))
+    train_all(runs)
+    jobs = {}
+    for old, new in permutations(runs, 2):
+        checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
+        jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(runs[new], checkpoint=checkpoint)
+        keys = FileSystemReader(checkpoint.resume).read_metadata().state_dict_metadata
+        assert "model.embedding.tokens.weight" in keys
+        assert not any("head.output" in key for key in keys)
+    train_all(jobs)
+    expected = losses(tmp_path / "one rank")
+    for folder in jobs:
+        assert losses(folder) == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-11)
 
 
 def test_narrow_weights_go_on_from_the_wide_ones(tmp_path):
