@@ -10,7 +10,8 @@ from pipeloom import run_folder
 from pipeloom.config import CheckpointConfig, OutputConfig, RunConfig
 from pipeloom.config_file import read_run_file
 from pipeloom.errors import UserError
-from pipeloom.run_folder import make_run_folder, read_run
+from pipeloom.layout import Coordinates
+from pipeloom.run_folder import make_run_folder, other_trace, read_run
 
 
 def test_a_finished_run_is_read_whole(tmp_path):
@@ -102,7 +103,13 @@ def test_a_run_that_goes_on_takes_the_metrics_until_its_checkpoint(tmp_path):
 def test_a_run_that_goes_on_in_the_same_folder_forgets_its_end(tmp_path):
     run = write_run(tmp_path / "run")
     checkpoint = write_checkpoint(run, 3)
-    for name in ("model.safetensors", "model-mine.safetensors", "report.html", "timeline.png"):
+    for name in (
+        "model.safetensors",
+        "model-mine.safetensors",
+        "report.html",
+        "timeline.png",
+        other_trace(Coordinates(0, 1, 0)),
+    ):
         (run / name).write_text("old")
     make_run_folder(config_of(run, checkpoint))
     left = {"config.toml", "metrics.jsonl", "checkpoints", "model-mine.safetensors"}

@@ -132,8 +132,8 @@ def _forget_end(path: Path) -> None:
     """Remove what a run wrote at its end, which is still to come now."""
     for name in (SCHEDULE, TRACE, PREDICTED_TRACE, SAMPLE, SUMMARY, REPORT, f"{TIMELINE}.png", f"{TIMELINE}.svg"):
         (path / name).unlink(missing_ok=True)
-    for weights in weight_files(path):
-        weights.unlink()
+    for file in [*weight_files(path), *path.glob(OTHER_TRACES)]:
+        file.unlink()
 
 
 def _take_metrics(path: Path, checkpoint: Path) -> None:

@@ -10,6 +10,7 @@ from small_run import write_text
 
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
+pytestmark = pytest.mark.timeout(300)  # the first test also waits for the run that all of them use
 OTHER = ["--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "full", "--layout.num-microbatches", "2"]
 
 
@@ -18,7 +19,7 @@ def train(folder, name, *words):
     brief = ["--training.no-predict", "--training.validation-batches", "1", "--training.sample-tokens", "3"]
     exact = ["--training.dtype", "float64", "--output.folder", str(folder / name), "--output.trace-step", "2"]
     command = [sys.executable, "-m", "pipeloom", "train", *SIZES, *data, *brief, *exact, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def metrics(run):
@@ -121,7 +122,7 @@ def test_a_launcher_saves_and_resumes(finished):
     words = ["--training.no-predict", "--training.dtype", "float64", "--training.steps", "6"]
     resume = ["--checkpoint.resume", str(finished / "run" / "checkpoints" / "step-000004")]
     command = [*launcher, "pipeloom", "train", *data, *words, *resume, "--output.folder", str(finished / "launched")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert metrics(finished / "launched")[-1]["loss"] == pytest.approx(metrics(finished / "run")[-1]["loss"], rel=1e-11)
     assert (finished / "launched" / "checkpoints" / "step-000006").is_dir()

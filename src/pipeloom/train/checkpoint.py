@@ -120,6 +120,7 @@ class Checkpoints:
         planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load(tensors, checkpoint_id=path, planner=planner, process_group=self._group)
+        self._data_parallel.refresh()
         steps = torch.tensor(float(info.step))
         state = {index: {"step": steps.clone(), **states[p]} for index, p in enumerate(parameters)}
         self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
