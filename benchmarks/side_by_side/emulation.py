@@ -89,8 +89,22 @@ class EmulatedStage(nn.Module):
         return _InputWork.apply(tensor, self._forward_s, self._half_s) + _WeightWork.apply(self.weights, self._half_s)
 
 
-def stage_of(case: Case, loops: int, index: int, own: OwnCost) -> EmulatedStage:
+class LightStage(nn.Module):
+    """A stage that computes next to nothing: what is left is the runtime."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """One product."""
+        return tensor * self.weight
+
+
+def stage_of(case: Case, loops: int, index: int, own: OwnCost) -> nn.Module:
     """One of ``pp * loops`` stages that do the case's work together."""
+    if case.forward_s == 0:
+        return LightStage()
     scale = case.loops / loops
     return EmulatedStage(
         case.forward_s * scale,

@@ -23,7 +23,7 @@ from pipeloom.execute.world import World
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.trace import Trace
 from side_by_side.case import ONE_STAGE, Case, Contender
-from side_by_side.emulation import EmulatedStage, OwnCost, last_output, message, stage_of
+from side_by_side.emulation import OwnCost, last_output, message, stage_of
 from side_by_side.orders import compute_order
 from side_by_side.theory import lowered
 
@@ -149,9 +149,7 @@ def _transport(case: Case, schedule: Schedule, outputs: Sequence[TensorSpec], wo
     return ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timeout, pipelines)
 
 
-def _modules(
-    case: Case, contender: Contender, placement: Placement, rank: int, own: OwnCost
-) -> dict[int, EmulatedStage]:
+def _modules(case: Case, contender: Contender, placement: Placement, rank: int, own: OwnCost) -> dict[int, nn.Module]:
     return {index: stage_of(case, contender.loops, index, own) for index in placement.stages_of(rank)}
 
 
