@@ -7,6 +7,10 @@ from torch import Tensor, nn
 
 from pipeloom.execute.boundary import TensorSpec
 
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
+"""What ``torch.autograd.backward`` comes to. That checks shapes first, which takes as long as a small stage's backward;
+here both ends of every boundary have agreed on them."""
+
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
 
@@ -70,7 +74,10 @@ class Stage:
             The gradient of the input, if an earlier stage waits for it.
         """
         tensor, output = self._kept.pop(microbatch)
-        torch.autograd.backward(output, gradient)
+        if gradient is None:
+            torch.autograd.backward(output)
+        else:
+            _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         if not self._needs_input_gradient:
             return None
         assert tensor.grad is not None, f"stage {self.index} does not use its input"
