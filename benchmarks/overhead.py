@@ -1,7 +1,7 @@
 """What a runtime itself costs: pipeloom beside PyTorch on loopback. Run by ``make bench-overhead``.
 
-With next to no compute a step is all runtime: the same orders on the same ranks, time for each action. With emulated
-compute a step should take what its order allows.
+With next to no compute a step is all runtime: the same orders on the same ranks, time for each action. With real
+compute it hardly counts. With emulated compute a step should take what its order allows.
 
     python benchmarks/overhead.py [--repetitions 15] [--only TEXT] [--folder outputs/side_by_side]
 """
@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from network import outcome_of
-from side_by_side.case import Case, Contender, Plan, pytorch_contender
+from side_by_side.case import PYTORCH_SCHEDULES, Case, Contender, Plan, pytorch_contender
 from side_by_side.contest import hold_the_cores, warm_up
 from side_by_side.picture import draw
 from side_by_side.results import (
@@ -40,6 +40,8 @@ NO_COMPUTE = [
     )
     for pp in (2, 4)
 ]
+REAL = Case(name="real compute, 2 ranks", pp=2, num_microbatches=16, width=256, layers=2, message_bytes=128 * 1024)
+"""As many ranks as most machines have cores; a stage takes some milliseconds."""
 EMULATED = Case(
     name="emulated compute, 8 ranks",
     pp=8,
@@ -64,6 +66,12 @@ def overhead_targets(outcome: Outcome) -> tuple[Target, ...]:
         Target(f"time for each action of {theirs.contender.order}", median_s(ours) / median_s(theirs), 0.6)
         for ours, theirs in pairs
     )
+
+
+def real_plan(repetitions: int) -> Plan:
+    """Breadth-first of ours, and all of PyTorch's."""
+    theirs = [pytorch_contender(name, REAL.loops) for name in PYTORCH_SCHEDULES]
+    return Plan(REAL, (Contender("pipeloom", "breadth-first", REAL.loops), *theirs), repetitions)
 
 
 def emulated_plan(repetitions: int) -> Plan:
@@ -91,6 +99,9 @@ def main() -> None:
     for case in [one for one in NO_COMPUTE if chosen.only in one.name]:
         outcomes.append(outcome_of(overhead_plan(case, chosen.repetitions), overhead_targets))
         show(outcomes[-1], console, overhead_cells, OVERHEAD_COLUMNS)
+    if chosen.only in REAL.name:
+        outcomes.append(outcome_of(real_plan(min(5, chosen.repetitions)), lambda _: ()))
+        show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
     if chosen.only in EMULATED.name:
         outcomes.append(outcome_of(emulated_plan(min(5, chosen.repetitions)), emulated_targets))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)

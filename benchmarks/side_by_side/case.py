@@ -3,7 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 Runtime = Literal["pipeloom", "PyTorch"]
+Gradient = NDArray[np.float32]
 
 ONE_STAGE = ("GPipe", "1F1B")
 """PyTorch's schedules with one stage on each rank."""
@@ -42,7 +46,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A pipeline whose compute is emulated. Every contender does the same work in all; fewer stages take longer each.
+    """A pipeline. Every contender does the same work in all; fewer stages take longer each.
 
     Attributes:
         name: for people.
@@ -50,8 +54,10 @@ class Case:
         dp: data-parallel replicas, with everything sharded.
         loops: stages on each rank, where a schedule allows any number.
         num_microbatches: of each replica.
-        forward_s: of one of ``loops`` stages, for a micro-batch.
+        forward_s: of one of ``loops`` stages that sleep, for a micro-batch; 0 for stages that do next to nothing.
         backward_s: the same.
+        width: of stages that compute; ``None`` for those that sleep.
+        layers: of each of ``loops`` stages that compute.
         message_bytes: of what two stages hand over for a micro-batch.
         weight_bytes: of one of ``loops`` stages.
         link: between the ranks, each on a host of its own; ``None`` for the loopback of this host.
@@ -63,8 +69,10 @@ class Case:
     dp: int = 1
     loops: int = 2
     num_microbatches: int = 8
-    forward_s: float
-    backward_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    width: int | None = None
+    layers: int = 1
     message_bytes: int
     weight_bytes: int = 64
     link: Link | None = None
@@ -114,12 +122,14 @@ class Plan:
         contenders: in the order in which they alternate.
         repetitions: timed steps of each.
         warmup: steps of each before.
+        compares_gradients: whether the last step's gradients come back.
     """
 
     case: Case
     contenders: tuple[Contender, ...]
     repetitions: int = 5
     warmup: int = 1
+    compares_gradients: bool = False
 
 
 @dataclass
@@ -133,6 +143,7 @@ class Measured:
         num_actions: of the busiest rank, communication included.
         cpu_s: processor time of all ranks in a step.
         lanes: by kind of communication, (hidden, exposed) seconds of a rank in a step, mean over ranks.
+        gradients: by stage and name, where they were asked for.
     """
 
     contender: Contender
@@ -141,3 +152,4 @@ class Measured:
     num_actions: int
     cpu_s: float
     lanes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    gradients: dict[str, Gradient] = field(default_factory=dict)

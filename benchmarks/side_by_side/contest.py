@@ -4,7 +4,7 @@ import os
 import statistics
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from pipeloom.execute.world import World, join_forked
 from pipeloom.layout import Layout
 from pipeloom.report.summary import communication
 from pipeloom.trace import Trace, merge
-from side_by_side.case import Case, Contender, Measured, Plan
-from side_by_side.emulation import OwnCost, calibrate, sleep_precisely
+from side_by_side.case import Case, Contender, Gradient, Measured, Plan
 from side_by_side.hosts import INTERFACE, enter, shaped_hosts
 from side_by_side.orders import compute_order
 from side_by_side.runtimes import Own, PyTorch, Runtime
+from side_by_side.stages import OwnCost, measure_stage, own_cost, sleep_precisely
 from side_by_side.theory import theory_s
 
 _RANK_PRIORITY = 1
@@ -77,7 +77,9 @@ class _Answer:
     steps: list[_Stretch]
     cpu_s: float
     num_actions: int
+    stage_s: tuple[float, float]
     trace: Trace | None
+    gradients: dict[str, Gradient]
 
 
 def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size: int) -> list[_Answer]:
@@ -87,9 +89,9 @@ def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size
     sleep_precisely()
     case = plan.case
     world = join_forked(rendezvous, rank, size, "cpu", _TIMEOUT_S)
-    own = _agreed(world, calibrate(case))
-    runtimes = _runtimes(plan, world, own)
-    answers = [_Answer([], 0.0, runtime.num_actions, None) for runtime in runtimes]
+    stage_s = _agreed(world, measure_stage(case))
+    runtimes = _runtimes(plan, world, own_cost(case, *stage_s))
+    answers = [_Answer([], 0.0, runtime.num_actions, stage_s, None, {}) for runtime in runtimes]
     for repetition in range(-plan.warmup, plan.repetitions):
         for runtime, answer in zip(runtimes, answers, strict=True):
             runtime.prepare()
@@ -102,7 +104,8 @@ def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size
                 answer.cpu_s += (time.process_time() - cpu_s) / plan.repetitions
                 answer.trace = trace
     world.wait_for_all()
-    for runtime in runtimes:
+    for runtime, answer in zip(runtimes, answers, strict=True):
+        answer.gradients = _gradients(runtime) if plan.compares_gradients else {}
         runtime.close()
     world.leave()
     return answers
@@ -122,12 +125,17 @@ def _runtimes(plan: Plan, world: World, own: OwnCost) -> list[Runtime]:
     return made
 
 
-def _agreed(world: World, own: OwnCost) -> OwnCost:
-    """The median of what the ranks found, so that all sleep alike."""
-    found: list[OwnCost] = [own] * world.size
-    dist.all_gather_object(found, own, group=world.control)
-    forwards, backwards = ([one.forward_s for one in found], [one.backward_s for one in found])
-    return OwnCost(statistics.median(forwards), statistics.median(backwards))
+def _agreed(world: World, stage_s: tuple[float, float]) -> tuple[float, float]:
+    """The medians of what the ranks found, so that all sleep alike."""
+    found = [stage_s] * world.size
+    dist.all_gather_object(found, stage_s, group=world.control)
+    forwards, backwards = zip(*found, strict=True)
+    return statistics.median(forwards), statistics.median(backwards)
+
+
+def _gradients(runtime: Runtime) -> dict[str, Gradient]:
+    named = [(f"{i}.{name}", p) for i, module in runtime.modules.items() for name, p in module.named_parameters()]
+    return {name: parameter.grad.numpy() for name, parameter in named if parameter.grad is not None}
 
 
 def _start_together(world: World) -> float:
@@ -142,6 +150,9 @@ def _start_together(world: World) -> float:
 def _measured(plan: Plan, number: int, answers: list[_Answer]) -> Measured:
     case, contender = plan.case, plan.contenders[number]
     steps = zip(*(answer.steps for answer in answers), strict=True)
+    if case.width is not None:
+        forward_s, backward_s = answers[0].stage_s
+        case = replace(case, forward_s=forward_s, backward_s=backward_s)
     return Measured(
         contender=contender,
         seconds=[max(one.end_s for one in step) - step[0].start_s for step in steps],
@@ -149,6 +160,7 @@ def _measured(plan: Plan, number: int, answers: list[_Answer]) -> Measured:
         num_actions=max(answer.num_actions for answer in answers),
         cpu_s=sum(answer.cpu_s for answer in answers),
         lanes=_lanes(case, contender, answers),
+        gradients={name: array for answer in answers for name, array in answer.gradients.items()},
     )
 
 

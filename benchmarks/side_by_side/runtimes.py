@@ -1,6 +1,6 @@
 """The two runtimes behind one face: made once, stepped often."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from pipeloom.execute.world import World
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.trace import Trace
 from side_by_side.case import ONE_STAGE, Case, Contender
-from side_by_side.emulation import OwnCost, last_output, message, stage_of
 from side_by_side.orders import compute_order
+from side_by_side.stages import OwnCost, loss, message, stage_of
 from side_by_side.theory import lowered
 
 _TIMEOUT_S = 60.0
@@ -35,9 +35,11 @@ class Runtime(Protocol):
 
     Attributes:
         num_actions: of this rank in a step, communication included.
+        modules: this rank's stages by index.
     """
 
     num_actions: int
+    modules: dict[int, nn.Module]
 
     def prepare(self) -> None:
         """Before each step, outside of what is timed."""
@@ -67,7 +69,7 @@ class Own:
         schedule = lowered(case, contender, compute_order(case, contender), case.receive_buffers)
         rank = world.rank // case.dp
         self.num_actions = len(schedule.rows[rank])
-        modules = _modules(case, contender, schedule.placement, rank, own)
+        self.modules = modules = _modules(case, contender, schedule.placement, rank, own)
         outputs = [TensorSpec.of(message(case))] * schedule.num_stages
         clock = HostClock()
         self._parallel = None
@@ -83,17 +85,16 @@ class Own:
             clock=clock,
             data_parallel=self._parallel,
         )
-        self._modules = modules.values()
-        self._inputs = [message(case) for _ in range(case.num_microbatches)]
+        self._inputs = [message(case, seed) for seed in range(case.num_microbatches)]
 
     def prepare(self) -> None:
         """Drop gradients; with data parallelism the executor does."""
         if self._parallel is None:
-            _drop_gradients(self._modules)
+            _drop_gradients(self.modules.values())
 
     def step(self) -> Trace | None:
         """Run the row once."""
-        return run_rank(self._executor, self._inputs, lambda output, _: last_output(output), _TIMEOUT_S).trace
+        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S).trace
 
     def close(self) -> None:
         """Let the lanes' threads end."""
@@ -115,21 +116,20 @@ class PyTorch:
 
     def __init__(self, case: Case, contender: Contender, world: World, mesh: DeviceMesh, own: OwnCost) -> None:
         rank, order = world.rank // case.dp, compute_order(case, contender)
-        modules = _modules(case, contender, order.placement, rank, own)
+        self.modules = modules = _modules(case, contender, order.placement, rank, own)
         if case.dp > 1:
             for module in modules.values():
                 fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
         device, group = torch.device("cpu"), mesh.get_group("pp")
         stages = [PipelineStage(module, i, order.num_stages, device, group=group) for i, module in modules.items()]
-        self._modules = modules.values()
         self._schedule = _schedule(contender, stages, case.num_microbatches)
         self.num_actions = _num_actions(case, contender, rank)
         self._has_first, self._has_last = 0 in modules, order.num_stages - 1 in modules
-        self._inputs = torch.cat([message(case) for _ in range(case.num_microbatches)])
+        self._inputs = torch.cat([message(case, seed) for seed in range(case.num_microbatches)])
 
     def prepare(self) -> None:
         """Drop gradients."""
-        _drop_gradients(self._modules)
+        _drop_gradients(self.modules.values())
 
     def step(self) -> Trace | None:
         """Run its schedule once."""
@@ -153,14 +153,14 @@ def _modules(case: Case, contender: Contender, placement: Placement, rank: int, 
     return {index: stage_of(case, contender.loops, index, own) for index in placement.stages_of(rank)}
 
 
-def _drop_gradients(modules: Sequence[nn.Module]) -> None:
+def _drop_gradients(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for parameter in module.parameters():
             parameter.grad = None
 
 
 def _loss(output: Tensor, _: Tensor) -> Tensor:
-    return last_output(output)
+    return loss(output)
 
 
 def _schedule(

@@ -1,4 +1,7 @@
-"""Stages that sleep instead of computing, so that many ranks fit on few cores and only the runtimes are measured."""
+"""Stages that compute, that sleep instead, or that do next to nothing.
+
+Sleeping stages let many ranks fit on few cores, and only the runtimes and the network are measured.
+"""
 
 import ctypes
 import statistics
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from side_by_side.case import Case
 
@@ -94,15 +98,39 @@ class LightStage(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
+        self.weight = nn.Parameter(torch.ones(1))
 
     def forward(self, tensor: Tensor) -> Tensor:
         """One product."""
         return tensor * self.weight
 
 
+class RealStage(nn.Module):
+    """Feed-forward layers with residuals.
+
+    Args:
+        width: of the layers' input; four times that inside.
+        layers: how many.
+        seed: of the weights.
+    """
+
+    def __init__(self, width: int, layers: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.ModuleList([nn.Linear(width, 4 * width) for _ in range(layers)])
+        self.down = nn.ModuleList([nn.Linear(4 * width, width) for _ in range(layers)])
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        """All layers."""
+        for up, down in zip(self.up, self.down, strict=True):
+            tensor = tensor + down(functional.gelu(up(tensor)))
+        return tensor
+
+
 def stage_of(case: Case, loops: int, index: int, own: OwnCost) -> nn.Module:
     """One of ``pp * loops`` stages that do the case's work together."""
+    if case.width is not None:
+        return RealStage(case.width, case.layers * case.loops // loops, seed=index)
     if case.forward_s == 0:
         return LightStage()
     scale = case.loops / loops
@@ -115,18 +143,16 @@ def stage_of(case: Case, loops: int, index: int, own: OwnCost) -> nn.Module:
     )
 
 
-def message(case: Case) -> Tensor:
-    """What stages hand over: ``float32[1, n]``."""
-    return torch.zeros(1, max(1, case.message_bytes // 4))
+def message(case: Case, seed: int = 0) -> Tensor:
+    """What stages hand over: ``float32[1, rows, width]``, from a seed where it matters; ``float32[1, n]`` where not."""
+    if case.width is None:
+        return torch.zeros(1, max(1, case.message_bytes // 4))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, case.message_bytes // (4 * case.width), case.width, generator=generator)
 
 
-def calibrate(case: Case) -> OwnCost:
-    """Measure what a stage takes longer than asked for, alone and with the caches that a sleep leaves behind.
-
-    Nothing is calibrated where there is no sleep to subtract from.
-    """
-    if case.forward_s <= 0:
-        return OwnCost()
+def measure_stage(case: Case) -> tuple[float, float]:
+    """Seconds of forward and backward of a stage for a micro-batch, alone on this rank."""
     stage, tensor = stage_of(case, case.loops, 1, OwnCost()), message(case)
     forwards, backwards = [], []
     for _ in range(_CALIBRATION_RUNS):
@@ -135,12 +161,18 @@ def calibrate(case: Case) -> OwnCost:
         output = stage(given)
         middle_s = time.perf_counter()
         output.backward(torch.ones_like(output))
-        end_s = time.perf_counter()
-        forwards.append(middle_s - start_s - case.forward_s)
-        backwards.append(end_s - middle_s - case.backward_s)
-    return OwnCost(max(0.0, statistics.median(forwards)), max(0.0, statistics.median(backwards)))
+        forwards.append(middle_s - start_s)
+        backwards.append(time.perf_counter() - middle_s)
+    return statistics.median(forwards), statistics.median(backwards)
 
 
-def last_output(output: Tensor) -> Tensor:
-    """The loss of an emulated step."""
-    return output.mean()
+def own_cost(case: Case, forward_s: float, backward_s: float) -> OwnCost:
+    """What a sleeping stage takes longer than asked for, with the caches that a sleep leaves behind."""
+    if case.width is not None or case.forward_s == 0:
+        return OwnCost()
+    return OwnCost(max(0.0, forward_s - case.forward_s), max(0.0, backward_s - case.backward_s))
+
+
+def loss(output: Tensor) -> Tensor:
+    """Of a micro-batch."""
+    return (output * output).mean()
