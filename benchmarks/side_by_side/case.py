@@ -140,6 +140,7 @@ class Measured:
         contender: who.
         seconds: of every timed step.
         theory_s: what its order takes on an ideal runtime over the same network.
+        compute_s: of each rank in a step.
         num_actions: of the busiest rank, communication included.
         cpu_s: processor time of all ranks in a step.
         lanes: by kind of communication, (hidden, exposed) seconds of a rank in a step, mean over ranks.
@@ -149,6 +150,7 @@ class Measured:
     contender: Contender
     seconds: list[float]
     theory_s: float
+    compute_s: float
     num_actions: int
     cpu_s: float
     lanes: dict[str, tuple[float, float]] = field(default_factory=dict)

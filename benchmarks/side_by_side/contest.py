@@ -157,6 +157,7 @@ def _measured(plan: Plan, number: int, answers: list[_Answer]) -> Measured:
         contender=contender,
         seconds=[max(one.end_s for one in step) - step[0].start_s for step in steps],
         theory_s=theory_s(case, contender, compute_order(case, contender)),
+        compute_s=case.ideal_s,
         num_actions=max(answer.num_actions for answer in answers),
         cpu_s=sum(answer.cpu_s for answer in answers),
         lanes=_lanes(case, contender, answers),

@@ -115,7 +115,7 @@ def rows(outcome: Outcome) -> list[Row]:
             "min_ms": round(min(one.seconds) * 1e3, 3),
             "max_ms": round(max(one.seconds) * 1e3, 3),
             "theory_ms": round(one.theory_s * 1e3, 3),
-            "beside_compute_ms": round((median_s(one) - case.ideal_s) * 1e3, 3),
+            "beside_compute_ms": round((median_s(one) - one.compute_s) * 1e3, 3),
             "to_theory": round(median_s(one) / one.theory_s, 4) if one.theory_s else None,
             "pipeloom_to_this": round(median_s(outcome.ours) / median_s(one), 4),
             "pipeloom_to_this_min": round(min(a / b for a, b in zip(first, one.seconds, strict=True)), 4),
@@ -173,7 +173,7 @@ def write(outcomes: Sequence[Outcome], about: Row, folder: Path, name: str) -> N
 def wide_console() -> Console:
     """A console that does not cut tables where nobody looks at a terminal."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal else Console(width=160)
 
 
 def show(outcome: Outcome, console: Console, extra: Callable[[Row], tuple[str, ...]], columns: Sequence[str]) -> None:
@@ -182,6 +182,8 @@ def show(outcome: Outcome, console: Console, extra: Callable[[Row], tuple[str, .
     table = Table("runtime", "order", "loops", "step ms", "min .. max", "theory ms", *columns, title=_title(case))
     for column in table.columns[2:]:
         column.justify = "right"
+    for column in table.columns:
+        column.no_wrap = True
     for row in rows(outcome):
         spread = f"{row['min_ms']:.1f} .. {row['max_ms']:.1f}"
         cells = (row["runtime"], row["order"], str(row["loops"]), f"{row['median_ms']:.1f}", spread)

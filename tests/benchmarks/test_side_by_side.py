@@ -110,8 +110,8 @@ def test_ranks_on_hosts_of_their_own_exchange_messages(monkeypatch, compiler):
 
 def outcome(*, met=True):
     theirs = pytorch_contender("LoopedBFS", 2)
-    ours = Measured(OURS, [0.2, 0.1, 0.3], 0.1, 10, 0.5, {"recv": (0.01, 0.002)})
-    measured = (ours, Measured(theirs, [0.4, 0.4, 0.4], 0.1, 10, 0.5))
+    ours = Measured(OURS, [0.2, 0.1, 0.3], 0.1, 0.05, 10, 0.5, {"recv": (0.01, 0.002)})
+    measured = (ours, Measured(theirs, [0.4, 0.4, 0.4], 0.1, 0.05, 10, 0.5))
     target = Target("pipeloom / PyTorch", 0.5, 0.58 if met else 0.4)
     return Outcome(Plan(TINY, (OURS, theirs), 3), measured, Load(0.1, 0.2), (target,))
 
@@ -121,6 +121,7 @@ def test_ratios_and_their_spread_are_of_medians_and_of_pairs():
     assert (ours["median_ms"], ours["min_ms"], ours["max_ms"], ours["to_theory"]) == (200, 100, 300, 2)
     assert theirs["pipeloom_to_this"] == 0.5
     assert (theirs["pipeloom_to_this_min"], theirs["pipeloom_to_this_max"]) == (0.25, 0.75)
+    assert ours["beside_compute_ms"] == 150
     assert (ours["recv_hidden_ms"], ours["recv_exposed_ms"]) == (10, 2)
 
 

@@ -26,7 +26,7 @@ from pipeloom.schedule.depend import lane_of
 Edge = tuple[int, int]
 """(from rank, to rank)"""
 
-_ROUNDS_S = (5e-4, 4e-3)
+_ROUNDS_S = (5e-4, 8e-3)
 """How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
 time holds where transfers follow each other in less than the shorter one, since threads that wake up then cost more
 than all the rest."""

@@ -75,9 +75,9 @@ class Stage:
         """
         tensor, output = self._kept.pop(microbatch)
         if gradient is None:
-            torch.autograd.backward(output)
-        else:
-            _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            assert output.ndim == 0, f"the objective must return a scalar to train, not {tuple(output.shape)}"
+            gradient = torch.ones_like(output)
+        _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         if not self._needs_input_gradient:
             return None
         assert tensor.grad is not None, f"stage {self.index} does not use its input"
