@@ -97,12 +97,12 @@ def _rank(plan: Plan, hosts: list[str] | None, rendezvous: Path, rank: int, size
             runtime.prepare()
             start_s = _start_together(world)
             cpu_s = time.process_time()
-            trace = runtime.step()
+            result = runtime.step()
             end_s = time.perf_counter()
             if repetition >= 0:
                 answer.steps.append(_Stretch(start_s, end_s))
                 answer.cpu_s += (time.process_time() - cpu_s) / plan.repetitions
-                answer.trace = trace
+                answer.trace = None if result is None else result.trace
     world.wait_for_all()
     for runtime, answer in zip(runtimes, answers, strict=True):
         answer.gradients = _gradients(runtime) if plan.compares_gradients else {}

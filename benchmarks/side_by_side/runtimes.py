@@ -15,13 +15,12 @@ from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups
 from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
-from pipeloom.execute.executor import Executor
+from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import World
 from pipeloom.schedule import Placement, Schedule
-from pipeloom.trace import Trace
 from side_by_side.case import ONE_STAGE, Case, Contender
 from side_by_side.orders import compute_order
 from side_by_side.stages import OwnCost, loss, message, stage_of
@@ -45,8 +44,8 @@ class Runtime(Protocol):
         """Before each step, outside of what is timed."""
         ...
 
-    def step(self) -> Trace | None:
-        """Forward and backward of all micro-batches; a trace, where the runtime makes one."""
+    def step(self) -> StepResult | None:
+        """Forward and backward of all micro-batches; ours says what came of it."""
         ...
 
     def close(self) -> None:
@@ -92,9 +91,9 @@ class Own:
         if self._parallel is None:
             _drop_gradients(self.modules.values())
 
-    def step(self) -> Trace | None:
+    def step(self) -> StepResult | None:
         """Run the row once."""
-        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S).trace
+        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
         """Let the lanes' threads end."""
@@ -131,7 +130,7 @@ class PyTorch:
         """Drop gradients."""
         _drop_gradients(self.modules.values())
 
-    def step(self) -> Trace | None:
+    def step(self) -> StepResult | None:
         """Run its schedule once."""
         inputs = (self._inputs,) if self._has_first else ()
         target = {"target": self._inputs} if self._has_last else {}
