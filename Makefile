@@ -2,6 +2,8 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 15 minutes)
+# make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -20,7 +22,7 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test predict reproduce speed check format clean
+.PHONY: demo test predict reproduce bench-network bench-overhead speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -33,6 +35,12 @@ predict: $(STAMP)
 
 reproduce: $(STAMP)
 	$(BIN)/python benchmarks/reproduce.py
+
+bench-network: $(STAMP)
+	$(BIN)/python benchmarks/network.py $(ARGS)
+
+bench-overhead: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
 speed: $(STAMP)
 	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)

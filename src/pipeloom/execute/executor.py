@@ -6,6 +6,7 @@ same kind of trace.
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -38,13 +39,18 @@ class StepResult:
 
     Attributes:
         outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
-        trace: what this rank did and when.
         held: most gathered weights, unreduced gradients and stage inputs of the step.
+        record: makes the trace. Most steps' traces are never asked for.
     """
 
     outputs: dict[int, Tensor]
-    trace: Trace
     held: Held
+    record: Callable[[], Trace]
+
+    @cached_property
+    def trace(self) -> Trace:
+        """What this rank did and when."""
+        return self.record()
 
 
 Steps = Generator[Pending, None, StepResult]
@@ -111,7 +117,9 @@ class Executor:
         self._check()
         self._awaited = self._awaited_slots()
         self._source = {action: self._source_of(action) for action in self._row}
-        self._peer = {action: lane_of(action, schedule.placement).peer for action in self._row}
+        sources = [self._source[action] for action in self._row]
+        self._received = [one if one is not None and one.kind in RECEIVE_KINDS else None for one in sources]
+        self._lane = {action: lane_of(action, schedule.placement) for action in self._row}
         self._begin([], None)
 
     def steps(self, inputs: Sequence[Tensor], objective: Objective | None) -> Steps:
@@ -138,10 +146,9 @@ class Executor:
             self._tied.begin(self._handover)
         for slot, action in enumerate(self._row):
             self._slot = slot
-            source = self._source[action]
-            transfer = self._transfers.get(source) if source is not None else None
-            if transfer is not None:
-                yield from self._until_done(source, transfer)
+            source = self._received[slot]
+            if source is not None and not self._transfers[source].is_done():
+                yield self._waiting(source, self._transfers[source])
             for awaited in self._awaited.get(slot, ()):
                 receive = self._row[awaited]
                 is_tied = receive.kind in TIED_RECEIVE_KINDS
@@ -151,12 +158,14 @@ class Executor:
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
+        self._clock.settle()
         held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
         if self._tied is not None:
             self._tied.end()
-        result = StepResult(self._results_of_objective, self._trace(), held)
+        record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
+        result = StepResult(self._results_of_objective, held, record)
         self._begin([], None)
         self._slot = len(self._row)
         return result
@@ -171,11 +180,14 @@ class Executor:
             yield from self._until_done(self._row[slot], collective)
             collective.take()
 
-    def _until_done(self, action: Action | None, pending: Pending) -> Iterator[Pending]:
+    def _until_done(self, action: Action, pending: Pending) -> Iterator[Pending]:
         if not pending.is_done():
-            self._waits_for = action
-            yield pending
-            self._waits_for = None
+            yield self._waiting(action, pending)
+
+    def _waiting(self, action: Action, pending: Pending) -> Pending:
+        """What the rank waits for, noted for ``position`` until the next action runs."""
+        self._waits_for = action
+        return pending
 
     def position(self) -> str:
         """Where the rank stands, for people: slot, action, and what it waits for."""
@@ -186,7 +198,7 @@ class Executor:
             place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
         if waits_for is None:
             return f"rank {self.rank} is {place}"
-        peer = self._peer[waits_for]
+        peer = self._lane[waits_for].peer
         others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
@@ -255,14 +267,19 @@ class Executor:
         return None
 
     def _run(self, action: Action) -> None:
+        self._waits_for = None
         try:
-            self._take_awaited()
+            if self._slot in self._awaited or self._tied is not None:
+                self._take_awaited()
+            handler = self._handlers[action.kind]
+            if action.kind not in COMPUTE_KINDS:
+                handler(action)
+                return
             begin = self._clock.mark()
-            self._handlers[action.kind](action)
+            handler(action)
         except Exception as error:
             raise self._explained(action, error) from error
-        if action.kind in COMPUTE_KINDS:
-            self._marks.append((action, begin, self._clock.mark()))
+        self._marks.append((action, begin, self._clock.mark()))
 
     def _take_awaited(self) -> None:
         """Take what the action at the current slot waited for."""
@@ -332,25 +349,25 @@ class Executor:
             self._results[action] = gradient
 
     def _send(self, action: Action) -> None:
-        tensor, peer = self._input(action), self._peer[action]
+        tensor, peer = self._input(action), self._lane[action].peer
         assert tensor is not None
         assert peer is not None
         self._transfers[action] = self._transport.send(tensor, peer)
 
     def _receive(self, action: Action) -> None:
-        peer = self._peer[action]
+        peer = self._lane[action].peer
         assert peer is not None
         spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
         self._transfers[action] = self._transport.receive(spec, peer)
 
     def _send_tied(self, action: Action) -> None:
-        peer = self._peer[action]
+        peer = self._lane[action].peer
         assert self._tied is not None
         assert peer is not None
         self._transfers[action] = self._transport.send(self._tied.given(action.kind), peer)
 
     def _receive_tied(self, action: Action) -> None:
-        peer = self._peer[action]
+        peer = self._lane[action].peer
         assert self._tied is not None
         assert peer is not None
         self._transfers[action] = self._transport.receive(self._tied.specs[action.kind], peer)
@@ -364,13 +381,17 @@ class Executor:
     def _collect(self, action: Action) -> None:
         self._collectives[self._slot] = self._starts[action.kind](action.stage)
 
-    def _trace(self) -> Trace:
-        self._clock.settle()
-        seconds, placement = self._clock.seconds, self.schedule.placement
-        spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in self._marks]
-        for action, start_s, end_s in self._transfer_times:
-            spans.append(Span(action, self.rank, lane_of(action, placement), start_s, end_s))
-        for slot, collective in self._collectives.items():
+    def _trace(
+        self,
+        marks: Sequence[tuple[Action, Mark, Mark]],
+        transfers: Sequence[tuple[Action, float, float]],
+        collectives: Mapping[int, Collective],
+    ) -> Trace:
+        seconds = self._clock.seconds
+        spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in marks]
+        for action, start_s, end_s in transfers:
+            spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
+        for slot, collective in collectives.items():
             begin, end = seconds(collective.begin), seconds(collective.end)
             spans.append(Span(self._row[slot], self.rank, DATA_PARALLEL_LANE, begin, end))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

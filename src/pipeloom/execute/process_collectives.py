@@ -91,27 +91,46 @@ class NcclGroup:
 
 
 class GlooGroup(NcclGroup):
-    """A group on CPUs.
+    """A group on CPUs: gathers and reductions are messages between every two ranks.
 
-    Gloo's reduce-scatter sends what an all-reduce sends. An all-to-all and a sum here send half of that.
+    Every rank posts its receives before its sends. Gloo's own collectives send first: where one rank comes later than
+    another, the word that it can receive is stuck behind what it sends on the same connection, and the two directions
+    run one after the other. A reduction is an exchange of parts and a sum here: half of the bytes of gloo's
+    reduce-scatter, which sends what an all-reduce sends.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
         super().__init__(group, size, index)
         self._received: Tensor | None = None
+        self._others = [(index + step) % size for step in range(1, size)]
+
+    def gather(self, whole: Tensor, shard: Tensor) -> Finish:
+        """Send the shard to every other rank."""
+        parts = whole.view(self.size, -1)
+        finish = self._exchange(parts, [shard] * self.size)
+        parts[self.index].copy_(shard)
+        return finish
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
-        """All-to-all, and the sum of what came, in the order of the ranks."""
-        received = self._room_for(whole)
-        with _peer_errors():
-            arrive = _end_of(dist.all_to_all_single(received, whole, group=self._group, async_op=True))
+        """Send every other rank its part, and sum what came, in the order of the ranks."""
+        received, parts = self._room_for(whole).view(self.size, -1), whole.view(self.size, -1)
+        arrive = self._exchange(received, list(parts))
+        received[self.index].copy_(parts[self.index])
 
         def finish() -> bool:
             arrive()
-            torch.sum(received.view(self.size, -1), 0, out=shard)
+            torch.sum(received, 0, out=shard)
             return True
 
         return finish
+
+    def _exchange(self, received: Tensor, sent: Sequence[Tensor]) -> Finish:
+        """Start to receive a part from each other rank, then to send it one."""
+        with _peer_errors():
+            works = [dist.irecv(received[other], group=self._group, group_src=other) for other in self._others]
+            works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in self._others]
+        finishes = [_end_of(work) for work in works]
+        return lambda: all(finish() for finish in finishes)
 
     def _room_for(self, whole: Tensor) -> Tensor:
         """A buffer like the tensor; one for all that this group ever receives, since it does one thing at a time."""

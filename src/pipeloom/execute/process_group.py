@@ -7,6 +7,7 @@ communicator is made lazily in another order on another rank.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,11 @@ from pipeloom.schedule.depend import lane_of
 
 Edge = tuple[int, int]
 """(from rank, to rank)"""
+
+_ROUNDS_S = (5e-4, 8e-3)
+"""How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
+time holds where transfers follow each other in less than the shorter one, since threads that wake up then cost more
+than all the rest."""
 
 
 def edges_of(
@@ -53,8 +59,8 @@ def edges_of(
 class ProcessGroupTransport:
     """Sends and receives over ``torch.distributed``.
 
-    On gloo a send and a receive are started at once and waited for by a thread for each lane, so that a
-    transfer is known to be done when it is, not when somebody asks, and sent tensors are dropped at once.
+    On gloo a send and a receive are started at once. Who needs a tensor waits for it; a thread for each lane waits for
+    what nobody needs yet, so that a transfer is known to be done when it is, and sent tensors are dropped.
     On NCCL the transfers are ordered by streams and waiting is left to the device.
 
     Args:
@@ -84,6 +90,7 @@ class ProcessGroupTransport:
         (self._process_of,) = [ranks for ranks in self._pipelines if dist.get_rank() in ranks]
         self._groups: dict[Edge, dist.ProcessGroup | None] = {}
         self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._rounds = _Rounds()
         for edge, specs in edges.items():
             self._open(edge, timeout)
             if rank in edge:
@@ -116,33 +123,41 @@ class ProcessGroupTransport:
     def send(self, tensor: Tensor, peer: int) -> Transfer:
         """Start sending a tensor."""
         tensor = tensor.contiguous()
-        group, process = self._groups[self._rank, peer], self._process_of[peer]
-        return self._start("send", peer, tensor, lambda: dist.isend(tensor, process, group=group))
+        if self._device.type == "cuda":
+            group, process = self._groups[self._rank, peer], self._process_of[peer]
+            return _on_stream(tensor, peer, False, lambda: dist.isend(tensor, process, group=group))
+        return self._lane("send", peer).start(tensor)
 
     def receive(self, spec: TensorSpec, peer: int) -> Transfer:
         """Start receiving a tensor into a fresh buffer."""
         buffer = spec.empty(self._device)
-        group, process = self._groups[peer, self._rank], self._process_of[peer]
-        return self._start("recv", peer, buffer, lambda: dist.irecv(buffer, process, group=group))
-
-    def _start(self, direction: str, peer: int, tensor: Tensor, post: Callable[[], dist.Work | None]) -> Transfer:
-        asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
-        try:
-            work = post()
-        except RuntimeError as error:
-            raise PeerLostError(f"rank {peer} went away: {error}") from error
-        assert work is not None, "a process never sends to itself"
         if self._device.type == "cuda":
-            return _StreamTransfer(work, tensor, direction == "recv", asked_s)
+            group, process = self._groups[peer, self._rank], self._process_of[peer]
+            return _on_stream(buffer, peer, True, lambda: dist.irecv(buffer, process, group=group))
+        return self._lane("recv", peer).start(buffer)
+
+    def _lane(self, direction: str, peer: int) -> "_Lane":
         lane = self._lanes.get((direction, peer))
         if lane is None:
-            lane = self._lanes[direction, peer] = _Lane(direction, peer)
-        return lane.add(work, tensor, asked_s)
+            lane = self._lanes[direction, peer] = _Lane(direction, peer, self._process_of[peer], self._rounds)
+            self._rounds.lanes.append(lane)
+        return lane
 
     def close(self) -> None:
         """Let the lanes' threads end."""
+        self._rounds.end()
         for lane in self._lanes.values():
             lane.end()
+
+
+def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> Transfer:
+    asked_s = time.perf_counter()
+    try:
+        work = post()
+    except RuntimeError as error:
+        raise PeerLostError(f"rank {peer} went away: {error}") from error
+    assert work is not None, "a process never sends to itself"
+    return _StreamTransfer(work, tensor, is_receive, asked_s)
 
 
 @dataclass
@@ -170,57 +185,154 @@ class _StreamTransfer:
 
 
 class _Lane:
-    """One direction of one edge: a thread that waits for its transfers in their order."""
+    """One direction of one edge: transfers in their order.
 
-    def __init__(self, direction: str, peer: int) -> None:
-        self._is_receive = direction == "recv"
+    Gloo tells that a transfer is done to whoever waits for it, and to nobody else, so somebody has to wait for each.
+    A rank that needs a tensor waits for it itself. What nobody has begun to wait for is left to a thread of the lane,
+    so that the end of a transfer is noted, and a sent tensor dropped, while the rank computes. The thread is woken by
+    the transport's ``_Rounds``, a moment later: at each transfer it would cost more than the transfer.
+    """
+
+    def __init__(self, direction: str, peer: int, process: int, rounds: "_Rounds") -> None:
+        world = dist.group.WORLD
+        assert world is not None, "the default process group is there before any transport"
+        self.is_receive = direction == "recv"
+        self._post = world.recv if self.is_receive else world.send  # what isend and irecv come to, without their checks
         self._peer = peer
-        self._queue: queue.SimpleQueue[tuple[dist.Work, Tensor, _ThreadTransfer] | None] = queue.SimpleQueue()
+        self._process = process
+        self._rounds = rounds
+        self._open: deque[_LaneTransfer] = deque()
+        self._front = threading.Lock()  # held by whoever waits for the first open transfer
+        self._is_wanted = False  # the rank needs one of these transfers, and takes over from the thread
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"{direction} {peer}", daemon=True).start()
 
-    def add(self, work: dist.Work, tensor: Tensor, asked_s: float) -> "_ThreadTransfer":
-        transfer = _ThreadTransfer(asked_s)
-        self._queue.put((work, tensor, transfer))
+    def start(self, tensor: Tensor) -> "_LaneTransfer":
+        """Post a send or a receive of a tensor."""
+        asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
+        try:
+            work = self._post([tensor], self._process, 0)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self._peer} went away: {error}") from error
+        transfer = _LaneTransfer(self, work, tensor, asked_s)
+        self._open.append(transfer)
+        self._rounds.announce()
         return transfer
 
+    def wait_for(self, transfer: "_LaneTransfer", timeout_s: float) -> bool:
+        """Wait, on the rank's own thread, until a transfer of this lane is done; ``False`` if that takes too long."""
+        deadline_s = time.perf_counter() + timeout_s
+        self._is_wanted = True
+        try:
+            while not transfer.has_ended:
+                if not self._front.acquire(timeout=max(0.0, deadline_s - time.perf_counter())):
+                    return False
+                try:
+                    if not transfer.has_ended and not self._end_front(deadline_s):
+                        return False
+                finally:
+                    self._front.release()
+        finally:
+            self._is_wanted = False
+        if self._open:
+            self._rounds.announce()
+        return True
+
+    def call(self) -> None:
+        """Wake the thread, if there is something to wait for and nobody does."""
+        if self._open and not self._front.locked():
+            self._calls.put(True)
+
     def end(self) -> None:
-        self._queue.put(None)
+        self._calls.put(False)
 
     def _serve(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            work, tensor, transfer = entry
-            try:
-                work.wait()
-            except RuntimeError as error:
-                transfer.fail(PeerLostError(f"rank {self._peer} went away: {error}"))
+        while self._calls.get():
+            while self._open and not self._is_wanted:
+                with self._front:
+                    if self._open:
+                        self._end_front(None)
+
+    def _end_front(self, deadline_s: float | None) -> bool:
+        """Wait for the first open transfer; ``False`` if it is not done by the deadline."""
+        transfer = self._open[0]
+        assert transfer.work is not None
+        error: PeerLostError | None = None
+        try:
+            if deadline_s is None:
+                transfer.work.wait()
             else:
-                transfer.finish(tensor if self._is_receive else None)
-            del entry, work, tensor, transfer  # the queue may stay empty for long
+                transfer.work.wait(timedelta(seconds=max(1e-3, deadline_s - time.perf_counter())))
+        except RuntimeError as found:
+            if deadline_s is not None and time.perf_counter() >= deadline_s:
+                return False
+            error = PeerLostError(f"rank {self._peer} went away: {found}")
+        self._open.popleft()
+        transfer.finish(error, keep=self.is_receive)
+        return True
 
 
-class _ThreadTransfer:
-    """A transfer that a lane's thread waits for."""
+class _Rounds:
+    """A thread that calls the threads of lanes with open transfers, some time after there are any."""
 
-    def __init__(self, asked_s: float) -> None:
-        self._done = threading.Event()
-        self._tensor: Tensor | None = None
+    def __init__(self) -> None:
+        self.lanes: list[_Lane] = []
+        self._num_announced = 0
+        self._is_due = threading.Event()
+        self._has_ended = False
+        self._thread: threading.Thread | None = None
+
+    def announce(self) -> None:
+        """Come by soon: there is an open transfer."""
+        self._num_announced += 1
+        if not self._is_due.is_set():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._go, name="rounds", daemon=True)
+                self._thread.start()
+            self._is_due.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._is_due.set()
+
+    def _go(self) -> None:
+        shortest_s, longest_s = _ROUNDS_S
+        pause_s, before = shortest_s, 0
+        while self._is_due.wait() and not self._has_ended:
+            time.sleep(pause_s)
+            self._is_due.clear()
+            for lane in self.lanes:
+                if pause_s == shortest_s or not lane.is_receive:  # else the rank itself soon waits for what comes
+                    lane.call()
+            is_busy = (self._num_announced - before) * shortest_s > pause_s
+            pause_s = min(2 * pause_s, longest_s) if is_busy else max(pause_s / 2, shortest_s)
+            before = self._num_announced
+
+
+class _LaneTransfer:
+    """A transfer on a lane. It is done when the rank or the lane's thread has waited for it."""
+
+    def __init__(self, lane: _Lane, work: dist.Work, tensor: Tensor, asked_s: float) -> None:
+        self._lane = lane
+        self._tensor: Tensor | None = tensor
         self._error: PeerLostError | None = None
+        self.work: dist.Work | None = work
+        self.has_ended = False
         self.start_s = self.end_s = asked_s
 
-    def finish(self, tensor: Tensor | None) -> None:
-        self._tensor = tensor
+    def finish(self, error: PeerLostError | None, *, keep: bool) -> None:
         self.end_s = time.perf_counter()
-        self._done.set()
-
-    def fail(self, error: PeerLostError) -> None:
         self._error = error
-        self.finish(None)
+        self.work = None
+        if not keep:
+            self._tensor = None
+        self.has_ended = True
 
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return self.has_ended
 
     def wait(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
+        return self._lane.wait_for(self, timeout_s)
 
     def take(self) -> Tensor | None:
         if self._error is not None:

@@ -7,6 +7,10 @@ from torch import Tensor, nn
 
 from pipeloom.execute.boundary import TensorSpec
 
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
+"""What ``torch.autograd.backward`` comes to. That checks shapes first, which takes as long as a small stage's backward;
+here both ends of every boundary have agreed on them."""
+
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
 
@@ -76,7 +80,10 @@ class Stage:
         """
         tensor, output = self._kept.pop(microbatch)
         self.held_bytes -= tensor.nbytes
-        torch.autograd.backward(output, gradient)
+        if gradient is None:
+            assert output.ndim == 0, f"the objective must return a scalar to train, not {tuple(output.shape)}"
+            gradient = torch.ones_like(output)
+        _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         if not self._needs_input_gradient:
             return None
         assert tensor.grad is not None, f"stage {self.index} does not use its input"

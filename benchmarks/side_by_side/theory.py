@@ -1,0 +1,80 @@
+"""What a contender's order takes on an ideal runtime over the same network: pipeloom's simulation."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipeloom.report.summary import summarize
+from pipeloom.schedule import Action, Kind, Schedule, add_data_parallel, lower
+from pipeloom.schedule.action import SEND_KINDS
+from pipeloom.simulate import Sharing, simulate
+from side_by_side.case import Case, Contender
+
+PYTORCH_RESIDENCY = 3
+"""Stages that PyTorch's lowering keeps gathered, those being gathered included."""
+
+
+@dataclass(frozen=True)
+class NetworkCosts:
+    """Seconds of actions over a network that starts at once whatever is ready.
+
+    A send keeps its edge for as long as its bytes take; its receive ends a latency later, so that messages of an edge
+    follow each other closely. A gather and a reduction over ``n`` ranks move (n - 1) / n of a stage's weights through
+    each rank's uplink.
+
+    Attributes:
+        case: of which the costs are.
+        loops: stages on each rank, which share the case's work.
+    """
+
+    ignores_microbatch: ClassVar[bool] = True
+
+    case: Case
+    loops: int
+
+    def seconds(self, action: Action) -> float:
+        """Seconds of an action alone."""
+        case, scale = self.case, self.case.loops / self.loops
+        backward_s = case.backward_s * scale
+        match action.kind:
+            case Kind.FORWARD:
+                return case.forward_s * scale
+            case Kind.BACKWARD:
+                return backward_s
+            case Kind.BACKWARD_INPUT:  # PyTorch leaves all of the first stage's backward to the second half
+                return 0.0 if action.stage == 0 else backward_s / 2
+            case Kind.BACKWARD_WEIGHT:
+                return backward_s if action.stage == 0 else backward_s / 2
+        if case.link is None:
+            return 0.0
+        match action.kind:
+            case Kind.SEND_F | Kind.SEND_B:
+                return case.message_bytes / case.link.bytes_per_s
+            case Kind.RECV_F | Kind.RECV_B:
+                return case.link.latency_s
+            case Kind.UNSHARD | Kind.REDUCE_GRAD:
+                through = case.weight_bytes * scale * (case.dp - 1) / case.dp
+                return case.link.latency_s + through / case.link.bytes_per_s
+        return 0.0
+
+
+def lowered(case: Case, contender: Contender, order: Schedule, receive_buffers: int) -> Schedule:
+    """The order with its messages and, with data parallelism, its gathers and reductions."""
+    schedule = lower(order, receive_buffers)
+    if case.dp == 1:
+        return schedule
+    residency = contender.loops if contender.runtime == "pipeloom" else min(PYTORCH_RESIDENCY, contender.loops)
+    return add_data_parallel(schedule, "full", residency=residency, prefetch=residency, gradient_buffers=None)
+
+
+def theory_s(case: Case, contender: Contender, order: Schedule) -> float:
+    """Seconds of the step if every message, gather and reduction starts as soon as what it moves is there.
+
+    What a rank sends shares its uplink.
+    """
+    schedule = lowered(case, contender, order, case.num_microbatches)
+    moving = (*SEND_KINDS, Kind.UNSHARD, Kind.REDUCE_GRAD)
+    sharing = None
+    if case.link is not None:
+        uplinks = dict.fromkeys(range(case.pp), 1.0)
+        sharing = Sharing(lambda action, rank: rank if action.kind in moving else None, uplinks)
+    return summarize(simulate(schedule, NetworkCosts(case, contender.loops), sharing)).makespan_s
