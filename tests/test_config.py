@@ -9,15 +9,14 @@ from typing import get_type_hints
 
 import pytest
 
-from pipeloom import config as config_module
 from pipeloom import layout as layout_module
-from pipeloom.config import RunConfig, to_dict
+from pipeloom.config import RunConfig, run, sections, to_dict
 
 SECTIONS = get_type_hints(RunConfig)
 
 
 def class_trees():
-    for module in (config_module, layout_module):
+    for module in (sections, run, layout_module):
         for node in ast.parse(inspect.getsource(module)).body:
             if isinstance(node, ast.ClassDef) and is_dataclass(getattr(module, node.name)):
                 yield getattr(module, node.name), node
