@@ -31,7 +31,7 @@ class Profile:
 
     Attributes:
         costs: seconds of each stage, computing alone; of a transfer, while the ranks that have no part in it compute;
-            of each stage's collectives, while no rank computes.
+            of each stage's collectives, while all ranks compute.
         host_by_rank: for each pipeline rank its host, by name; ranks of the same name share one.
         capacity_by_host: ranks of one pipeline that the host serves at full speed when all its ranks compute at once;
             below their number where they share cores, caches or memory, with each other or with other replicas.
@@ -95,8 +95,8 @@ def profile_stages(
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
     alone, or with the tensor-parallel ranks that it computes with; then two exchange tensors while the others compute;
-    then all compute and exchange at once, which tells how much they slow each other down. Gradients that this leaves
-    behind are dropped. Every rank calls it.
+    then all compute and exchange at once, which tells how much they slow each other down. Last the stage's collectives
+    are timed while all compute, as in a step. Gradients that this leaves behind are dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
@@ -112,7 +112,7 @@ def profile_stages(
         The profile on rank 0, ``None`` elsewhere.
     """
     timeout_s = world.timeout.total_seconds()
-    collective_s = {index: _time_collectives(collectives, index, timeout_s) for index in stages}
+    collective_s: dict[int, tuple[float, float]] = {}
     exchange = _Exchange(world, transport, outputs[0], layout)
     alone: dict[int, tuple[float, float]] = {}
     transfer_s = expected = found = 0.0
@@ -126,6 +126,7 @@ def profile_stages(
             if number == 0:
                 transfer_s = exchange.seconds(run, sum(alone[index]))
             times = _crowd(exchange, run, sum(alone[index]), _CROWD_S / len(stages))
+            collective_s[index] = _time_collectives(collectives, index, _Load(world, run, sum(alone[index])), timeout_s)
         expected += len(times) * sum(alone[index])
         found += sum(times)
         for parameter in stage.module.parameters():
@@ -150,30 +151,61 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     return Profile(costs, tuple(hosts), capacity)
 
 
-def _time_collectives(collectives: Collectives, stage: int, timeout_s: float) -> tuple[float, float]:
+@dataclass(frozen=True)
+class _Load:
+    """What a rank computes meanwhile.
+
+    Attributes:
+        world: the ranks, all of which do.
+        run: one forward and backward.
+        run_s: seconds of it, alone.
+    """
+
+    world: World
+    run: "Run"
+    run_s: float
+
+    def num_runs(self, seconds: float) -> int:
+        """How many fill at least twice a time, the same number on all ranks, which call it together."""
+        return 1 + round(2 * _mean(self.world, seconds) / _mean(self.world, self.run_s))
+
+
+def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout_s: float) -> tuple[float, float]:
     """Seconds of gathering a stage's weights and of reducing its gradient; 0 for what the schedule does not do.
 
-    All ranks do it at once, each with its own group.
+    All ranks do it at once, each with its own group, and compute meanwhile. The stage's weights are here, and what a
+    gather brings is what they are.
     """
-    parallel, clock = collectives.data_parallel, collectives.clock
-    gathers, reduces = (collectives.has(kind) for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
-    seconds: tuple[list[float], list[float]] = ([], [])
+    parallel = collectives.data_parallel
+    gather_s = reduce_s = 0.0
+    if collectives.has(Kind.UNSHARD):
+        gather_s = _time_under_load(collectives.clock, lambda: parallel.unshard(stage), load, timeout_s)
+    if collectives.has(Kind.REDUCE_GRAD):
 
-    def run(collective: Collective) -> float:
+        def reduce() -> Collective:
+            parallel.begin(trains=True)
+            parallel.before_backward(stage)
+            return parallel.reduce(stage)
+
+        reduce_s = _time_under_load(collectives.clock, reduce, load, timeout_s)
+    return gather_s, reduce_s
+
+
+def _time_under_load(clock: Clock, start: Callable[[], Collective], load: _Load, timeout_s: float) -> float:
+    """Median seconds of a collective on its lane, while the rank computes for longer than it takes without."""
+
+    def seconds(num_runs: int) -> float:
+        load.world.wait_for_all()
+        collective = start()
+        for _ in range(num_runs):
+            load.run()
         finish(collective, timeout_s)
         clock.settle()
         return clock.seconds(collective.end) - clock.seconds(collective.begin)
 
-    for _ in range(_REPEATS + 1):
-        parallel.begin(trains=reduces)
-        if gathers:
-            seconds[0].append(run(parallel.unshard(stage)))
-            finish(parallel.reshard(stage), timeout_s)
-        if reduces:
-            parallel.before_backward(stage)
-            seconds[1].append(run(parallel.reduce(stage)))
-    gather_s, reduce_s = (median(part[1:]) if part else 0.0 for part in seconds)
-    return gather_s, reduce_s
+    seconds(0)  # connects, and allocates
+    num_runs = load.num_runs(seconds(0))
+    return median(seconds(num_runs) for _ in range(_REPEATS))
 
 
 Run = Callable[[], tuple[float, float]]

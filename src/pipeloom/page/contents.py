@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pipeloom.layout import Layout
 from pipeloom.page.over_time import over_time_contents, short
 from pipeloom.page.timeline import timeline_contents
 from pipeloom.report.bubble import BubbleAccount, account_bubble
@@ -40,7 +41,7 @@ def page_contents(run: Run) -> dict[str, Any]:
     step = run.summary["traced_step"]
     return {
         "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
-        f"{count(layout.num_microbatches, 'micro-batch')}",
+        f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
@@ -53,6 +54,12 @@ def page_contents(run: Run) -> dict[str, Any]:
         "sample": run.sample,
         "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
     }
+
+
+def _other_axes(layout: Layout) -> str:
+    """What there is beside the pipeline."""
+    replicas = f", {layout.dp} replicas" if layout.dp > 1 else ""
+    return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
 
 
 def _facts(run: Run) -> list[list[str]]:

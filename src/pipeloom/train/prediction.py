@@ -38,7 +38,7 @@ class Prediction:
 def predict_step(pipeline: Pipeline, world: World, batch: Batch, optimizer: OptimizerConfig) -> Prediction | None:
     """Profile the stages, their collectives and the update on this machine and simulate the pipeline's schedule.
 
-    Collectives are timed while no rank computes; that they slow compute down where they share its cores is left out.
+    Collectives are timed while all ranks compute; that they slow compute down where they share its cores is left out.
     Weights and optimizer state of the pipeline are as before. Every rank calls it.
 
     Returns:
