@@ -114,9 +114,10 @@ DATA_PARALLEL = {
 }  # fmt: skip
 
 
-def test_replicas_and_sharding_do_not_change_the_training(tmp_path):
+@pytest.mark.parametrize("names", [("none", "full", "hybrid"), ("tensor", "tensor and sequence")])
+def test_replicas_shards_and_slices_do_not_change_the_training(tmp_path, names):
     found = {}
-    for name, layout in {"plain": [], **DATA_PARALLEL}.items():
+    for name, layout in {"plain": [], **{name: DATA_PARALLEL[name] for name in names}}.items():
         folder = tmp_path / name
         folder.mkdir()
         sizes = ["--layout.num-microbatches", "4" if name == "plain" else "2", "--training.dtype", "float64"]
@@ -302,9 +303,8 @@ def long_run(folder):
             time.sleep(0.1)
         yield process, children_of(process.pid)
     finally:  # if it did not end as it should, it is not left to run
-        with suppress(ProcessLookupError):
+        with process, suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def is_alive(pid):
