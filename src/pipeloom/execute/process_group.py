@@ -28,8 +28,8 @@ Edge = tuple[int, int]
 
 _ROUNDS_S = (5e-4, 8e-3)
 """How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
-time holds where transfers follow each other in less than the shorter one, since threads that wake up then cost more
-than all the rest."""
+time is approached while transfers follow each other in less than the shorter one, since threads that wake up then cost
+more than all the rest; receives wait until it is left again."""
 
 
 def edges_of(
@@ -238,6 +238,11 @@ class _Lane:
             self._rounds.announce()
         return True
 
+    @property
+    def has_open(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self._open)
+
     def call(self) -> None:
         """Wake the thread, if there is something to wait for and nobody does."""
         if self._open and not self._front.locked():
@@ -297,16 +302,19 @@ class _Rounds:
 
     def _go(self) -> None:
         shortest_s, longest_s = _ROUNDS_S
-        pause_s, before = shortest_s, 0
+        pause_s, before, before_s = shortest_s, 0, time.perf_counter()
         while self._is_due.wait() and not self._has_ended:
             time.sleep(pause_s)
             self._is_due.clear()
             for lane in self.lanes:
                 if pause_s == shortest_s or not lane.is_receive:  # else the rank itself soon waits for what comes
                     lane.call()
-            is_busy = (self._num_announced - before) * shortest_s > pause_s
+                elif lane.has_open:  # unless it does not: nobody may announce anything for long
+                    self._is_due.set()
+            now, now_s = self._num_announced, time.perf_counter()
+            is_busy = (now - before) * shortest_s > now_s - before_s
             pause_s = min(2 * pause_s, longest_s) if is_busy else max(pause_s / 2, shortest_s)
-            before = self._num_announced
+            before, before_s = now, now_s
 
 
 class _LaneTransfer:
