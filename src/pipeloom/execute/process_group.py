@@ -157,21 +157,24 @@ def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], d
     except RuntimeError as error:
         raise PeerLostError(f"rank {peer} went away: {error}") from error
     assert work is not None, "a process never sends to itself"
-    return _StreamTransfer(work, tensor, is_receive, asked_s)
+    return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
 
 
 @dataclass
 class _StreamTransfer:
-    """A transfer that the device orders: whoever uses the tensor works behind it on the stream."""
+    """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
 
-    work: dist.Work
+    A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
+    that memory of a sent tensor is not used again before it has left.
+    """
+
+    work: dist.Work | None
     tensor: Tensor | None
-    is_receive: bool
     start_s: float
     end_s: float = 0.0
 
     def is_done(self) -> bool:
-        if self.is_receive:
+        if self.work is not None:
             self.work.wait()  # makes the current stream wait, not the host
         self.end_s = time.perf_counter()
         return True
@@ -181,7 +184,7 @@ class _StreamTransfer:
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
-        return tensor if self.is_receive else None
+        return tensor
 
 
 class _Lane:
