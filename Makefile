@@ -2,7 +2,7 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
-# make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 15 minutes)
+# make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #

@@ -37,6 +37,7 @@ NO_COMPUTE = [
         forward_s=0.0,
         backward_s=0.0,
         message_bytes=4096,
+        receive_buffers=16,
     )
     for pp in (2, 4)
 ]

@@ -109,6 +109,7 @@ TOO_SMALL = {
     "training__sample_tokens": -1,
     "training__stall_timeout_s": 0.5,
     "output__trace_step": 0,
+    "training__run_ahead": 0,
     "checkpoint__every": 0,
     "checkpoint__keep": 0,
     "layout__tp": 0,

@@ -118,6 +118,51 @@ def taken_and_dropped(rank, transport):
     return seen() is None
 
 
+def seen_without_waiting(rank, transport):
+    """The ends of transfers are noticed though nobody waits for them."""
+    count = 4
+    for _ in range(2):
+        if rank == 0:
+            transfers = [transport.send(numbered(n), 1) for n in range(count)]
+        else:
+            transfers = [transport.receive(SPEC, 0) for _ in range(count)]
+        deadline = time.monotonic() + 5
+        while not all(transfer.is_done() for transfer in transfers) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        yield from (transfer for transfer in transfers if not transfer.is_done())
+    return all(transfer.is_done() for transfer in transfers)
+
+
+def taken_over(rank, transport):
+    """A rank may begin to wait while a thread does, and stop the thread from waiting for what comes later."""
+    if rank == 0:
+        sends = []
+        for n in range(6):
+            time.sleep(0.02)
+            sends.append(transport.send(numbered(n), 1))
+        yield from sends
+        return None
+    transfers = [transport.receive(SPEC, 0) for _ in range(6)]
+    time.sleep(0.03)
+    found = []
+    for transfer in transfers[::2]:
+        yield transfer
+        found.append(value(transfer))
+    yield from transfers[1::2]
+    return found + [value(transfer) for transfer in transfers[1::2]]
+
+
+def in_vain(rank, transport):
+    """Waiting for what nobody sends ends in time."""
+    if rank == 1:
+        begin = time.monotonic()
+        has_come = transport.receive(SPEC, 0).wait(0.2)
+        return has_come, time.monotonic() - begin < 5
+    time.sleep(0.5)
+    return None
+    yield
+
+
 def play_in_process(script):
     post = Post()
     running = {rank: script(rank, post.transport(rank)) for rank in range(2)}
@@ -161,6 +206,18 @@ PLAYERS = pytest.mark.parametrize("play", [play_in_process, play_in_processes])
 def test_tensors_arrive_in_the_order_of_their_edge(play, script):
     count = 20 if script is in_order else 5
     assert play(script)[1] == [float(n) for n in range(count)]
+
+
+def test_processes_see_the_ends_of_transfers_that_nobody_waits_for():
+    assert play_in_processes(seen_without_waiting) == [True, True]
+
+
+def test_a_rank_takes_over_from_a_thread_that_waits():
+    assert play_in_processes(taken_over)[1] == [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]
+
+
+def test_waiting_in_vain_between_processes_ends_in_time():
+    assert play_in_processes(in_vain)[1] == (False, True)
 
 
 @PLAYERS

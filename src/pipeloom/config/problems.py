@@ -49,6 +49,7 @@ _AT_LEAST: dict[str, float] = {
     "optimizer.weight_decay": 0,
     "training.steps": 1,
     "training.threads": 1,
+    "training.run_ahead": 1,
     "training.validation_batches": 0,
     "training.sample_tokens": 0,
     "training.stall_timeout_s": 1,

@@ -155,6 +155,8 @@ class TrainingConfig:
     """Tokens of the sample at the end; 0 for none."""
     predict: bool = True
     """Profile the stages before the first step and simulate the step, to compare at the end; takes a few seconds."""
+    run_ahead: int = 32
+    """Forwards and backwards that the host may issue before a CUDA device has done them; without effect on a CPU."""
     stall_timeout_s: float = 60.0
     """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
 

@@ -14,6 +14,10 @@ class Clock(Protocol):
         """Now, in the order of the work."""
         ...
 
+    def wait(self, mark: Mark) -> None:
+        """Wait on the host until a mark is in the past."""
+        ...
+
     def settle(self) -> None:
         """Wait until all marks are in the past."""
         ...
@@ -29,6 +33,9 @@ class HostClock:
     def mark(self) -> float:
         """Now."""
         return time.perf_counter()
+
+    def wait(self, mark: float) -> None:
+        """Nothing to wait for."""
 
     def settle(self) -> None:
         """Nothing to wait for."""
@@ -60,6 +67,10 @@ class CudaClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def wait(self, mark: Mark) -> None:
+        """Wait until the device gets there."""
+        mark.synchronize()
 
     def settle(self) -> None:
         """Wait for the device."""

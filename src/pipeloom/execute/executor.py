@@ -32,6 +32,10 @@ from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_depe
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
+RUN_AHEAD = 32
+"""Compute actions that the host may be ahead where nobody says otherwise: enough to never leave a device without
+work, few enough that an error is met near its cause."""
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -69,6 +73,7 @@ class Executor:
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
+        run_ahead: compute actions that the host may issue before the device has done them, at least 1.
 
     Raises:
         UserError: the schedule is compute-only, has actions that nothing here can run, or lacks those of a tied matrix.
@@ -85,6 +90,7 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
+        run_ahead: int = RUN_AHEAD,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -95,6 +101,7 @@ class Executor:
         self._clock = clock
         self._data_parallel = data_parallel
         self._tied = tied
+        self._run_ahead = run_ahead
         self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -275,6 +282,8 @@ class Executor:
             if action.kind not in COMPUTE_KINDS:
                 handler(action)
                 return
+            if len(self._marks) >= self._run_ahead:
+                self._clock.wait(self._marks[-self._run_ahead][2])
             begin = self._clock.mark()
             handler(action)
         except Exception as error:

@@ -81,7 +81,7 @@ class Stage:
         tensor, output = self._kept.pop(microbatch)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
-            assert output.ndim == 0, f"the objective must return a scalar to train, not {tuple(output.shape)}"
+            assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
             gradient = torch.ones_like(output)
         _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         if not self._needs_input_gradient:

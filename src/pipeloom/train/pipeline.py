@@ -303,6 +303,7 @@ class Pipeline:
             clock=self._clock,
             data_parallel=self.data_parallel,
             tied=self._tied,
+            run_ahead=self._config.training.run_ahead,
         )
 
 
