@@ -309,14 +309,17 @@ class _Rounds:
         while self._is_due.wait() and not self._has_ended:
             time.sleep(pause_s)
             self._is_due.clear()
-            for lane in self.lanes:
-                if pause_s == shortest_s or not lane.is_receive:  # else the rank itself soon waits for what comes
-                    lane.call()
-                elif lane.has_open:  # unless it does not: nobody may announce anything for long
-                    self._is_due.set()
             now, now_s = self._num_announced, time.perf_counter()
-            is_busy = (now - before) * shortest_s > now_s - before_s
-            pause_s = min(2 * pause_s, longest_s) if is_busy else max(pause_s / 2, shortest_s)
+            leaves_receives = pause_s > shortest_s and now > before  # to the rank, which soon waits for what comes
+            for lane in self.lanes:
+                if not (leaves_receives and lane.is_receive):
+                    lane.call()
+                elif lane.has_open:  # nobody may announce anything for long
+                    self._is_due.set()
+            if (now - before) * shortest_s > now_s - before_s:
+                pause_s = min(2 * pause_s, longest_s)
+            elif (now - before) * shortest_s < pause_s:  # a break between steps is none between their transfers
+                pause_s = max(pause_s / 2, shortest_s)
             before, before_s = now, now_s
 
 
