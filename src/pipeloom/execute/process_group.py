@@ -270,7 +270,8 @@ class _Lane:
             if deadline_s is None:
                 transfer.work.wait()
             else:
-                transfer.work.wait(timedelta(seconds=max(1e-3, deadline_s - time.perf_counter())))
+                left_s = max(0.0, deadline_s - time.perf_counter())
+                transfer.work.wait(timedelta(seconds=left_s + 1e-3))  # it waits for whole milliseconds, rounded down
         except RuntimeError as found:
             if deadline_s is not None and time.perf_counter() >= deadline_s:
                 return False
