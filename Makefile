@@ -18,6 +18,7 @@ CONSTRAINTS ?= constraints.txt
 PIP_ARGS    ?=
 SYSTEM_SITE ?=
 ARGS        ?=
+TRAINING    := pipeloom.train.trainer, pipeloom.train.export, torch._dynamo, torch.distributed.checkpoint
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
@@ -69,5 +70,6 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	  if [ -d $$folder ]; then $(BIN)/python -m compileall -q $$folder; fi; \
 	done
 	$(BIN)/python -m compileall -q src/pipeloom
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(TRAINING)"
 	$(BIN)/pipeloom simulate examples/gpt-1t-3072-a100.toml --machine.software pipeloom > $(VENV)/simulated.txt
 	@touch $@

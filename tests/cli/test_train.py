@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -232,9 +233,9 @@ def test_a_flag_that_does_not_exist_gets_a_suggestion():
 
 
 def test_a_run_folder_that_goes_away_ends_the_run_with_one_message(tmp_path):
-    process, workers = start_long_run(tmp_path)
-    (tmp_path / "run").rename(tmp_path / "gone")
-    _, errors = process.communicate(timeout=30)
+    with long_run(tmp_path) as (process, workers):
+        (tmp_path / "run").rename(tmp_path / "gone")
+        _, errors = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "cannot write to the run folder" in errors
     assert "Traceback" not in errors
@@ -282,7 +283,8 @@ def children_of(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def start_long_run(folder):
+@contextmanager
+def long_run(folder):
     """A run that would take minutes, once it has done a few steps; its process and its workers."""
     words = arguments(folder, "--training.steps", "100000")
     process = subprocess.Popen(
@@ -292,12 +294,17 @@ def start_long_run(folder):
         text=True,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    return process, children_of(process.pid)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        yield process, children_of(process.pid)
+    finally:  # if it did not end as it should, it is not left to run
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def is_alive(pid):
@@ -310,22 +317,22 @@ def is_alive(pid):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("how", ["killed worker", "interrupt", "terminate", "killed parent"])
 def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path, how):
-    process, workers = start_long_run(tmp_path)
-    assert len(workers) == 2
-    begin = time.monotonic()
-    if how == "killed worker":
-        os.kill(workers[1], signal.SIGKILL)
-    elif how == "interrupt":
-        os.killpg(process.pid, signal.SIGINT)
-    elif how == "terminate":
-        process.terminate()
-    else:
-        process.kill()
-    _, errors = process.communicate(timeout=30)
-    while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
-        time.sleep(0.05)
-    assert time.monotonic() < begin + 15
-    assert not any(map(is_alive, workers))
+    with long_run(tmp_path) as (process, workers):
+        assert len(workers) == 2
+        begin = time.monotonic()
+        if how == "killed worker":
+            os.kill(workers[1], signal.SIGKILL)
+        elif how == "interrupt":
+            os.killpg(process.pid, signal.SIGINT)
+        elif how == "terminate":
+            process.terminate()
+        else:
+            process.kill()
+        _, errors = process.communicate(timeout=30)
+        while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
+            time.sleep(0.05)
+        assert time.monotonic() < begin + 15
+        assert not any(map(is_alive, workers))
     if how == "killed worker":
         assert process.returncode == 1
         assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
