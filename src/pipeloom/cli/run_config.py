@@ -43,8 +43,9 @@ def parse_config(
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
     if words:
-        flags = _Flags(words, command, summary)
-        config = _with_flags(flags, config, lambda: [*problems, *_problems(config, judge)[1]], source)
+        flags, asked = _Flags(words, command, summary), config
+        config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
+        config = _without_stale_partition(config, asked)
     config, found = _problems(config, judge)
     problems = [*problems, *found]
     if problems:
@@ -78,6 +79,16 @@ def _with_flags(flags: _Flags, config: _Config, problems: Callable[[], list[str]
         if not found:
             raise
         raise ConfigError(found, f"beside the flags above, {source}") from None
+
+
+def _without_stale_partition(config: _Config, file: _Config) -> _Config:
+    """The configuration without the file's partition where flags ask for another number of stages.
+
+    The file of a run folder names its partition, and a checkpoint goes on under any layout.
+    """
+    if config.layout.num_stages == file.layout.num_stages or config.layout.partition != file.layout.partition:
+        return config
+    return replace(config, layout=replace(config.layout, partition=None))
 
 
 def _run_part(config: RunConfig) -> RunConfig:

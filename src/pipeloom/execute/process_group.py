@@ -28,8 +28,8 @@ Edge = tuple[int, int]
 
 _ROUNDS_S = (5e-4, 8e-3)
 """How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
-time holds where transfers follow each other in less than the shorter one, since threads that wake up then cost more
-than all the rest."""
+time is approached while transfers follow each other in less than the shorter one, since threads that wake up then cost
+more than all the rest; receives wait until it is left again."""
 
 
 def edges_of(
@@ -157,21 +157,24 @@ def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], d
     except RuntimeError as error:
         raise PeerLostError(f"rank {peer} went away: {error}") from error
     assert work is not None, "a process never sends to itself"
-    return _StreamTransfer(work, tensor, is_receive, asked_s)
+    return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
 
 
 @dataclass
 class _StreamTransfer:
-    """A transfer that the device orders: whoever uses the tensor works behind it on the stream."""
+    """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
 
-    work: dist.Work
+    A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
+    that memory of a sent tensor is not used again before it has left.
+    """
+
+    work: dist.Work | None
     tensor: Tensor | None
-    is_receive: bool
     start_s: float
     end_s: float = 0.0
 
     def is_done(self) -> bool:
-        if self.is_receive:
+        if self.work is not None:
             self.work.wait()  # makes the current stream wait, not the host
         self.end_s = time.perf_counter()
         return True
@@ -181,7 +184,7 @@ class _StreamTransfer:
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
-        return tensor if self.is_receive else None
+        return tensor
 
 
 class _Lane:
@@ -238,6 +241,11 @@ class _Lane:
             self._rounds.announce()
         return True
 
+    @property
+    def has_open(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self._open)
+
     def call(self) -> None:
         """Wake the thread, if there is something to wait for and nobody does."""
         if self._open and not self._front.locked():
@@ -262,7 +270,8 @@ class _Lane:
             if deadline_s is None:
                 transfer.work.wait()
             else:
-                transfer.work.wait(timedelta(seconds=max(1e-3, deadline_s - time.perf_counter())))
+                left_s = max(0.0, deadline_s - time.perf_counter())
+                transfer.work.wait(timedelta(seconds=left_s + 1e-3))  # it waits for whole milliseconds, rounded down
         except RuntimeError as found:
             if deadline_s is not None and time.perf_counter() >= deadline_s:
                 return False
@@ -297,16 +306,22 @@ class _Rounds:
 
     def _go(self) -> None:
         shortest_s, longest_s = _ROUNDS_S
-        pause_s, before = shortest_s, 0
+        pause_s, before, before_s = shortest_s, 0, time.perf_counter()
         while self._is_due.wait() and not self._has_ended:
             time.sleep(pause_s)
             self._is_due.clear()
+            now, now_s = self._num_announced, time.perf_counter()
+            leaves_receives = pause_s > shortest_s and now > before  # to the rank, which soon waits for what comes
             for lane in self.lanes:
-                if pause_s == shortest_s or not lane.is_receive:  # else the rank itself soon waits for what comes
+                if not (leaves_receives and lane.is_receive):
                     lane.call()
-            is_busy = (self._num_announced - before) * shortest_s > pause_s
-            pause_s = min(2 * pause_s, longest_s) if is_busy else max(pause_s / 2, shortest_s)
-            before = self._num_announced
+                elif lane.has_open:  # nobody may announce anything for long
+                    self._is_due.set()
+            if (now - before) * shortest_s > now_s - before_s:
+                pause_s = min(2 * pause_s, longest_s)
+            elif (now - before) * shortest_s < pause_s:  # a break between steps is none between their transfers
+                pause_s = max(pause_s / 2, shortest_s)
+            before, before_s = now, now_s
 
 
 class _LaneTransfer:

@@ -1,0 +1,31 @@
+"""Flags over a file."""
+
+import pytest
+
+from pipeloom.cli.run_config import parse_run_config
+from pipeloom.errors import ConfigError
+
+FILE = "[model]\nnum_layers = 6\n[layout]\npp = 2\nloops = 2\npartition = [1, 3, 3, 1]\n"
+
+
+def layout(tmp_path, *flags):
+    file = tmp_path / "config.toml"
+    file.write_text(FILE, encoding="utf-8")
+    return parse_run_config([str(file), *flags], "train", "Train.").layout
+
+
+def test_a_files_partition_holds_for_its_number_of_stages(tmp_path):
+    assert layout(tmp_path, "--layout.dp", "2").partition == (1, 3, 3, 1)
+    assert layout(tmp_path, "--layout.pp", "4", "--layout.loops", "1").partition == (1, 3, 3, 1)
+
+
+def test_flags_for_another_number_of_stages_leave_it_out(tmp_path):
+    found = layout(tmp_path, "--layout.loops", "1")
+    assert (found.num_stages, found.partition) == (2, None)
+
+
+def test_a_partition_among_the_flags_is_held_to_what_they_ask_for(tmp_path):
+    flags = ("--layout.loops", "1", "--layout.partition")
+    assert layout(tmp_path, *flags, "4", "4").partition == (4, 4)
+    with pytest.raises(ConfigError, match="must name 2 stages, found 3"):
+        layout(tmp_path, *flags, "4", "2", "2")
