@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,24 +35,29 @@ def make_groups(layout: Layout, world: World) -> Groups:
     )
 
 
-def make_tensor_group(layout: Layout, world: World) -> BlockingGroup:
+def make_tensor_group(layout: Layout, world: World, timeout: timedelta | None = None) -> BlockingGroup:
     """The process group of what this rank's stages exchange while they compute: not that of a lane beside them.
 
     Every rank calls it at the same place among those that make groups.
 
+    Args:
+        layout: tells the groups.
+        world: this process among the others.
+        timeout: longest wait for the other ranks in the middle of a stage; ``None`` for the world's.
+
     Raises:
         PeerLostError: another rank went away meanwhile.
     """
-    return BlockingGroup(_own_group(layout.tensor_groups(), world))
+    return BlockingGroup(_own_group(layout.tensor_groups(), world, timeout))
 
 
-def _own_group(groups: Sequence[Sequence[int]], world: World) -> Group:
+def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta | None = None) -> Group:
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     own: Group = Alone()
     for ranks in groups:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(list(ranks), timeout=world.timeout, backend=backend)
+        group = dist.new_group(list(ranks), timeout=timeout or world.timeout, backend=backend)
         if world.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup

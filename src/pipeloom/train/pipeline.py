@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from math import prod
 
@@ -88,7 +89,7 @@ class Pipeline:
         self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
         own = self.schedule.placement.stages_of(self._place.pipeline)
         is_cuda = world.device.type == "cuda"
-        self._parallel = TensorParallel(make_tensor_group(layout, world), layout.sequence_parallel)
+        self._parallel = TensorParallel(make_tensor_group(layout, world, _patience(config)), layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.data_parallel = DataParallel(
@@ -305,6 +306,11 @@ class Pipeline:
             tied=self._tied,
             run_ahead=self._config.training.run_ahead,
         )
+
+
+def _patience(config: RunConfig) -> timedelta | None:
+    """How long a rank waits in the middle of a stage: as long as for a message, or while another one may compile."""
+    return None if config.training.compile else timedelta(seconds=config.training.stall_timeout_s)
 
 
 def _slices(stage: nn.Module) -> dict[str, TensorSlice]:

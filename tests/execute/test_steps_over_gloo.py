@@ -1,0 +1,107 @@
+"""Three updates over processes: the gradients of each step, and of the step after them, are the single process's."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch._dynamo  # imported once here, not once in every process
+from small_run import small_run
+
+from pipeloom.config import ModelConfig, OptimizerConfig, ScheduleConfig
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.layout import Layout
+from pipeloom.model import build_stage
+from pipeloom.train.batch import Batch
+from pipeloom.train.data import load_data
+from pipeloom.train.equivalence import Gradients, _joined, compare
+from pipeloom.train.optimizer import make_adamw
+from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.session import resolve
+
+STEPS = 4
+"""The last one computes with the parameters that three updates have made."""
+OPTIMIZER = OptimizerConfig(lr=0.02, weight_decay=0.3)
+LAYOUTS = [
+    Layout(pp=2, loops=2, dp=2, shard="none", num_microbatches=3, recompute="selective"),
+    Layout(pp=2, loops=2, dp=2, shard="optimizer", num_microbatches=1),
+    Layout(pp=2, loops=2, tp=2, num_microbatches=8, recompute="full"),
+    Layout(pp=2, loops=2, tp=2, sequence_parallel=True, num_microbatches=3),
+    Layout(pp=1, loops=2, tp=2, dp=2, shard="gradients", num_microbatches=3),
+    Layout(pp=1, loops=3, tp=2, dp=2, shard="full", sequence_parallel=True, num_microbatches=1, recompute="full"),
+    Layout(pp=1, loops=2, dp=4, replicate=2, shard="full", num_microbatches=3),
+    Layout(pp=4, loops=1, num_microbatches=8),
+]
+
+
+def steps_of(config, world, data):
+    """On rank 0 the whole gradients of each step."""
+    pipeline, found = Pipeline(config, world), []
+    optimizer = make_adamw(OPTIMIZER, *pipeline.data_parallel.optimizer_parts())
+    slices = world.gather(pipeline.slices())
+    for step in range(STEPS):
+        result = pipeline.train_step(pipeline.batch(data.train.batch(step, config.layout.batch_size)))
+        check_held(result.held, pipeline.schedule, config.layout.coordinates(world.rank).pipeline)
+        gradients = {name: gradient.clone() for name, gradient in pipeline.gradients().items()}
+        own = Gradients(pipeline.counted_loss(result), gradients if pipeline.is_first_replica else {})
+        parts = world.gather(own)
+        found.append(None if parts is None else _joined(parts, slices))
+        optimizer.step()
+        pipeline.data_parallel.refresh()
+    pipeline.close()
+    return found
+
+
+def check_held(held, schedule, rank):
+    """What a rank held is what its row was proved to hold, and no more."""
+    num_stages = len(schedule.placement.stages_of(rank))
+    assert held.stage_inputs == schedule.peak_stage_inputs[rank]
+    assert held.gathered <= (schedule.max_gathered or num_stages)
+    assert held.gradients <= (schedule.gradient_buffers or num_stages)
+
+
+def plain_steps(config, data):
+    """The same by one process without any of this."""
+    sizes = {"max_positions": config.data.seq_len, "seed": 0, "dtype": torch.float64, "device": "cpu"}
+    model = build_stage(config.model, range(config.model.num_layers + 2), **sizes)
+    named = dict(model.named_parameters())
+    decayed = [p for p in named.values() if p.ndim >= 2]
+    optimizer = make_adamw(OPTIMIZER, decayed, [p for p in named.values() if p.ndim < 2])
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        windows = data.train.batch(step, config.layout.batch_size)
+        batch = Batch.of(windows, config.layout.dp * config.layout.num_microbatches, torch.device("cpu"))
+        losses = [batch.loss(model(tokens), number) for number, tokens in enumerate(batch.inputs)]
+        sum(losses).backward()
+        found.append(Gradients(float(sum(losses).detach()), {name: p.grad.clone() for name, p in named.items()}))
+        optimizer.step()
+    return found
+
+
+def worst_of_all(configs, rendezvous, rank, size):
+    world, worst = join_forked(rendezvous, rank, size, "cpu", 60), []
+    for given in configs:
+        data = load_data(given.data, 0)
+        config = resolve(given, data)
+        found = steps_of(config, world, data)
+        if rank == 0:
+            pairs = zip(found, plain_steps(config, data), strict=True)
+            worst.append([max(compare(one, other).values()) for one, other in pairs])
+    world.leave()
+    return worst
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["breadth-first", "1f1b"])
+def test_every_step_equals_the_single_process(tmp_path, family, tied):
+    model = ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14, tied=tied)
+    layouts = LAYOUTS if family == "breadth-first" else [replace(one, loops=1) for one in LAYOUTS]
+    configs = [
+        small_run(tmp_path, model=model, layout=layout, schedule=ScheduleConfig(family=family)) for layout in layouts
+    ]
+    load_data(configs[0].data, 0)
+    worst = run_workers(partial(worst_of_all, configs), 4)[0]
+    assert [len(steps) for steps in worst] == [STEPS] * len(configs)
+    assert max(max(steps) for steps in worst) < 1e-9
