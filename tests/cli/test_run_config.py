@@ -29,3 +29,17 @@ def test_a_partition_among_the_flags_is_held_to_what_they_ask_for(tmp_path):
     assert layout(tmp_path, *flags, "4", "4").partition == (4, 4)
     with pytest.raises(ConfigError, match="must name 2 stages, found 3"):
         layout(tmp_path, *flags, "4", "2", "2")
+
+
+def group_size(tmp_path, of_file, *flags):
+    file = tmp_path / "config.toml"
+    order = f'[schedule]\nfamily = "hybrid"\ngroup_size = {of_file}\n'
+    file.write_text(f"[layout]\npp = 2\nloops = 2\nnum_microbatches = 8\n{order}", encoding="utf-8")
+    return parse_run_config([str(file), *flags], "train", "Train.").schedule.group_size
+
+
+def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path):
+    assert group_size(tmp_path, 2, "--layout.dp", "2") == 2
+    assert group_size(tmp_path, 2, "--layout.pp", "4") is None
+    assert group_size(tmp_path, 2, "--layout.pp", "4", "--schedule.group-size", "6") == 6
+    assert group_size(tmp_path, 5, "--layout.pp", "4") == 5

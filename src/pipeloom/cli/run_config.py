@@ -45,7 +45,7 @@ def parse_config(
     if words:
         flags, asked = _Flags(words, command, summary), config
         config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
-        config = _without_stale_partition(config, asked)
+        config = _without_stale_sizes(config, asked)
     config, found = _problems(config, judge)
     problems = [*problems, *found]
     if problems:
@@ -81,14 +81,17 @@ def _with_flags(flags: _Flags, config: _Config, problems: Callable[[], list[str]
         raise ConfigError(found, f"beside the flags above, {source}") from None
 
 
-def _without_stale_partition(config: _Config, file: _Config) -> _Config:
-    """The configuration without the file's partition where flags ask for another number of stages.
+def _without_stale_sizes(config: _Config, file: _Config) -> _Config:
+    """The configuration without what the file derived from sizes that flags have changed.
 
-    The file of a run folder names its partition, and a checkpoint goes on under any layout.
+    The file of a run folder names its partition and its group size, and a checkpoint goes on under any layout.
     """
-    if config.layout.num_stages == file.layout.num_stages or config.layout.partition != file.layout.partition:
-        return config
-    return replace(config, layout=replace(config.layout, partition=None))
+    new, old = config.layout, file.layout
+    if new.num_stages != old.num_stages and new.partition == old.partition:
+        config = replace(config, layout=replace(new, partition=None))
+    if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
+        config = replace(config, schedule=replace(config.schedule, group_size=None))
+    return config
 
 
 def _run_part(config: RunConfig) -> RunConfig:

@@ -134,6 +134,8 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(
             f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
         )
+    if summary.exchange_s is not None:
+        print(f"exchanges         {summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism")
     bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
     if summary.predicted_bubble_fraction is not None:
         bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"

@@ -1,5 +1,8 @@
 """A group whose collectives a stage waits for in the middle of its computation: tensor parallelism."""
 
+import time
+from collections.abc import Callable
+
 from torch import Tensor
 
 from pipeloom.execute.collectives import Finish, Group
@@ -11,30 +14,36 @@ class BlockingGroup:
 
     Args:
         group: the ranks. Nothing else uses it, since its collectives come in the order of the computation.
+
+    Attributes:
+        busy_s: seconds that the host has spent in exchanges; on CUDA, where it does not wait for them, issuing them.
     """
 
     def __init__(self, group: Group) -> None:
         self.size = group.size
         self.index = group.index
         self._group = group
+        self.busy_s = 0.0
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
         """All-gather, ``[size * n]`` from ``[n]``."""
-        _finish(self._group.gather(whole, part))
+        self._run(lambda: self._group.gather(whole, part))
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """Reduce-scatter, ``[n]`` from ``[size * n]``."""
-        _finish(self._group.reduce_scatter(part, whole))
+        self._run(lambda: self._group.reduce_scatter(part, whole))
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce by sum."""
-        _finish(self._group.all_reduce(tensor))
+        self._run(lambda: self._group.all_reduce(tensor))
 
     def max(self, tensor: Tensor) -> None:
         """All-reduce by maximum."""
-        _finish(self._group.all_reduce(tensor, "max"))
+        self._run(lambda: self._group.all_reduce(tensor, "max"))
 
-
-def _finish(finish: Finish) -> None:
-    if not finish():  # only where ranks share a thread of control is it not over yet
-        wait_for(finish)
+    def _run(self, start: Callable[[], Finish]) -> None:
+        begin_s = time.perf_counter()
+        finish = start()
+        if not finish():  # only where ranks share a thread of control is it not over yet
+            wait_for(finish)
+        self.busy_s += time.perf_counter() - begin_s

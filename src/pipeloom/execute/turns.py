@@ -38,7 +38,8 @@ class Turn:
         self._pending: Pending | None = None
         self._end: BaseException | None = None
         self._is_left = False
-        threading.Thread(target=self._run, name="rank", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="rank", daemon=True)
+        self._thread.start()
 
     def __iter__(self) -> "Turn":
         """The turn itself."""
@@ -62,6 +63,7 @@ class Turn:
         """End a rank that will not be asked again."""
         self._is_left = True
         self._go.release()
+        self._thread.join()
 
     def wait(self, pending: Pending) -> None:
         """In the rank's thread: hand the turn back, and go on when it comes again."""

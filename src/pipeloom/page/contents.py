@@ -72,6 +72,8 @@ def _facts(run: Run) -> list[list[str]]:
         ["tokens/s", f"{summary['tokens_per_s']:,.0f}"],
         ["training loss", f"{summary['train_loss']:.4f}"],
     ]
+    if summary.get("exchange_s") is not None:
+        facts.append(["tensor-parallel exchanges of a rank", f"{summary['exchange_s'] * 1e3:,.0f} ms"])
     if summary["validation_loss"] is not None:
         facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
     return [*facts, ["unigram loss", f"{summary['unigram_loss']:.4f}"]]

@@ -89,7 +89,8 @@ class Pipeline:
         self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
         own = self.schedule.placement.stages_of(self._place.pipeline)
         is_cuda = world.device.type == "cuda"
-        self._parallel = TensorParallel(make_tensor_group(layout, world, _patience(config)), layout.sequence_parallel)
+        self._tensor_group = make_tensor_group(layout, world, _patience(config))
+        self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.data_parallel = DataParallel(
@@ -143,6 +144,11 @@ class Pipeline:
         """Sum of this rank's shares of the loss such that over all ranks each is counted once."""
         outputs = list(result.outputs.values())
         return float(torch.stack(outputs).sum()) if outputs and self._place.tensor == 0 else 0.0
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds that this rank has spent so far in exchanges of tensor parallelism, as the host sees them."""
+        return self._tensor_group.busy_s
 
     def slices(self) -> dict[str, TensorSlice]:
         """Where the parameters of this rank's stages lie in those of the whole model."""

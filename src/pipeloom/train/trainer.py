@@ -46,6 +46,8 @@ class RunSummary:
         step_time_s: median over the steps since the start.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
         tokens_per_s: at the median step time.
+        exchange_s: seconds of the traced step that a rank spent in exchanges of tensor parallelism, mean of the ranks;
+            part of compute elsewhere. ``None`` without, and on CUDA, where the host does not wait for them.
         bubble_fraction: idle share of the ranks in the traced step, measured.
         predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
@@ -61,6 +63,7 @@ class RunSummary:
     step_time_s: float
     predicted_step_time_s: float | None
     tokens_per_s: float
+    exchange_s: float | None
     bubble_fraction: float
     predicted_bubble_fraction: float | None
     corpus_sha256: str
@@ -104,6 +107,7 @@ class Trainer:
         self._done = self._restore()
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
+        self._exchange_s: float | None = None
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write everything down."""
@@ -115,7 +119,7 @@ class Trainer:
         loss = 0.0
         with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
             for step in range(self._done.step + 1, config.training.steps + 1):
-                begin = time.perf_counter()
+                begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
                 times.append(time.perf_counter() - begin)
                 speed = config.layout.batch_size * config.data.seq_len / times[-1]
@@ -126,6 +130,7 @@ class Trainer:
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
                 if step == self._traced_step:
                     self._keep_trace(result)
+                    self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 if self._is_saved(step):
                     self._checkpoints.save(self._info(step))
         self._folder.close()
@@ -197,6 +202,11 @@ class Trainer:
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
 
+    def _keep_exchange(self, own_s: float) -> None:
+        """Note what the traced step spent in exchanges of tensor parallelism."""
+        if self._config.layout.tp > 1 and self._config.training.device == "cpu":
+            self._exchange_s = self._world.sum([own_s])[0] / self._world.size
+
     def _finish(self, times: list[float], loss: float) -> RunSummary:
         config = self._config
         step_time_s = median_high(times)
@@ -213,6 +223,7 @@ class Trainer:
             step_time_s=step_time_s,
             predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
             tokens_per_s=config.layout.batch_size * config.data.seq_len / step_time_s,
+            exchange_s=self._exchange_s,
             bubble_fraction=bubble,
             predicted_bubble_fraction=(
                 None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
