@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from gloo import differences_over_gloo
 from small_run import small_run
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
@@ -28,23 +29,8 @@ from pipeloom.execute.world import join_forked
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.schedule import add_data_parallel, lower
-from pipeloom.train.data import load_data
-from pipeloom.train.equivalence import compare_with_reference
-from pipeloom.train.session import resolve
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
-
-
-def _all_differences(configs, rendezvous, rank, size):
-    """Compare every configuration with the reference, one after the other, in the same processes."""
-    world = join_forked(rendezvous, rank, size, "cpu", 30)
-    worst = []
-    for config in configs:
-        data = load_data(config.data, 0)
-        found = compare_with_reference(resolve(config, data), world, data, num_batches=1)
-        worst.append(None if found is None else max(found.values()))
-    world.leave()
-    return worst
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -64,8 +50,7 @@ def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
                         schedule=ScheduleConfig(family=family, placement=placement, receive_buffers=1 + len(model) % 2),
                     )
                 )
-    load_data(configs[0].data, 0)
-    worst = run_workers(partial(_all_differences, configs), pp)[0]
+    worst = [max(found.values()) for found in differences_over_gloo(configs, pp, 30)]
     assert len(worst) == len(configs)
     assert max(worst) < 1e-9
 
@@ -97,8 +82,7 @@ def test_every_sharding_level_equals_the_single_process_over_gloo(tmp_path):
                 ),
             )
         )
-    load_data(configs[0].data, 0)
-    worst = run_workers(partial(_all_differences, configs), 4)[0]
+    worst = [max(found.values()) for found in differences_over_gloo(configs, 4, 30)]
     assert len(worst) == len(configs)
     assert max(worst) < 1e-9
 

@@ -9,16 +9,16 @@ from pipeloom.train.equivalence import compare_with_reference
 from pipeloom.train.session import resolve
 
 
-def differences_over_gloo(configs, num_ranks):
+def differences_over_gloo(configs, num_ranks, timeout_s=60):
     """For each configuration its differences by name, all in the same processes."""
     import torch._dynamo  # noqa: F401  recomputation needs it; once here, not once in every worker
 
     load_data(configs[0].data, 0)
-    return run_workers(partial(_compare_all, configs), num_ranks)[0]
+    return run_workers(partial(_compare_all, configs, timeout_s), num_ranks)[0]
 
 
-def _compare_all(configs, rendezvous, rank, size):
-    world = join_forked(rendezvous, rank, size, "cpu", 60)
+def _compare_all(configs, timeout_s, rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", timeout_s)
     found = []
     for config in configs:
         data = load_data(config.data, 0)

@@ -19,7 +19,7 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.tied import Tied
 from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
-from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, build_stage, stage_pieces
+from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.schedule import add_data_parallel, add_tied, lower
 
@@ -103,15 +103,11 @@ class TransformerCluster:
             own = schedule.placement.stages_of(layout.coordinates(rank).pipeline)
             modules = ((index, self.model.stage(index, parallel=self.teams[rank])) for index in own)
             groups, lane = Groups(shards[rank], copies[rank], sums[rank]), self.lanes.lane(HostClock())
-            shared = {"replicated": self._replicated, "sums_replicated": layout.sequence_parallel}
+            shared = {"replicated": Transformer.replicated, "sums_replicated": layout.sequence_parallel}
             self.parallel.append(DataParallel(schedule, modules, layout.shard, groups, lane, **shared))
             self.tied.append(self._tied(self.parallel[-1].weights, self.teams[rank]) if tied else None)
             self.executors.append(self.executor(rank, schedule))
         self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
-
-    def _replicated(self, stage):
-        shapes = {name: tuple(p.shape) for name, p in stage.named_parameters()}
-        return [name for name, here in stage.slices().items() if here.whole == shapes[name] and self.layout.tp > 1]
 
     def _tied(self, weights, team):
         last = self.schedule.num_stages - 1

@@ -192,10 +192,8 @@ def rank_memory(
         activations += in_flight / run.loops * stage_input_bytes(run)
     logits = logits_bytes(run, software) if head in stages else 0.0
     by_stage = stage_parameters(run, software)
-    state, lent = (
-        state_bytes(run, sum(by_stage[stage] for stage in stages), software),
-        lent_bytes(run, software, stages),
-    )
+    state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
+    lent = lent_bytes(run, software, stages)
     return Memory(
         weights_bytes=state.weights_bytes + lent.weights_bytes,
         gradients_bytes=state.gradients_bytes + lent.gradients_bytes,

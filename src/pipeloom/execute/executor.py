@@ -4,6 +4,7 @@ It runs the same schedule value that the simulator runs, by the same dependency 
 same kind of trace.
 """
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,10 +32,6 @@ from pipeloom.schedule.action import (
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
-
-RUN_AHEAD = 32
-"""Compute actions that the host may be ahead where nobody says otherwise: enough to never leave a device without
-work, few enough that an error is met near its cause."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
-        run_ahead: int = RUN_AHEAD,
+        run_ahead: int = sys.maxsize,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -358,28 +355,29 @@ class Executor:
             self._results[action] = gradient
 
     def _send(self, action: Action) -> None:
-        tensor, peer = self._input(action), self._lane[action].peer
+        self._start_send(action, self._input(action))
+
+    def _receive(self, action: Action) -> None:
+        self._start_receive(action, self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage])
+
+    def _send_tied(self, action: Action) -> None:
+        assert self._tied is not None
+        self._start_send(action, self._tied.given(action.kind))
+
+    def _receive_tied(self, action: Action) -> None:
+        assert self._tied is not None
+        self._start_receive(action, self._tied.specs[action.kind])
+
+    def _start_send(self, action: Action, tensor: Tensor | None) -> None:
+        peer = self._lane[action].peer
         assert tensor is not None
         assert peer is not None
         self._transfers[action] = self._transport.send(tensor, peer)
 
-    def _receive(self, action: Action) -> None:
+    def _start_receive(self, action: Action, spec: TensorSpec) -> None:
         peer = self._lane[action].peer
         assert peer is not None
-        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
         self._transfers[action] = self._transport.receive(spec, peer)
-
-    def _send_tied(self, action: Action) -> None:
-        peer = self._lane[action].peer
-        assert self._tied is not None
-        assert peer is not None
-        self._transfers[action] = self._transport.send(self._tied.given(action.kind), peer)
-
-    def _receive_tied(self, action: Action) -> None:
-        peer = self._lane[action].peer
-        assert self._tied is not None
-        assert peer is not None
-        self._transfers[action] = self._transport.receive(self._tied.specs[action.kind], peer)
 
     def _take_tied(self, action: Action, tensor: Tensor | None) -> None:
         """Use what was received, if it is about the tied matrix and has not been used."""

@@ -16,6 +16,7 @@ from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 from pipeloom.schedule import Kind, Schedule
@@ -276,9 +277,7 @@ class _Exchange:
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer."""
-        transfer.is_done()
-        transfer.wait(self.world.timeout.total_seconds())
-        transfer.take()
+        finish_transfer(transfer, self.world.timeout.total_seconds())
 
     def seconds(self, run: Run, alone_s: float) -> float:
         """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.

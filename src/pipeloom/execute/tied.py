@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.execute.transport import Transport, finish
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
@@ -206,24 +206,19 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
     if first == last:
         return 0.0, 0.0
     times: list[float] = []
+    timeout_s = world.timeout.total_seconds()
     for _ in range(_REPEATS + 1):
         world.wait_for_all()
         begin = time.perf_counter()
         for source, destination, kind in (first, last, Kind.SEND_TIED), (last, first, Kind.SEND_TIED_GRAD):
             spec = tied.specs[kind]
             if rank == source:
-                _finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), world)
+                finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), timeout_s)
             elif rank == destination:
-                _finish(transport.receive(spec, source), world)
+                finish(transport.receive(spec, source), timeout_s)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         times.append(time.perf_counter() - begin)
     both_s = median(times[1:]) if rank == first else 0.0
     weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
     return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)
-
-
-def _finish(transfer: Transfer, world: World) -> None:
-    transfer.is_done()
-    transfer.wait(world.timeout.total_seconds())
-    transfer.take()

@@ -52,6 +52,17 @@ class Transfer(Pending, Protocol):
         ...
 
 
+def finish(transfer: Transfer, timeout_s: float) -> None:
+    """Wait for a transfer outside a step, and drop what it brought.
+
+    Raises:
+        PeerLostError: the other rank went away.
+    """
+    transfer.is_done()
+    transfer.wait(timeout_s)
+    transfer.take()
+
+
 class Transport(Protocol):
     """Sends and receives tensors between pipeline ranks."""
 

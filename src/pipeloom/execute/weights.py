@@ -83,6 +83,11 @@ class FlatOrder:
         ends = list(accumulate(sizes))
         return cls(shapes, ends[1], slice(ends[0], ends[2]), -(-ends[3] // num_shards) * num_shards)
 
+    def num_parameters(self, *, with_replicated: bool) -> int:
+        """Elements that are parameters, with or without those that every tensor-parallel rank holds."""
+        total = sum(prod(shape) for shape in self.shapes.values())
+        return total if with_replicated else total - (self.replicated.stop - self.replicated.start)
+
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Each parameter's part of a buffer, in its shape."""
         sizes = [prod(shape) for shape in self.shapes.values()]

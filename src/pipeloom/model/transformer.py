@@ -343,6 +343,13 @@ class Transformer(nn.Module):
                 found[f"{path}.{name}"] = module.slice_of(name, parameter) if isinstance(module, Split) else whole
         return found
 
+    def replicated(self) -> frozenset[str]:
+        """Parameters that every tensor-parallel rank holds whole; none where there is one such rank."""
+        if self.parallel.size == 1:
+            return frozenset()
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return frozenset(name for name, here in self.slices().items() if here.whole == shapes[name])
+
     def forward(self, x: Tensor) -> Tensor:
         """Run the pieces.
 

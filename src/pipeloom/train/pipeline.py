@@ -4,7 +4,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +98,7 @@ class Pipeline:
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
-            replicated=self._replicated,
+            replicated=lambda stage: _transformer(stage).replicated(),
             sums_replicated=layout.sequence_parallel,
             dtype=self._dtype,
         )
@@ -133,11 +132,9 @@ class Pipeline:
         """Parameters of this rank's stages such that over all ranks each is counted once."""
         if not self.is_first_replica:
             return 0
+        with_replicated = self._place.tensor == 0
         return sum(
-            prod(shape)
-            for one in self.data_parallel.weights.values()
-            for name, shape in one.order.shapes.items()
-            if self._place.tensor == 0 or name not in self._replicated(one.module)
+            one.order.num_parameters(with_replicated=with_replicated) for one in self.data_parallel.weights.values()
         )
 
     def counted_loss(self, result: StepResult) -> float:
@@ -152,7 +149,11 @@ class Pipeline:
 
     def slices(self) -> dict[str, TensorSlice]:
         """Where the parameters of this rank's stages lie in those of the whole model."""
-        return {name: here for one in self.data_parallel.weights.values() for name, here in _slices(one.module).items()}
+        return {
+            name: here
+            for one in self.data_parallel.weights.values()
+            for name, here in _transformer(one.module).slices().items()
+        }
 
     def batch(self, windows: npt.NDArray[np.int64]) -> Batch:
         """This replica's part of the windows of a whole step."""
@@ -246,13 +247,6 @@ class Pipeline:
     def _loss_of(self, batch: Batch) -> Objective:
         return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)
 
-    def _replicated(self, stage: nn.Module) -> frozenset[str]:
-        """Parameters of a stage that every tensor-parallel rank holds whole; none where there is one such rank."""
-        if self._parallel.size == 1:
-            return frozenset()
-        shapes = {name: tuple(p.shape) for name, p in stage.named_parameters()}
-        return frozenset(name for name, here in _slices(stage).items() if here.whole == shapes[name])
-
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
         timeout_s = self._config.training.stall_timeout_s
@@ -279,8 +273,7 @@ class Pipeline:
         if not self._config.model.tied or last == 0:
             return None
         weights = self.data_parallel.weights
-        borrower = weights[last].module if last in weights else None
-        assert borrower is None or isinstance(borrower, Transformer)
+        borrower = _transformer(weights[last].module) if last in weights else None
         return Tied(
             TIED_NAME,
             TensorSpec.of(self._build(0, "meta", self._dtype).get_parameter(TIED_NAME)),
@@ -319,6 +312,6 @@ def _patience(config: RunConfig) -> timedelta | None:
     return None if config.training.compile else timedelta(seconds=config.training.stall_timeout_s)
 
 
-def _slices(stage: nn.Module) -> dict[str, TensorSlice]:
+def _transformer(stage: nn.Module) -> Transformer:
     assert isinstance(stage, Transformer)
-    return stage.slices()
+    return stage
