@@ -9,8 +9,8 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_forward_flops
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.layers import Pieces
 from pipeloom.cost.partition import balanced_partition
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 
@@ -84,21 +84,16 @@ def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, 
 
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     """Seconds of each stage's forward and backward for one micro-batch."""
-    pieces = Pieces(run, cluster, software)
     layers_s = _layers_s(run, cluster, software)
+    pieces = piece_seconds(run, cluster, software)
     _, head = stage_layers(run, software)
     exchange_s = _transfer_s(run, cluster, software)
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
-    for direction, ends in enumerate(
-        (
-            (pieces.embedding_forward(), pieces.head_forward()),
-            (pieces.embedding_backward(), pieces.head_backward()),
-        )
-    ):
+    for direction in (0, 1):
         seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
-        seconds[0] += pieces.seconds(ends[0])
-        seconds[head] += pieces.seconds(ends[1])
+        seconds[0] += pieces.embedding[direction]
+        seconds[head] += pieces.head[direction]
         if software.is_blocking and run.num_stages > 1:
             seconds = [
                 value + exchange_s * (1 if 0 < stage < run.num_stages - 1 else 0.5)
@@ -106,7 +101,7 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
             ]
         sides.append(tuple(seconds))
     backward_s = sum(backward_s for _, backward_s in layers_s)
-    share = pieces.layer_weight_s() * run.shape.layers / backward_s
+    share = pieces.weight_s * run.shape.layers / backward_s
     free_s = 0.0 if software.is_blocking else exchange_s
     tied_s, tied_grad_s = tied_message_s(run, cluster, software)
     return StageCosts(sides[0], sides[1], free_s, weight_share=share, tied_s=tied_s, tied_grad_s=tied_grad_s)
@@ -132,13 +127,9 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
 
 def _layers_s(run: Run, cluster: Cluster, software: Software) -> list[tuple[float, float]]:
     """For each stage the seconds of its layers, forward and backward."""
-
-    def seconds(alike: Run) -> tuple[float, float]:
-        pieces = Pieces(alike, cluster, software)
-        return pieces.seconds(pieces.layer_forward()), pieces.seconds(pieces.layer_backward())
-
     stages = layers_by_recompute(run, software)
-    each_s = {kind: seconds(alike) for kind, alike in {a.recompute: a for stage in stages for a, _ in stage}.items()}
+    kinds = {alike.recompute: alike for stage in stages for alike, _ in stage}
+    each_s = {kind: piece_seconds(alike, cluster, software).layer for kind, alike in kinds.items()}
     return [
         (
             sum(count * each_s[alike.recompute][0] for alike, count in stage),

@@ -202,6 +202,10 @@ class Cluster:
     price_per_device_hour: float | None = None
     adapters_per_node: int = 0
 
+    def __hash__(self) -> int:
+        """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
+        return hash(self.name)
+
     @property
     def num_adapters(self) -> int:
         """Network adapters of a node."""

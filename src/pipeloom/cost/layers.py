@@ -70,18 +70,22 @@ class Parts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of one run on one cluster with one program."""
+    """The pieces of one run on one cluster with one program.
+
+    Attributes:
+        is_dragged: whether stages exchange over nodes, which slows down tensor-parallel collectives of some programs.
+    """
 
     run: Run
     cluster: Cluster
     software: Software
+    is_dragged: bool = False
 
     def seconds(self, parts: Parts) -> float:
         """Seconds of a piece: the device's or the host's."""
         use = self.software.efficiency
         kernels_s = parts.num_kernels * self.cluster.device.launch_s * use.launch
-        is_dragged = self.run.pp > 1 and self.run.num_devices > self.cluster.devices_per_node
-        each_s = use.collective_s + (use.drag_s * self.run.tp if is_dragged else 0.0)
+        each_s = use.collective_s + (use.drag_s * self.run.tp if self.is_dragged else 0.0)
         return max(parts.device_s, kernels_s + parts.num_collectives * each_s)
 
     def layer_forward(self) -> Parts:

@@ -1,0 +1,63 @@
+"""Seconds of a model's pieces for one micro-batch, remembered: a search asks for the same ones again and again."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.layers import Parts, Pieces
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+
+Both = tuple[float, float]
+"""Seconds of a forward and of a backward."""
+
+
+@dataclass(frozen=True)
+class PieceSeconds:
+    """Forward and backward of each kind of piece.
+
+    Attributes:
+        embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel exchanges.
+        weight_s: the part of a layer's backward that a split leaves to the gradients of the weights.
+    """
+
+    embedding: Both
+    layer: Both
+    head: Both
+    weight_s: float
+
+
+def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
+    """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
+
+    They depend on the model, the tokens, the kernels and the tensor axis, not on how the pipeline is cut.
+    """
+    is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
+    alike = replace(
+        run,
+        pp=1,
+        dp=1,
+        loops=1,
+        shard="none",
+        global_batch=1,
+        replicate=1,
+        schedule="none",
+        layers_by_stage=None,
+        recompute_layers=None,
+    )
+    return _piece_seconds(alike, cluster, software, is_dragged=is_dragged)
+
+
+@lru_cache(maxsize=4096)
+def _piece_seconds(run: Run, cluster: Cluster, software: Software, *, is_dragged: bool) -> PieceSeconds:
+    pieces = Pieces(run, cluster, software, is_dragged=is_dragged)
+
+    def both(forward: Parts, backward: Parts) -> Both:
+        return pieces.seconds(forward), pieces.seconds(backward)
+
+    return PieceSeconds(
+        embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),
+        layer=both(pieces.layer_forward(), pieces.layer_backward()),
+        head=both(pieces.head_forward(), pieces.head_backward()),
+        weight_s=pieces.layer_weight_s(),
+    )
