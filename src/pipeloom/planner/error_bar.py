@@ -35,8 +35,8 @@ class ErrorBar:
         regret = ""
         if errors.median_regret is not None and errors.worst_regret is not None:
             regret = (
-                f"; compared with the fastest of its group, the layout ranked first took {_longer(errors.median_regret)} "
-                f"in the median of {errors.groups} group{'s' * (errors.groups != 1)}, "
+                "; compared with the fastest of its group, the layout ranked first took "
+                f"{_longer(errors.median_regret)} in the median of {errors.groups} group{'s' * (errors.groups != 1)}, "
                 f"{_longer(errors.worst_regret)} in the worst"
             )
         return (
