@@ -108,14 +108,20 @@ class StageCosts:
                 return backward_s * (1 - self.weight_share)
             case Kind.BACKWARD_WEIGHT:
                 return backward_s * self.weight_share
-        uniform = UniformCosts(
-            self.forward_s[stage],
-            backward_s,
-            self.transfer_s,
-            self.unshard_s[stage] if self.unshard_s else 0.0,
-            self.reduce_s[stage] if self.reduce_s else 0.0,
-            self.swap_s[stage] if self.swap_s else 0.0,
-            self.tied_s,
-            self.tied_grad_s,
-        )
-        return uniform.seconds(action)
+            case Kind.FORWARD:
+                return self.forward_s[stage]
+            case Kind.BACKWARD:
+                return backward_s
+            case Kind.RECV_F | Kind.RECV_B:
+                return self.transfer_s
+            case Kind.UNSHARD:
+                return self.unshard_s[stage] if self.unshard_s else 0.0
+            case Kind.REDUCE_GRAD:
+                return self.reduce_s[stage] if self.reduce_s else 0.0
+            case Kind.EVICT | Kind.LOAD:
+                return self.swap_s[stage] if self.swap_s else 0.0
+            case Kind.RECV_TIED:
+                return self.tied_s
+            case Kind.RECV_TIED_GRAD:
+                return self.tied_grad_s
+        return 0.0

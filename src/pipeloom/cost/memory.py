@@ -18,7 +18,7 @@ the first line by t as well. Full recomputation keeps each layer's input, and on
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
-from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 
@@ -144,7 +144,8 @@ def kept_bytes(run: Run, software: Software) -> float:
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
     stages = layers_by_recompute(run, software)
-    return [sum(count * kept_bytes(alike, software) for alike, count in stage) for stage in stages]
+    each = {kind: kept_bytes(alike, software) for kind, alike in kinds_of(stages).items()}
+    return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
 
 
 def _whole_bytes(run: Run, software: Software) -> float:

@@ -1,0 +1,27 @@
+"""One thing that may be chosen: a run, its program, its schedule."""
+
+from dataclasses import dataclass
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be chosen.
+
+    Attributes:
+        run: what is trained, and how it is laid out.
+        software: with what.
+        order: in which schedule.
+    """
+
+    run: Run
+    software: Software
+    order: Order
+
+    def simulate(self, cluster: Cluster) -> SimulatedStep:
+        """Its step on a cluster."""
+        return simulate_step(self.run, cluster, self.software, self.order)

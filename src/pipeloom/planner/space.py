@@ -1,0 +1,306 @@
+"""The layouts that answer a question, as a tree: arrangements, their cuts into stages, what these run.
+
+- An ``Arrangement`` says how devices and batch are divided: axes, micro-batch, what is recomputed.
+- A ``Cut`` adds the loops and the partition: which layers are in which stage, by the seconds of the pieces.
+- A ``Leaf`` adds schedule and sharding. What is left is settled in it, since more is never slower and only memory
+  speaks against it: as many gathered stages and gradient buffers as fit, and where layers are recomputed because
+  memory is short, as few layers as needed.
+
+Each knows a bound for the step time and the number of leaves below it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
+from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.shape import Run
+from pipeloom.generate import FAMILIES, Choice
+from pipeloom.layout import Shard
+from pipeloom.planner.bounds import Bounds, placement_of
+from pipeloom.planner.question import Question, axes, divisors
+from pipeloom.schedule import Placement
+
+Kept = Literal["none", "selective", "some", "full"]
+"""What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
+
+FEW_LOOPS = 8
+"""Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly."""
+GROUP_FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Group sizes of the hybrid, as multiples of the pipeline ranks; beside them the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How devices and batch are divided, and what is kept of a layer.
+
+    Attributes:
+        question: that it answers.
+        run: axes, micro-batch, sequence parallelism; nothing recomputed where ``kept`` is ``some``.
+        kept: what is recomputed.
+    """
+
+    question: Question
+    run: Run
+    kept: Kept
+
+    @cached_property
+    def _pieces(self) -> PieceSeconds:
+        return piece_seconds(self.run, self.question.cluster, self.question.software)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it."""
+        run, pieces = self.run, self._pieces
+        layer_s = sum(pieces.layer)
+        both_s = [sum(pieces.embedding), *[layer_s] * run.shape.layers, sum(pieces.head)]
+        way_s = sum(seconds * (run.pp - 1 - n) for n, seconds in enumerate(both_s[: run.pp - 1])) / run.pp
+        fixed_s = self.question.software.efficiency.microbatch_s
+        return run.num_microbatches * (sum(both_s) / run.pp + fixed_s) + way_s
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of the fullest device at least, with everything sharded that can be."""
+        run, software = self.run, self.question.software
+        run = replace(run, shard=self.question.shards[-1] if run.dp > 1 else "none")
+        shape, layers = run.shape, run.shape.layers / run.pp
+        held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
+        kept = layers * kept_bytes(self._leanest, software) + working_bytes(self._leanest, software)
+        return state_bytes(run, held, software).total_bytes + kept + software.reserve_bytes
+
+    @property
+    def _leanest(self) -> Run:
+        return replace(self.run, recompute="full") if self.kept == "some" else self.run
+
+    @cached_property
+    def count(self) -> int:
+        """Leaves below it."""
+        shards = len(self.shardings())
+        return sum(shards * len(self.orders(loops, placement)) for loops, placement in self._loops)
+
+    @cached_property
+    def _loops(self) -> list[tuple[int, str]]:
+        """(loops, placement) of the cuts."""
+        layers, pp, pieces = self.run.shape.layers, self.run.pp, self.run.shape.layers + 2
+        counts = [
+            loops
+            for loops in range(1, pieces // pp + 1)
+            if (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
+        ]
+        allowed = [loops for loops in counts if self.question.limits.allows(loops=loops)]
+        own = self.question.software.partition
+        if own != "balanced":  # its program divides the layers by a rule of its own, with at least one for each stage
+            allowed = [loops for loops in allowed if pp * loops <= layers]
+        return [(loops, "looped") for loops in allowed]
+
+    def cuts(self) -> Iterator["Cut"]:
+        """With every number of loops."""
+        for loops, placement in self._loops:
+            if self.orders(loops, placement):
+                yield self._cut(loops, placement)
+
+    def _cut(self, loops: int, placement_name: str) -> "Cut":
+        run = replace(self.run, loops=loops)
+        placement = placement_of(placement_name, run.pp, loops)
+        if self.question.software.partition == "balanced":
+            run = replace(run, layers_by_stage=_layers_by_stage(self._pieces, run.shape.layers, placement))
+        return Cut(self, run, placement_name, placement)
+
+    def orders(self, loops: int, placement: str) -> list[tuple[str, int | None]]:
+        """(family, group size) that the stages may run in."""
+        pp, found = self.run.pp, list[tuple[str, int | None]]()
+        for name in self.question.families:
+            family = FAMILIES[name]
+            if family.is_grouped:
+                found += [(name, size) for size in _group_sizes(pp, self.run.num_microbatches)] if loops > 1 else []
+            elif loops == 1 or family.is_looped:
+                found.append((name, None))
+        return found
+
+    def shardings(self) -> list[tuple[Shard, int]]:
+        """(what is shared out, copies of it)."""
+        dp, shards = self.run.dp, self.question.shards
+        if dp == 1:
+            return [("none", 1)]
+        found: list[tuple[Shard, int]] = [("none", 1)] if "none" in shards else []
+        levels = [shard for shard in shards if shard != "none"]
+        return found + [(shard, copies) for shard in levels for copies in divisors(dp)[:-1]]
+
+
+@lru_cache(maxsize=4096)
+def _layers_by_stage(pieces: PieceSeconds, layers: int, placement: Placement) -> tuple[int, ...]:
+    seconds = [sum(pieces.embedding), *[sum(pieces.layer)] * layers, sum(pieces.head)]
+    return layers_of_pieces(fastest_partition(seconds, placement))
+
+
+@lru_cache(maxsize=4096)
+def stage_inputs(choice: Choice) -> Sequence[int] | None:
+    """``Choice.stage_inputs``, remembered."""
+    return choice.stage_inputs
+
+
+@lru_cache(maxsize=4096)
+def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes between depth-first's and all micro-batches."""
+    sizes = {-(-int(pp * factor * 100) // 100) for factor in GROUP_FACTORS} | {num_microbatches}
+    return tuple(sorted(size for size in sizes if pp < size <= num_microbatches))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An arrangement cut into stages.
+
+    Attributes:
+        arrangement: what it cuts.
+        run: with loops and the layers of each stage.
+        placement_name: of the stages.
+        placement: of the stages.
+    """
+
+    arrangement: Arrangement
+    run: Run
+    placement_name: str
+    placement: Placement
+
+    @cached_property
+    def time(self) -> Bounds:
+        """Bounds of the step time; with nothing recomputed where that is only settled later."""
+        return self._bounds(self.run)
+
+    @cached_property
+    def memory(self) -> Bounds:
+        """Bounds of the memory; with everything recomputed where that is only settled later."""
+        is_open = self.arrangement.kept == "some"
+        return self._bounds(replace(self.run, recompute="full")) if is_open else self.time
+
+    def _bounds(self, run: Run) -> Bounds:
+        return Bounds(run, self.arrangement.question.cluster, self.arrangement.question.software, self.placement)
+
+    @cached_property
+    def orders(self) -> list[tuple[str, int | None]]:
+        """(family, group size) of the leaves."""
+        return self.arrangement.orders(self.run.loops, self.placement_name)
+
+    @cached_property
+    def shardings(self) -> list[tuple[Shard, int]]:
+        """(what is shared out, copies of it) of the leaves."""
+        return self.arrangement.shardings()
+
+    @property
+    def leanest(self) -> tuple[Shard, int]:
+        """The sharding that holds least."""
+        return self.shardings[-1][0], 1
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least, whatever is sharded."""
+        return self.time.any_step_s
+
+    @property
+    def count(self) -> int:
+        """Leaves below it."""
+        return len(self.orders) * len(self.shardings)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A cut with its schedule and what is sharded.
+
+    Attributes:
+        cut: the stages.
+        shard: what data parallelism shares out.
+        replicate: copies of that.
+        family: the schedule.
+        group_size: of the hybrid.
+    """
+
+    cut: Cut
+    shard: Shard
+    replicate: int
+    family: str
+    group_size: int | None
+
+    @property
+    def count(self) -> int:
+        """Itself."""
+        return 1
+
+    @property
+    def run(self) -> Run:
+        """With its sharding."""
+        return replace(self.cut.run, shard=self.shard, replicate=self.replicate)
+
+    @property
+    def choice(self) -> Choice:
+        """Its schedule."""
+        run, placement = self.cut.run, self.cut.placement_name
+        return Choice(
+            family=self.family,
+            pp=run.pp,
+            loops=run.loops,
+            num_microbatches=run.num_microbatches,
+            group_size=self.group_size,
+            placement=None if placement == "looped" else placement,
+        )
+
+    @property
+    def stage_inputs(self) -> Sequence[int] | None:
+        """For each rank how many stage inputs it holds at once, where a closed form tells it."""
+        return stage_inputs(self.choice)
+
+    @property
+    def recomputing_s(self) -> float:
+        """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
+        in_flight, time = self.stage_inputs, self.cut.time
+        if in_flight is None:
+            return 0.0
+        layers = time.layers_to_recompute(time.held_bytes(self.shard, self.replicate, in_flight), in_flight)
+        return time.recomputing_s(layers) + time.after_s(self.shard, self.replicate)
+
+
+def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
+    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch)."""
+    shape, limits, excluded = question.shape, question.limits, Counter[str]()
+    found: list[Arrangement] = []
+    for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
+        if not limits.allows(tp=tp, pp=pp, dp=dp):
+            continue
+        cause = _why_not(question, tp, pp, dp)
+        if cause is not None:
+            excluded[cause] += 1
+            continue
+        for micro_batch in divisors(question.global_batch // dp):
+            if limits.allows(micro_batch=micro_batch):
+                run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
+                found += _kinds(question, run)
+    assert shape.layers > 0
+    return found, excluded
+
+
+def _why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+    shape = question.shape
+    if shape.heads % tp or shape.kv_heads % tp:
+        return "the heads do not divide by the tensor axis"
+    if tp > 1 and question.seq % tp:
+        return "the tokens of a sequence do not divide by the tensor axis"
+    if pp > shape.layers + (2 if question.software.partition == "balanced" else 0):
+        return "the pipeline has more ranks than there are layers"
+    if question.global_batch % dp:
+        return "the batch does not divide by the data axis"
+    return None
+
+
+def _kinds(question: Question, run: Run) -> Iterator[Arrangement]:
+    """The same axes with and without sequence parallelism, and with everything that may be recomputed."""
+    for is_split in (False, True) if run.tp > 1 else (False,):
+        if question.limits.allows(sequence_parallel=is_split):
+            split = replace(run, sequence_parallel=is_split)
+            for kind in question.recompute:
+                yield Arrangement(question, replace(split, recompute=kind), kind)
+            if {"none", "full"} <= set(question.recompute):
+                yield Arrangement(question, split, "some")
