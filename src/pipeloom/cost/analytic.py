@@ -7,31 +7,42 @@ from itertools import accumulate, pairwise
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
-from pipeloom.cost.flops import piece_forward_flops
+from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.partition import balanced_partition
+from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 from pipeloom.layout import Recompute
+from pipeloom.schedule import PLACEMENTS, Placement
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     """How many layers each stage of a run has, and which stage has the head.
 
     As the run says, or else as its program divides them; ``balanced`` cuts [embedding, layers, head] so that the
-    forward FLOPs of the stages are as even as can be.
+    rank with the most FLOPs in a step has as few as can be (``fastest_partition``).
     """
     if run.layers_by_stage is not None:
         return run.layers_by_stage, run.num_stages - 1
     if software.partition != "balanced":
         return layers_of_stages(run.shape, run.num_stages, software.partition)
-    return _balanced(run.shape, run.seq, run.num_stages), run.num_stages - 1
+    recompute = run.recompute if run.recompute_layers is None else run.recompute_layers
+    sizes = _balanced(run.shape, run.seq, recompute, run.placement, (run.pp, run.loops))
+    return layers_of_pieces(sizes), run.num_stages - 1
+
+
+@lru_cache(maxsize=4096)
+def _balanced(
+    shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
+) -> tuple[int, ...]:
+    by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
+    return fastest_partition(piece_flops(shape, seq, by_layer), _placement(placement, *axes))
 
 
 @lru_cache(maxsize=512)
-def _balanced(shape: ModelShape, seq: int, num_stages: int) -> tuple[int, ...]:
-    return layers_of_pieces(balanced_partition(piece_forward_flops(shape, seq), num_stages))
+def _placement(name: str, pp: int, loops: int) -> Placement:
+    return PLACEMENTS[name](pp, loops)
 
 
 def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -89,6 +100,14 @@ def layers_by_recompute(run: Run, software: Software) -> LayersByRecompute:
 def kinds_of(stages: LayersByRecompute) -> dict[Recompute, Run]:
     """What is recomputed anywhere -> the run as if all layers did that."""
     return {alike.recompute: alike for stage in stages for alike, _ in stage}
+
+
+def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
+    """Seconds of each piece, forward and backward of one micro-batch: embedding, each layer, head."""
+    recompute = run.recompute_layers or (run.recompute,) * run.shape.layers
+    pieces = {kind: piece_seconds(replace(run, recompute=kind), cluster, software) for kind in set(recompute)}
+    ends = pieces[recompute[0]]
+    return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 
 
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
@@ -209,9 +228,12 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters that one device of each pipeline rank holds, on a looped placement."""
-    by_stage = stage_parameters(run, software)
-    return tuple(sum(by_stage[rank :: run.pp]) for rank in range(run.pp))
+    """Parameters that one device of each pipeline rank holds."""
+    held = [0.0] * run.pp
+    owner = _placement(run.placement, run.pp, run.loops).rank_by_stage
+    for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
+        held[rank] += parameters
+    return tuple(held)
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:

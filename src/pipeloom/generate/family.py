@@ -56,8 +56,8 @@ class Rows:
 
 
 Rule = Callable[[Request], Rows]
-StageInputs = Callable[[Request], Sequence[int]]
-"""For each rank the most stage inputs that it holds at once, without making the rows; on looped placements."""
+StageInputs = Callable[[Request], Sequence[int] | None]
+"""For each rank the most stage inputs that it holds at once, without making the rows; ``None`` if only they tell."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,14 @@ class Choice:
             )
         return problems
 
+    def placed(self) -> Placement:
+        """The stages, and the rank of each.
+
+        Raises:
+            KeyError: no placement has that name, which ``problems`` tells.
+        """
+        return PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+
     def make(self) -> Schedule:
         """The compute-only schedule.
 
@@ -177,14 +185,13 @@ class Choice:
 
     @property
     def _request(self) -> Request:
-        placement = PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
-        return Request(placement, self.num_microbatches, self.group_size or self.pp)
+        return Request(self.placed(), self.num_microbatches, self.group_size or self.pp)
 
     @property
     def stage_inputs(self) -> Sequence[int] | None:
         """For each rank the most stage inputs that it holds at once; ``None`` without a closed form for it."""
-        closed_form, request = FAMILIES[self.family].stage_inputs, self._request
-        return closed_form(request) if closed_form and request.is_looped else None
+        closed_form = FAMILIES[self.family].stage_inputs
+        return closed_form(self._request) if closed_form else None
 
 
 def make_schedule(name: str, **sizes: Any) -> Schedule:

@@ -8,16 +8,21 @@ from pipeloom.generate.family import Request, Rows, StageInputs, family
 from pipeloom.schedule import Kind, Row, Schedule
 
 
-def _stage_inputs(hops_back: int, extra: int = 0) -> StageInputs:
-    """One input more than warm-up forwards."""
+def _stage_inputs(hops_back: int) -> StageInputs:
+    """The closed form; where the placement asks for more warm-up there is none."""
 
-    def inputs(request: Request) -> list[int]:
-        most = request.num_microbatches * request.loops
+    def inputs(request: Request) -> list[int] | None:
         if request.group_size == 1:
             return [request.loops]
-        return [min(number + 1, most) for number in _warmups(request, hops_back, extra)]
+        return _most_inputs(request, hops_back, 0) if request.is_looped else None
 
     return inputs
+
+
+def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
+    """One more than warm-up forwards."""
+    most = request.num_microbatches * request.loops
+    return [min(number + 1, most) for number in _warmups(request, hops_back, extra)]
 
 
 @family("1f1b", is_looped=False, instead="depth-first", stage_inputs=_stage_inputs(hops_back=1))
@@ -99,7 +104,7 @@ def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
         forwards = Row.join([Row.grid(Kind.FORWARD, stages, group) for group in groups])
         backwards = Row.join([Row.grid(Kind.BACKWARD, stages[::-1], group) for group in groups])
         rows.append(_in_turn(forwards, backwards, num_warmup))
-    return Rows(rows, _stage_inputs(hops_back, extra)(request))
+    return Rows(rows, _most_inputs(request, hops_back, extra))
 
 
 def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:

@@ -20,7 +20,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
 from pipeloom.predict.memory import input_bytes
-from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.schedule import PLACEMENTS, Placement, Schedule
 
 
 @lru_cache(maxsize=1024)
@@ -122,6 +122,19 @@ class Bounds:
             sum(gathers[stage] + reductions[stage] for stage in stages) for stages in stages_by_rank(self.placement)
         )
         return max(pipeline_s, lane_s) + after_s
+
+    def collectives_s(self, run: Run, schedule: Schedule) -> float:
+        """Seconds of the step at least: all gathers and reductions of a rank, one after the other."""
+        after_s = self.after_s(run.shard, run.replicate)
+        if not self.software.has_reduction_lane or run.dp == 1:
+            return after_s
+        each_s = [
+            number * gather + again * reduction
+            for number, again, gather, reduction in zip(
+                *schedule.collectives, *self._collectives_s(run), strict=True
+            )
+        ]
+        return max(sum(each_s[stage] for stage in stages) for stages in stages_by_rank(self.placement)) + after_s
 
     def _collectives_s(self, run: Run) -> tuple[list[float], list[float]]:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""

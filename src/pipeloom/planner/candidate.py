@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.predict.step import Order, SimulatedStep, lowered, simulate_step
+from pipeloom.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Candidate:
     run: Run
     software: Software
     order: Order
+
+    @property
+    def schedule(self) -> Schedule:
+        """As it is simulated."""
+        return lowered(self.run, self.software, self.order)
 
     def simulate(self, cluster: Cluster) -> SimulatedStep:
         """Its step on a cluster."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pipeloom.cost.shape import Run
 from pipeloom.layout import Shard
+from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
@@ -84,6 +85,11 @@ def kind_of(run: Run, family: str) -> Kind:
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
 
 
+def leaf_kind(leaf: Leaf) -> Kind:
+    """The kind of a layout that is not decided yet."""
+    return kind_of(leaf.cut.run, leaf.choice.family)._replace(recompute=leaf.cut.arrangement.kept)
+
+
 class Best:
     """The best layouts so far, one of each kind."""
 
@@ -111,10 +117,25 @@ class Best:
         """What is slower than this is not among the best."""
         return float("inf") if self._limit_s is None else self._limit_s
 
-    def beats(self, leaf: Leaf, bound_s: float) -> bool:
+    def beats(self, node: "Node", bound_s: float) -> bool:
         """Whether something that takes at least that long cannot be the best of its kind."""
-        known = self._of_kind.get(kind_of(leaf.run, leaf.family)._replace(recompute=leaf.cut.arrangement.kept))
+        if isinstance(node, Arrangement | Cut):
+            return False
+        leaf = node.leaf if isinstance(node, Settled) else node
+        known = self._of_kind.get(leaf_kind(leaf))
         return known is not None and bound_s > known.prediction.step_time_s
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A leaf with everything decided."""
+
+    leaf: Leaf
+    candidate: Candidate
+    count = 1
+
+
+Node = Arrangement | Cut | Leaf | Settled
 
 
 def _rank(step: SimulatedStep) -> tuple[float, float, str]:
@@ -156,7 +177,7 @@ class _Search:
         self._counts = Counts()
         self._begin = time.monotonic()
         self._budget_s, self._progress, self._prunes = budget_s, progress, prunes
-        self._queue: list[tuple[float, int, Cut | Leaf | Arrangement]] = []
+        self._queue: list[tuple[float, int, Node]] = []
         self._pushed = 0
 
     @property
@@ -178,10 +199,10 @@ class _Search:
             if self._budget_s is not None and time.monotonic() - self._begin > self._budget_s:
                 open_bound_s = bound_s
                 break
-            if self._prunes and isinstance(node, Leaf) and self._best.beats(node, bound_s):
+            if self._prunes and self._best.beats(node, bound_s):
                 self._counts.too_slow += 1
                 continue
-            self._open(node)
+            self._open(node, bound_s)
             if self._progress is not None:
                 self._progress(self._decided, self._counts.layouts)
         self._counts.seconds = time.monotonic() - self._begin
@@ -192,7 +213,7 @@ class _Search:
         counts = self._counts
         return counts.too_large + counts.too_slow + counts.simulated + counts.spare
 
-    def _push(self, bound_s: float, node: Arrangement | Cut | Leaf, least_bytes: float) -> None:
+    def _push(self, bound_s: float, node: Node, least_bytes: float) -> None:
         """Keep it open, unless a bound rules it out."""
         if self._prunes and least_bytes > self._room:
             self._counts.too_large += node.count
@@ -202,28 +223,33 @@ class _Search:
             self._pushed += 1
             heappush(self._queue, (bound_s, self._pushed, node))
 
-    def _open(self, node: Arrangement | Cut | Leaf) -> None:
+    def _open(self, node: Node, bound_s: float) -> None:
         if isinstance(node, Arrangement):
             for cut in node.cuts():
                 self._push(cut.bound_s, cut, max(cut.memory.held_bytes(*cut.leanest)))
         elif isinstance(node, Cut):
             for sharding in node.shardings:
                 self._push_leaves(node, *sharding)
+        elif isinstance(node, Leaf):
+            self._settle(node, bound_s)
         else:
-            self._simulate(node)
+            self._simulate(node.candidate)
 
     def _push_leaves(self, cut: Cut, shard: Shard, replicate: int) -> None:
         bound_s = cut.time.step_s(shard, replicate)
-        for family, group_size in cut.orders:
-            leaf = Leaf(cut, shard, replicate, family, group_size)
+        for choice in cut.choices:
+            leaf = Leaf(cut, shard, replicate, choice)
             leaf_s = max(bound_s, leaf.recomputing_s) if cut.arrangement.kept == "some" else bound_s
             self._push(leaf_s, leaf, max(cut.memory.held_bytes(shard, replicate, leaf.stage_inputs)))
 
-    def _simulate(self, leaf: Leaf) -> None:
+    def _settle(self, leaf: Leaf, bound_s: float) -> None:
+        """Decide the rest of it, and with its schedule at hand bound it once more."""
         chosen = settle(leaf)
         if chosen is None:
             self._counts.too_large += 1
             return
-        step = chosen.simulate(self._question.cluster)
+        self._push(max(bound_s, leaf.cut.time.collectives_s(chosen.run, chosen.schedule)), Settled(leaf, chosen), 0.0)
+
+    def _simulate(self, chosen: Candidate) -> None:
         self._counts.simulated += 1
-        self._best.add(step)
+        self._best.add(chosen.simulate(self._question.cluster))

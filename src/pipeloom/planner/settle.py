@@ -15,7 +15,7 @@ from pipeloom.layout import Recompute
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import memory_by_rank
-from pipeloom.predict.step import Order, lowered
+from pipeloom.predict.step import Order
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""
@@ -69,9 +69,8 @@ def _candidate(leaf: Leaf, run: Run, room: Room) -> Candidate:
 
 def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
     """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-    schedule = lowered(chosen.run, chosen.software, chosen.order)
     capacity = leaf.cut.arrangement.question.cluster.device.memory_bytes
-    held = memory_by_rank(chosen.run, chosen.software, schedule, chosen.order.receive_buffers)
+    held = memory_by_rank(chosen.run, chosen.software, chosen.schedule, chosen.order.receive_buffers)
     return [capacity - memory.total_bytes for memory in held]
 
 
@@ -103,7 +102,7 @@ def _saved_bytes(leaf: Leaf, chosen: Candidate) -> list[float]:
     """For each rank about what one recomputed layer saves."""
     run, software = leaf.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
-    peaks = lowered(run, software, chosen.order).peak_stage_inputs
+    peaks = chosen.schedule.peak_stage_inputs
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import ceil
 from typing import Literal
 
 from pipeloom.cost.analytic import layers_of_pieces
@@ -81,46 +82,37 @@ class Arrangement:
     def count(self) -> int:
         """Leaves below it."""
         shards = len(self.shardings())
-        return sum(shards * len(self.orders(loops, placement)) for loops, placement in self._loops)
+        return sum(shards * len(self.choices(loops, placement)) for loops, placement in self._loops)
 
     @cached_property
     def _loops(self) -> list[tuple[int, str]]:
         """(loops, placement) of the cuts."""
         layers, pp, pieces = self.run.shape.layers, self.run.pp, self.run.shape.layers + 2
-        counts = [
+        is_balanced = self.question.software.partition == "balanced"
+        allowed = [
             loops
-            for loops in range(1, pieces // pp + 1)
+            for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
             if (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
+            if self.question.limits.allows(loops=loops)
         ]
-        allowed = [loops for loops in counts if self.question.limits.allows(loops=loops)]
-        own = self.question.software.partition
-        if own != "balanced":  # its program divides the layers by a rule of its own, with at least one for each stage
-            allowed = [loops for loops in allowed if pp * loops <= layers]
-        return [(loops, "looped") for loops in allowed]
+        found = [(loops, "looped") for loops in allowed]
+        return found + ([(2, "v")] if 2 in allowed and pp > 1 and is_balanced else [])
 
     def cuts(self) -> Iterator["Cut"]:
         """With every number of loops."""
         for loops, placement in self._loops:
-            if self.orders(loops, placement):
-                yield self._cut(loops, placement)
+            if self.choices(loops, placement):
+                yield self._cut(replace(self.run, loops=loops, placement=placement))
 
-    def _cut(self, loops: int, placement_name: str) -> "Cut":
-        run = replace(self.run, loops=loops)
-        placement = placement_of(placement_name, run.pp, loops)
+    def _cut(self, run: Run) -> "Cut":
+        placement = placement_of(run.placement, run.pp, run.loops)
         if self.question.software.partition == "balanced":
             run = replace(run, layers_by_stage=_layers_by_stage(self._pieces, run.shape.layers, placement))
-        return Cut(self, run, placement_name, placement)
+        return Cut(self, run)
 
-    def orders(self, loops: int, placement: str) -> list[tuple[str, int | None]]:
-        """(family, group size) that the stages may run in."""
-        pp, found = self.run.pp, list[tuple[str, int | None]]()
-        for name in self.question.families:
-            family = FAMILIES[name]
-            if family.is_grouped:
-                found += [(name, size) for size in _group_sizes(pp, self.run.num_microbatches)] if loops > 1 else []
-            elif loops == 1 or family.is_looped:
-                found.append((name, None))
-        return found
+    def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
+        """Schedules that the stages may run in."""
+        return _choices(self.question.families, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list[tuple[Shard, int]]:
         """(what is shared out, copies of it)."""
@@ -138,17 +130,40 @@ def _layers_by_stage(pieces: PieceSeconds, layers: int, placement: Placement) ->
     return layers_of_pieces(fastest_partition(seconds, placement))
 
 
-@lru_cache(maxsize=4096)
-def stage_inputs(choice: Choice) -> Sequence[int] | None:
-    """``Choice.stage_inputs``, remembered."""
-    return choice.stage_inputs
+@lru_cache(maxsize=65536)
+def _choices(
+    families: tuple[str, ...], pp: int, loops: int, placement: str, num_microbatches: int
+) -> tuple[Choice, ...]:
+    """Schedules of some stages. On other placements than loops, those whose rows need not be made to know them."""
+    found: list[Choice] = []
+    for name in families:
+        family = FAMILIES[name]
+        if loops > 1 and not family.is_looped:
+            continue
+        plain = Choice(
+            family=name,
+            pp=pp,
+            loops=loops,
+            num_microbatches=num_microbatches,
+            placement=None if placement == "looped" else placement,
+        )
+        if family.is_grouped:
+            sizes = _group_sizes(pp, num_microbatches) if loops > 1 and placement == "looped" else ()
+            found += [replace(plain, group_size=size) for size in sizes]
+        elif placement == "looped" or plain.stage_inputs is not None:
+            found.append(plain)
+    return tuple(found)
 
 
-@lru_cache(maxsize=4096)
 def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
     """Sizes between depth-first's and all micro-batches."""
-    sizes = {-(-int(pp * factor * 100) // 100) for factor in GROUP_FACTORS} | {num_microbatches}
+    sizes = {ceil(pp * factor) for factor in GROUP_FACTORS} | {num_microbatches}
     return tuple(sorted(size for size in sizes if pp < size <= num_microbatches))
+
+
+@lru_cache(maxsize=65536)
+def _stage_inputs(choice: Choice) -> Sequence[int] | None:
+    return choice.stage_inputs
 
 
 @dataclass(frozen=True)
@@ -157,15 +172,11 @@ class Cut:
 
     Attributes:
         arrangement: what it cuts.
-        run: with loops and the layers of each stage.
-        placement_name: of the stages.
-        placement: of the stages.
+        run: with loops, placement and the layers of each stage.
     """
 
     arrangement: Arrangement
     run: Run
-    placement_name: str
-    placement: Placement
 
     @cached_property
     def time(self) -> Bounds:
@@ -181,10 +192,15 @@ class Cut:
     def _bounds(self, run: Run) -> Bounds:
         return Bounds(run, self.arrangement.question.cluster, self.arrangement.question.software, self.placement)
 
+    @property
+    def placement(self) -> Placement:
+        """The rank of each stage."""
+        return placement_of(self.run.placement, self.run.pp, self.run.loops)
+
     @cached_property
-    def orders(self) -> list[tuple[str, int | None]]:
-        """(family, group size) of the leaves."""
-        return self.arrangement.orders(self.run.loops, self.placement_name)
+    def choices(self) -> tuple[Choice, ...]:
+        """Schedules of the leaves."""
+        return self.arrangement.choices(self.run.loops, self.run.placement)
 
     @cached_property
     def shardings(self) -> list[tuple[Shard, int]]:
@@ -204,7 +220,7 @@ class Cut:
     @property
     def count(self) -> int:
         """Leaves below it."""
-        return len(self.orders) * len(self.shardings)
+        return len(self.choices) * len(self.shardings)
 
 
 @dataclass(frozen=True)
@@ -215,15 +231,13 @@ class Leaf:
         cut: the stages.
         shard: what data parallelism shares out.
         replicate: copies of that.
-        family: the schedule.
-        group_size: of the hybrid.
+        choice: the schedule.
     """
 
     cut: Cut
     shard: Shard
     replicate: int
-    family: str
-    group_size: int | None
+    choice: Choice
 
     @property
     def count(self) -> int:
@@ -236,22 +250,9 @@ class Leaf:
         return replace(self.cut.run, shard=self.shard, replicate=self.replicate)
 
     @property
-    def choice(self) -> Choice:
-        """Its schedule."""
-        run, placement = self.cut.run, self.cut.placement_name
-        return Choice(
-            family=self.family,
-            pp=run.pp,
-            loops=run.loops,
-            num_microbatches=run.num_microbatches,
-            group_size=self.group_size,
-            placement=None if placement == "looped" else placement,
-        )
-
-    @property
     def stage_inputs(self) -> Sequence[int] | None:
         """For each rank how many stage inputs it holds at once, where a closed form tells it."""
-        return stage_inputs(self.choice)
+        return _stage_inputs(self.choice)
 
     @property
     def recomputing_s(self) -> float:

@@ -102,6 +102,14 @@ class Schedule:
         """The actions with what each waits for."""
         return Graph(self.facts, self.gradient_buffers)
 
+    @cached_property
+    def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each stage how often its weights are gathered in a step, and how often its gradients are reduced."""
+        kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
+        each = [[np.bincount(row.stage[row.is_kind(kind)], minlength=self.num_stages) for row in self.rows] for kind in kinds]
+        gathers, reductions = (tuple(int(number) for number in sum(counts)) for counts in each)
+        return gathers, reductions
+
     def input_gradient(self, stage: int, microbatch: int, part: int = 0) -> Action:
         """The action that makes the gradient for a stage's input: the backward, or its first half."""
         is_split = self.facts.is_split[stage, microbatch, part]
