@@ -130,9 +130,7 @@ class Bounds:
             return after_s
         each_s = [
             number * gather + again * reduction
-            for number, again, gather, reduction in zip(
-                *schedule.collectives, *self._collectives_s(run), strict=True
-            )
+            for number, again, gather, reduction in zip(*schedule.collectives, *self._collectives_s(run), strict=True)
         ]
         return max(sum(each_s[stage] for stage in stages) for stages in stages_by_rank(self.placement)) + after_s
 

@@ -9,11 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipeloom.cost.shape import Run
-from pipeloom.layout import Shard
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle
@@ -226,21 +225,22 @@ class _Search:
     def _open(self, node: Node, bound_s: float) -> None:
         if isinstance(node, Arrangement):
             for cut in node.cuts():
-                self._push(cut.bound_s, cut, max(cut.memory.held_bytes(*cut.leanest)))
+                self._push(cut.bound_s, cut, cut.least_bytes)
         elif isinstance(node, Cut):
             for sharding in node.shardings:
-                self._push_leaves(node, *sharding)
+                for choice in node.choices:
+                    self._push_leaf(Leaf(node, sharding, choice))
         elif isinstance(node, Leaf):
             self._settle(node, bound_s)
         else:
             self._simulate(node.candidate)
 
-    def _push_leaves(self, cut: Cut, shard: Shard, replicate: int) -> None:
-        bound_s = cut.time.step_s(shard, replicate)
-        for choice in cut.choices:
-            leaf = Leaf(cut, shard, replicate, choice)
-            leaf_s = max(bound_s, leaf.recomputing_s) if cut.arrangement.kept == "some" else bound_s
-            self._push(leaf_s, leaf, max(cut.memory.held_bytes(shard, replicate, leaf.stage_inputs)))
+    def _push_leaf(self, leaf: Leaf) -> None:
+        narrowed = leaf.narrowed() if self._prunes else leaf
+        if narrowed is None:
+            self._counts.too_large += 1
+        else:
+            self._push(narrowed.bound_s, narrowed, 0.0)
 
     def _settle(self, leaf: Leaf, bound_s: float) -> None:
         """Decide the rest of it, and with its schedule at hand bound it once more."""

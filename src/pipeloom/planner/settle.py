@@ -11,7 +11,7 @@ from itertools import accumulate
 from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.shape import Run
-from pipeloom.layout import Recompute
+from pipeloom.layout import Recompute, Shard
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import memory_by_rank
@@ -33,25 +33,25 @@ def settle(leaf: Leaf) -> Candidate | None:
     """The leaf with everything decided; ``None`` if it does not fit, or if it fits with fewer layers recomputed."""
     if leaf.cut.arrangement.kept == "some":
         return _with_some_layers(leaf)
-    for room in _rooms(leaf):
-        chosen = _candidate(leaf, leaf.run, room)
-        if min(_free_bytes(chosen, leaf)) >= 0:
-            return chosen
+    for shard in leaf.sharding.levels:
+        for room in _rooms(shard, leaf.cut.run.loops):
+            chosen = _candidate(leaf, leaf.run(shard), room)
+            if min(_free_bytes(chosen, leaf)) >= 0:
+                return chosen
     return None
 
 
-def _rooms(leaf: Leaf) -> list[Room]:
+def _rooms(shard: Shard, loops: int) -> list[Room]:
     """What a rank may have room for, the most first.
 
     With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
     gathered ``full`` would hold as much as ``gradients``, and both have more to exchange.
     """
-    loops = leaf.cut.run.loops
     two, half = min(2, loops), max(1, loops // 2)
     sizes: list[tuple[int, int | None]] = [(loops, None)]
-    if leaf.shard == "gradients":
+    if shard == "gradients":
         sizes = [(loops, two), (loops, 1)]
-    elif leaf.shard == "full":
+    elif shard == "full":
         sizes = [(half, two), (two, two), (two, 1), (1, 1)]
     return [Room(*size) for size in dict.fromkeys(sizes)]
 
@@ -75,44 +75,60 @@ def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
-    """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
-    room = next((room for room in _rooms(leaf) if room.gradient_buffers == 2), _rooms(leaf)[-1])
-    chosen = _candidate(leaf, leaf.run, room)
-    free = _free_bytes(chosen, leaf)
-    if min(free) >= 0:
-        return None
-    counts, _ = stage_layers(leaf.run, chosen.software)
-    saved = _saved_bytes(leaf, chosen)
-    again = [0] * leaf.run.pp
+    """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough.
+
+    Less is shared out rather than less recomputed, if both would fit: an exchange costs less than a layer.
+    """
+    for shard in leaf.sharding.levels:
+        sizes = _rooms(shard, leaf.cut.run.loops)
+        room = next((room for room in sizes if room.gradient_buffers == 2), sizes[-1])
+        plain = _candidate(leaf, leaf.run(shard), room)
+        free = _free_bytes(plain, leaf)
+        if min(free) >= 0:
+            return None
+        chosen = _recomputing(leaf, plain, free)
+        if chosen is not None:
+            return chosen
+    return None
+
+
+def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candidate | None:
+    """The candidate with layers recomputed where bytes are missing; ``None`` if all layers would not be enough."""
+    counts, _ = stage_layers(plain.run, plain.software)
+    saved, owner = _saved_bytes(plain), leaf.cut.placement.rank_by_stage
+    layers = [0] * plain.run.pp
+    for rank, number in zip(owner, counts, strict=True):
+        layers[rank] += number
+    again = [0] * plain.run.pp
     for _ in range(TRIES):
         again = [
             number + (int(-left // each) + 1 if left < 0 else 0)
             for number, left, each in zip(again, free, saved, strict=True)
         ]
-        if any(number > sum(counts[rank :: leaf.run.pp]) for rank, number in enumerate(again)):
+        if any(number > most for number, most in zip(again, layers, strict=True)):
             return None
-        chosen = replace(chosen, run=replace(leaf.run, recompute_layers=_spread(leaf, counts, again)))
+        chosen = replace(plain, run=replace(plain.run, recompute_layers=_spread(owner, counts, again)))
         free = _free_bytes(chosen, leaf)
         if min(free) >= 0:
             return chosen
     return None
 
 
-def _saved_bytes(leaf: Leaf, chosen: Candidate) -> list[float]:
+def _saved_bytes(chosen: Candidate) -> list[float]:
     """For each rank about what one recomputed layer saves."""
-    run, software = leaf.run, chosen.software
+    run, software = chosen.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
     peaks = chosen.schedule.peak_stage_inputs
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 
-def _spread(leaf: Leaf, counts: Sequence[int], again: Sequence[int]) -> tuple[Recompute, ...]:
+def _spread(owner: Sequence[int], counts: Sequence[int], again: Sequence[int]) -> tuple[Recompute, ...]:
     """For each layer what is recomputed: of each rank so many, evenly over its stages, the first ones of each."""
     kinds: list[Recompute] = ["none"] * sum(counts)
     first = [0, *accumulate(counts)]
     left = list(again)
     for depth in range(max(counts)):
-        for stage, rank in enumerate(leaf.cut.placement.rank_by_stage):
+        for stage, rank in enumerate(owner):
             if left[rank] and depth < counts[stage]:
                 kinds[first[stage] + depth] = "full"
                 left[rank] -= 1

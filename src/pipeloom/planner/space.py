@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import ceil
-from typing import Literal
+from math import ceil, gcd
+from typing import Literal, NamedTuple
 
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
@@ -24,15 +24,15 @@ from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.layout import Shard
 from pipeloom.planner.bounds import Bounds, placement_of
-from pipeloom.planner.question import Question, axes, divisors
+from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 
 Kept = Literal["none", "selective", "some", "full"]
 """What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
 
-FEW_LOOPS = 8
+FEW_LOOPS = 4
 """Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly."""
-GROUP_FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+GROUP_FACTORS = (1.25, 2, 4, 8, 16)
 """Group sizes of the hybrid, as multiples of the pipeline ranks; beside them the number of micro-batches."""
 
 
@@ -114,14 +114,28 @@ class Arrangement:
         """Schedules that the stages may run in."""
         return _choices(self.question.families, self.run.pp, loops, placement, self.run.num_microbatches)
 
-    def shardings(self) -> list[tuple[Shard, int]]:
-        """(what is shared out, copies of it)."""
+    def shardings(self) -> list["Sharding"]:
+        """What data parallelism may share out, and among whom: all its ranks, or those of a node."""
         dp, shards = self.run.dp, self.question.shards
         if dp == 1:
-            return [("none", 1)]
-        found: list[tuple[Shard, int]] = [("none", 1)] if "none" in shards else []
-        levels = [shard for shard in shards if shard != "none"]
-        return found + [(shard, copies) for shard in levels for copies in divisors(dp)[:-1]]
+            return [Sharding(("none",), 1)]
+        found = [Sharding(("none",), 1)] if "none" in shards else []
+        levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
+        inside = gcd(self.question.cluster.devices_per_node // self.run.tp, dp)
+        among = dict.fromkeys(size for size in (dp, inside) if size > 1)
+        return found + [Sharding(levels, dp // size) for size in among] if levels else found
+
+
+class Sharding(NamedTuple):
+    """What data parallelism shares out.
+
+    Attributes:
+        levels: that may be, the least first; the first that fits is taken, since it has least to exchange.
+        replicate: copies of what is shared out.
+    """
+
+    levels: tuple[Shard, ...]
+    replicate: int
 
 
 @lru_cache(maxsize=4096)
@@ -203,14 +217,14 @@ class Cut:
         return self.arrangement.choices(self.run.loops, self.run.placement)
 
     @cached_property
-    def shardings(self) -> list[tuple[Shard, int]]:
-        """(what is shared out, copies of it) of the leaves."""
+    def shardings(self) -> list[Sharding]:
+        """Those of the leaves."""
         return self.arrangement.shardings()
 
     @property
-    def leanest(self) -> tuple[Shard, int]:
-        """The sharding that holds least."""
-        return self.shardings[-1][0], 1
+    def least_bytes(self) -> float:
+        """Bytes of the fullest device at least, with everything shared out that can be."""
+        return max(self.memory.held_bytes(self.shardings[-1].levels[-1]))
 
     @property
     def bound_s(self) -> float:
@@ -229,14 +243,12 @@ class Leaf:
 
     Attributes:
         cut: the stages.
-        shard: what data parallelism shares out.
-        replicate: copies of that.
+        sharding: what data parallelism may share out.
         choice: the schedule.
     """
 
     cut: Cut
-    shard: Shard
-    replicate: int
+    sharding: Sharding
     choice: Choice
 
     @property
@@ -244,24 +256,33 @@ class Leaf:
         """Itself."""
         return 1
 
-    @property
-    def run(self) -> Run:
+    def run(self, shard: Shard) -> Run:
         """With its sharding."""
-        return replace(self.cut.run, shard=self.shard, replicate=self.replicate)
+        return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
 
     @property
     def stage_inputs(self) -> Sequence[int] | None:
         """For each rank how many stage inputs it holds at once, where a closed form tells it."""
         return _stage_inputs(self.choice)
 
+    def narrowed(self) -> "Leaf | None":
+        """Without the levels of sharding that cannot fit; ``None`` if none can."""
+        held, room = self.cut.memory.held_bytes, self.cut.arrangement.question.cluster.device.memory_bytes
+        for number, shard in enumerate(self.sharding.levels):
+            if max(held(shard, self.sharding.replicate, self.stage_inputs)) <= room:
+                return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
+        return None
+
     @property
-    def recomputing_s(self) -> float:
+    def bound_s(self) -> float:
         """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
-        in_flight, time = self.stage_inputs, self.cut.time
-        if in_flight is None:
-            return 0.0
-        layers = time.layers_to_recompute(time.held_bytes(self.shard, self.replicate, in_flight), in_flight)
-        return time.recomputing_s(layers) + time.after_s(self.shard, self.replicate)
+        time, in_flight = self.cut.time, self.stage_inputs
+        shard, most, replicate = self.sharding.levels[0], self.sharding.levels[-1], self.sharding.replicate
+        bound_s = time.step_s(shard, replicate)
+        if self.cut.arrangement.kept != "some" or in_flight is None:
+            return bound_s
+        layers = time.layers_to_recompute(time.held_bytes(most, replicate, in_flight), in_flight)
+        return max(bound_s, time.recomputing_s(layers) + time.after_s(shard, replicate))
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:

@@ -106,7 +106,10 @@ class Schedule:
     def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each stage how often its weights are gathered in a step, and how often its gradients are reduced."""
         kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
-        each = [[np.bincount(row.stage[row.is_kind(kind)], minlength=self.num_stages) for row in self.rows] for kind in kinds]
+        each = [
+            [np.bincount(row.stage[row.is_kind(kind)], minlength=self.num_stages) for row in self.rows]
+            for kind in kinds
+        ]
         gathers, reductions = (tuple(int(number) for number in sum(counts)) for counts in each)
         return gathers, reductions
 
