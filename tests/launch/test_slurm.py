@@ -95,7 +95,8 @@ def test_a_run_that_is_stopped_before_the_time_limit_is_queued_again(tmp_path, p
         assert job.returncode != 0
     finally:
         os.killpg(job.pid, signal.SIGKILL)  # the sleep, which the played srun does not end
-        said = job.stdout.read()
+        with job.stdout as stream:
+            said = stream.read()
     assert "stopped before the time limit" in said
 
 

@@ -29,7 +29,7 @@ def test_one_node_starts_as_many_processes_as_the_layout_has(tmp_path):
 
 def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_path):
     written = written_for("torchrun", tmp_path, layout={"dp": 2})
-    assert written.start.startswith("NODE_RANK=0 MASTER_ADDR=<host of node 0> bash torchrun.sh")
+    assert written.start.endswith("NODE_RANK=0 MASTER_ADDR=<host of node 0> bash torchrun.sh")
     command = command_of(written.files[1], NODE_RANK="1", MASTER_ADDR="node-a", MASTER_PORT="1234", RUN="/runs/one")
     assert values_of(command, "--nnodes") == ["2"]
     assert values_of(command, "--node-rank") == ["1"]
@@ -39,8 +39,8 @@ def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_pat
     assert values_of(command, "--rdzv-backend") is None  # c10d would number the nodes by itself
     assert values_of(command, "--output.folder") == ["/runs/one"]
     script = written.files[1].read_text()
-    assert "rank = NODE_RANK x processes + local rank = (pipeline x 2 + data) x 1 + tensor" in script
-    assert "Pipeline ranks: node 0 0 to 1, node 1 2 to 3." in script
+    assert "Ranks: NODE_RANK x 4 + local rank = (pipeline x 2 + data) x 1 + tensor" in script
+    assert "Pipeline ranks by node: 0 to 1, 2 to 3." in script
 
 
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])

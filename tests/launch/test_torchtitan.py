@@ -75,9 +75,12 @@ def test_without_a_pipeline_micro_batches_are_accumulated(tmp_path):
 
 def test_tensor_and_sequence_parallelism_precision_and_compilation_are_flags(tmp_path):
     layout = {"pp": 2, "tp": 2, "sequence_parallel": True}
-    found = command(tmp_path, layout=layout, training={"dtype": "bfloat16", "compile": True})
+    found = command(
+        tmp_path, layout=layout, training={"dtype": "bfloat16", "compile": True, "compile_backend": "aot_eager"}
+    )
     assert value(found, "parallelism.tensor_parallel_degree") == "2"
     assert value(found, "training.mixed_precision_param") == "bfloat16"
+    assert value(found, "compile.backend") == "aot_eager"
     assert {"--parallelism.enable_sequence_parallel", "--compile.enable"} <= set(found)
     assert "--parallelism.no-enable_sequence_parallel" in command(tmp_path, layout={"pp": 2, "tp": 2})
 

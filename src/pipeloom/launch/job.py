@@ -52,6 +52,13 @@ class Job:
         names = {"float64": "fp64", "bfloat16": "bf16", "float32": self.config.machine.precision}
         return names[self.config.training.dtype]
 
+    def dtype_notes(self) -> list[str]:
+        """What to say where that is not what ``pipeloom train`` computes in."""
+        own, other = self.config.training.dtype, self.config.machine.precision
+        if own != "float32" or other == "fp32":
+            return []
+        return [f"training.dtype is {own}; products are in {other}, as machine.precision says"]
+
     def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
         """What a stage holds: whether the embedding, which layers, whether the head."""
         begin = sum(self.layers_by_stage[:stage])

@@ -299,8 +299,7 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layout.shard {layout.shard}: gathers and reductions are for each micro-batch, not once in a step"
         )
-    if job.dtype == "bf16" and job.config.training.dtype == "float32":
-        found.append("training.dtype is float32; products are in machine.precision bf16")
+    found += job.dtype_notes()
     if (job.model.vocab_size or 0) % layout.tp:
         found.append(f"model.vocab_size {job.model.vocab_size}: padded to a multiple of layout.tp {layout.tp}")
     return tuple(found)

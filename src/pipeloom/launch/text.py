@@ -35,7 +35,7 @@ def bash_array(name: str, flags: Sequence[Flag]) -> str:
 def comment(program: str, notes: Draft, about: Sequence[str] = ()) -> str:
     """What a file is for, how it is started, and what it does not say; lines that begin with ``#``."""
     paragraphs = [
-        f"{MARK} {version('pipeloom')} for {program}. It has not been run with it.",
+        f"{MARK} {version('pipeloom')} for {program}; it has not been run.",
         f"Start: {notes.start}",
         *about,
     ]

@@ -57,7 +57,7 @@ def start_of(job: Job, script: str, needs: str = "") -> str:
     """
     if job.num_nodes == 1:
         return f"{needs}bash {script}"
-    return f"{needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}, and so on every node, with its own number"
+    return f"on every node, with its own NODE_RANK: {needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}"
 
 
 def variables(job: Job) -> list[str]:
@@ -69,13 +69,16 @@ def about_ranks(job: Job) -> list[str]:
     """Which ranks lie on which node; sentences for a comment."""
     layout, per_node = job.config.layout, job.processes_per_node
     where = f"{count(job.num_nodes, 'node')} of {job.cluster.name}, {count(per_node, 'process')} on each"
-    order = "rank = NODE_RANK x processes + local rank" if job.num_nodes > 1 else "rank = local rank"
-    found = [f"Runs on {where}: {order} = (pipeline x {layout.dp} + data) x {layout.tp} + tensor."]
+    local = f"NODE_RANK x {per_node} + local rank" if job.num_nodes > 1 else "local rank"
+    found = [
+        f"Runs on {where}.",
+        f"Ranks: {local} = (pipeline x {layout.dp} + data) x {layout.tp} + tensor.",
+    ]
     if 1 < job.num_nodes <= 8:
         ends = [(node * per_node, (node + 1) * per_node - 1) for node in range(job.num_nodes)]
         spans = [(layout.coordinates(first).pipeline, layout.coordinates(last).pipeline) for first, last in ends]
-        named = [f"node {node} {a}" if a == b else f"node {node} {a} to {b}" for node, (a, b) in enumerate(spans)]
-        found.append(f"Pipeline ranks: {', '.join(named)}.")
+        named = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+        found.append(f"Pipeline ranks by node: {', '.join(named)}.")
     if job.num_nodes > 1:
         found.append("All nodes see the same folder, under the same name.")
     return found

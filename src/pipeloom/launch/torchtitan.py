@@ -126,7 +126,7 @@ def _flags(job: Job) -> list[Flag]:
     if layout.pp > 1:
         flags += _pipeline_flags(job)
     if config.training.compile:
-        flags.append(flag("--compile.enable"))
+        flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
     if config.checkpoint.every is not None:
         flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
     return flags
@@ -186,8 +186,7 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
     if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights in shards between steps as well")
-    if job.dtype == "bf16" and job.config.training.dtype == "float32":
-        found.append("training.dtype is float32; products are in machine.precision bf16")
+    found += job.dtype_notes()
     if math.isinf(job.config.optimizer.clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed all the same")
     return (*found, "optimizer.weight_decay: norms are decayed as well")
