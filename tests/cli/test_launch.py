@@ -31,8 +31,8 @@ def test_flags_go_over_the_file_and_only_what_is_asked_for_is_written(tmp_path, 
              "--time-limit", "2-12")  # fmt: skip
     status, said, _ = launch(capsys, *words)
     assert status == 0
-    assert {file.name for file in tmp_path.iterdir()} == {"run.toml", "torchrun.sh", "pipeloom.sbatch"}
-    assert "loops = 2" in (tmp_path / "run.toml").read_text()
+    assert {file.name for file in tmp_path.iterdir()} == {"torchrun.toml", "torchrun.sh", "pipeloom.sbatch"}
+    assert "loops = 2" in (tmp_path / "torchrun.toml").read_text()
     assert "--time=2-12" in (tmp_path / "pipeloom.sbatch").read_text()
     assert "megatron" not in said.replace("SCRIPT=megatron.sh", "")
 

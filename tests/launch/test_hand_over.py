@@ -28,12 +28,12 @@ def test_what_is_refused_is_not_left_from_an_earlier_call_and_the_rest_is(tmp_pa
 
 
 def test_files_of_others_are_neither_replaced_nor_removed(tmp_path):
-    for name in ("run.toml", "megatron.sh"):
+    for name in ("torchrun.toml", "megatron.sh"):
         (tmp_path / name).write_text("mine\n")
-    with pytest.raises(UserError, match=r"files that are not of an earlier call: megatron.sh, run.toml"):
+    with pytest.raises(UserError, match=r"files that are not of an earlier call: megatron.sh, torchrun.toml"):
         hand_over(run_of(schedule={"placement": "v"}), CLUSTER, tmp_path)
-    assert (tmp_path / "run.toml").read_text() == (tmp_path / "megatron.sh").read_text() == "mine\n"
-    assert names(tmp_path) == {"run.toml", "megatron.sh"}
+    assert (tmp_path / "torchrun.toml").read_text() == (tmp_path / "megatron.sh").read_text() == "mine\n"
+    assert names(tmp_path) == {"torchrun.toml", "megatron.sh"}
 
 
 def test_a_wrong_run_is_refused_with_all_its_problems(tmp_path):

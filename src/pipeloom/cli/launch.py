@@ -45,16 +45,15 @@ def run(words: list[str]) -> int:
 
 
 def print_handed_over(done: HandedOver) -> None:
-    """Say what was written and how it is started, and what was refused and why; each sentence once."""
-    said: set[str] = set()
+    """Say what was written and how it is started, and what was refused and why."""
     for written in done.written:
         print(f"\n{written.target}: {written.program}")
-        _print_item("files", ", ".join(str(file) for file in written.files))
+        _print_item("files", ", ".join(map(str, written.files)))
         _print_item("start", written.start)
-        for head, sentences in (("differs", written.differs), ("left out", written.left_out)):
-            for sentence in [sentence for sentence in sentences if sentence not in said]:
-                _print_item(head, sentence)
-                said.add(sentence)
+        for sentence in written.differs:
+            _print_item("differs", sentence)
+        for sentence in written.left_out:
+            _print_item("left out", sentence)
     for refused in done.refused:
         print(f"\n{refused.target}: {refused.program} cannot express this run")
         for reason in refused.reasons:

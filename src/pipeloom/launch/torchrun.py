@@ -9,7 +9,7 @@ from pipeloom.launch.job import Draft, Job, Target, training_problems
 from pipeloom.launch.text import MARK, body, comment
 from pipeloom.words import count
 
-SCRIPT, RUN_FILE = "torchrun.sh", "run.toml"
+SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
 
 
 def _problems(job: Job) -> list[str]:
