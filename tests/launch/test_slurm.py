@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
-from launch_runs import reasons_of, written_for
+from launch_runs import CLUSTER, reasons_of, run_of, written_for
+
+from pipeloom.launch import hand_over
 
 SRUN = """#!/bin/bash
 echo "srun $*" >>"$PLAYED/calls"
@@ -54,6 +57,12 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--requeue"):
         assert f"#SBATCH {option}" in options
     assert any("checkpoint.every is not set" in sentence for sentence in played[0].differs)
+
+
+def test_nodes_with_gpus_are_asked_for_them_whatever_this_program_computes_on(tmp_path):
+    gpus = replace(CLUSTER, device=replace(CLUSTER.device, num_multiprocessors=108))
+    hand_over(run_of(), gpus, tmp_path, ["slurm"])
+    assert "#SBATCH --gpus-per-node=4" in (tmp_path / "pipeloom.sbatch").read_text()
 
 
 def test_a_run_on_cpus_asks_for_no_gpus_and_one_with_checkpoints_does_not_begin_anew(tmp_path):

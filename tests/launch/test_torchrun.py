@@ -82,6 +82,13 @@ def test_a_cpu_run_for_a_cluster_of_gpus_is_pointed_out(tmp_path):
     assert any("add --training.device cuda" in sentence for sentence in written.differs)
 
 
+def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_path):
+    written = written_for("torchrun", tmp_path, machine={"software": "nanotron"}, layout={"pp": 2})
+    assert any("not as machine.software nanotron" in sentence for sentence in written.differs)
+    named = written_for("torchrun", tmp_path, machine={"software": "nanotron"})
+    assert named.differs == ()
+
+
 @pytest.mark.timeout(300)
 def test_two_nodes_train_and_go_on_where_they_ended(tmp_path):
     config = small_run(

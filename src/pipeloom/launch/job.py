@@ -52,6 +52,11 @@ class Job:
         names = {"float64": "fp64", "bfloat16": "bf16", "float32": self.config.machine.precision}
         return names[self.config.training.dtype]
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the cluster's devices are GPUs; its file says how many multiprocessors they have."""
+        return self.cluster.device.num_multiprocessors > 0
+
     def dtype_notes(self) -> list[str]:
         """What to say where that is not what ``pipeloom train`` computes in."""
         own, other = self.config.training.dtype, self.config.machine.precision

@@ -18,11 +18,12 @@ def _make(job: Job) -> Draft:
         f"sbatch {SCRIPT}, in its folder; SCRIPT=megatron.sh or another one beside it starts that one",
         differs=(*started.differs, *_differences(job)),
     )
+    takes_gpus = job.has_gpus or job.config.training.device == "cuda"
     options = [
         "--job-name=pipeloom",
         f"--nodes={job.num_nodes}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={job.processes_per_node}"] if job.config.training.device == "cuda" else []),
+        *([f"--gpus-per-node={job.processes_per_node}"] if takes_gpus else []),
         "--exclusive",
         f"--time={job.time_limit}",
         "--output=slurm-%j.out",

@@ -88,7 +88,7 @@ def _differences(job: Job) -> tuple[str, ...]:
     config = job.config
     found: list[str] = []
     training = config.training
-    if job.cluster.device.num_multiprocessors and training.device == "cpu":
+    if job.has_gpus and training.device == "cpu":
         found.append(
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
             "add --training.device cuda"
@@ -97,6 +97,10 @@ def _differences(job: Job) -> tuple[str, ...]:
         hint = "; add --training.dtype bfloat16" if config.machine.precision == "bf16" else ""
         found.append(
             f"training.dtype is float32, predictions are for machine.precision {config.machine.precision}{hint}"
+        )
+    if config.machine.software != "pipeloom" and config.layout.partition is None:
+        found.append(
+            f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"
         )
     if config.data.path is not None:
         found.append(f"data.path is {config.data.path.absolute()}, on every node")
