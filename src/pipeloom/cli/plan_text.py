@@ -131,7 +131,8 @@ def _best_table(plan: Plan, *, is_wide: bool) -> Table:
                 "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
             }
         )
-    columns = [name for name in rows[0] if is_wide or name not in _WIDE_COLUMNS]
+    told = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
+    columns = [name for name in rows[0] if name in told and (is_wide or name not in _WIDE_COLUMNS)]
     found = table("", columns)
     for number, row in enumerate(rows, start=1):
         found.add_row(str(number), *(row[name] for name in columns))

@@ -28,9 +28,8 @@ class Closest:
     ways_out: tuple[tuple[str, SimulatedStep], ...]
 
 
-WAYS_OUT_S = 10.0
-"""Seconds that are spent on each change of a question that nothing fits."""
 MOST_DOUBLINGS = 6
+"""How often devices are doubled, and sequences halved, to find something that fits."""
 
 
 def closest(question: Question) -> Closest:
@@ -64,7 +63,7 @@ def _held_bytes(leaf: Leaf) -> float:
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
     for doubling in range(1, MOST_DOUBLINGS + 1):
         number = question.num_devices * 2**doubling
-        step = search(replace(question, num_devices=number), 1, budget_s=WAYS_OUT_S).best
+        step = search(replace(question, num_devices=number), 1).best
         if step is not None:
             return f"{number} devices", step
     return None
@@ -73,7 +72,7 @@ def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
 def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | None:
     seq = question.seq // 2
     while seq >= question.seq // 2**MOST_DOUBLINGS and seq >= 1:
-        step = search(replace(question, seq=seq), 1, budget_s=WAYS_OUT_S).best
+        step = search(replace(question, seq=seq), 1).best
         if step is not None:
             return f"sequences of {seq} tokens", step
         seq //= 2
