@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cost.shape import Run
+from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -61,7 +62,8 @@ def _recomputation(run: Run) -> str:
 
 def _print_headline(console: Console, step: SimulatedStep) -> None:
     run, prediction, schedule = step.run, step.prediction, step.schedule
-    peak = step.cluster.device.peak_flops_per_s[run.precision] / 1e12
+    kinds = step.cluster.kinds(run.num_devices)
+    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     console.print(
         f"{run.shape.name or 'model'}, {_amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
@@ -69,20 +71,23 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
         f"{run.precision}, {_recomputation(run)}{shard}"
     )
-    device, program = step.cluster.device.name, step.software.name
-    console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")
+    devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
+    console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
     after_s = prediction.step_time_s - prediction.pipeline_s
     lines = {
         "step time": f"{_seconds(prediction.step_time_s)}: pipeline {_seconds(prediction.pipeline_s)}, "
         f"then {_seconds(after_s)}",
         "tokens/s": f"{step.tokens_per_s:,.0f}",
-        "MFU": f"{step.mfu:.1%} of {peak:,.4g} TFLOP/s on each device",
+        "MFU": f"{step.mfu:.1%} of {' and '.join(f'{peak:,.4g}' for peak in peaks)} TFLOP/s on each device",
         "HFU": f"{step.hfu:.1%}, what is recomputed counted",
         "bubble fraction": f"{step.bubble_fraction:.1%} of the ranks' time in the pipeline",
     }
     console.print()
     for name, text in lines.items():
         console.print(f"{name:<18}{text}")
+    if len(kinds) > 1:
+        for number, text in enumerate(describe_places(step.places)):
+            console.print(f"{'' if number else 'pipeline ranks':<18}{text}")
 
 
 def _table(first: str, columns: Sequence[str]) -> Table:
@@ -164,18 +169,18 @@ _MEMORY = {
 
 
 def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
-    memories = step.prediction.memory_by_rank
-    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
-    limit = step.cluster.device.memory_bytes / unit
+    memories, limits = step.prediction.memory_by_rank, step.prediction.device_bytes
+    unit, name = _unit_bytes(limits[step.prediction.fullest_rank])
+    are_alike = len(set(limits)) == 1
     parts = [part for part in _MEMORY if is_wide and any(asdict(memory)[part] for memory in memories)]
-    columns = [*(_MEMORY[part] for part in parts), "total"]
+    columns = [*(_MEMORY[part] for part in parts), "total", *([] if are_alike else ["of"])]
     table = _table("rank", columns)
     for rank in _shown_ranks(len(memories), step.prediction.fullest_rank):
         memory = memories[rank]
-        style = "" if memory.total_bytes <= step.cluster.device.memory_bytes else "red"
-        cells = [_short(asdict(memory)[part] / unit) for part in parts]
-        table.add_row(str(rank), *cells, _short(memory.total_bytes / unit), style=style)
-    return f"Peak memory of each device ({name} of {limit:.4g})", table
+        style = "" if memory.total_bytes <= limits[rank] else "red"
+        cells = [*(_short(asdict(memory)[part] / unit) for part in parts), _short(memory.total_bytes / unit)]
+        table.add_row(str(rank), *cells, *([] if are_alike else [f"{limits[rank] / unit:.4g}"]), style=style)
+    return f"Peak memory of each device ({name}{f' of {limits[0] / unit:.4g}' if are_alike else ''})", table
 
 
 _PEAK_PARTS = {
@@ -189,7 +194,7 @@ _PEAK_PARTS = {
 
 
 def _peak_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
-    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
+    unit, name = _unit_bytes(step.prediction.device_bytes[step.prediction.fullest_rank])
     unit_s, name_s = _unit_s(step.prediction.step_time_s)
     curves = step.memory_over_time
     parts = [part for part in _PEAK_PARTS if is_wide and any(curve.peak_parts[part] for curve in curves)]
@@ -210,9 +215,10 @@ def _shown_ranks(num_ranks: int, fullest: int) -> list[int]:
 
 
 def _print_fit(console: Console, step: SimulatedStep) -> None:
-    prediction, limit = step.prediction, step.cluster.device.memory_bytes
+    prediction = step.prediction
     if prediction.fits:
         return
+    limit = prediction.device_bytes[prediction.fullest_rank]
     unit, name = _unit_bytes(limit)
     memory = prediction.memory
     parts = {label: asdict(memory)[part] for part, label in _MEMORY.items()}

@@ -1,6 +1,7 @@
 """A described run -> seconds of each stage's forward and backward, and of what a step does outside the pipeline."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -10,9 +11,11 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_forward_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import balanced_partition
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.ranks import rank_parts, rank_pieces, rank_way, stage_ranks
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
+from pipeloom.schedule import Placement
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
@@ -82,75 +85,120 @@ def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, 
     return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
 
 
-def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    """Seconds of each stage's forward and backward for one micro-batch."""
-    layers_s = _layers_s(run, cluster, software)
-    pieces = piece_seconds(run, cluster, software)
-    _, head = stage_layers(run, software)
-    exchange_s = _transfer_s(run, cluster, software)
+def stage_costs(run: Run, cluster: Cluster, software: Software, placement: Placement | None = None) -> StageCosts:
+    """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
+
+    Args:
+        run: what is trained.
+        cluster: where; a stage is as fast as its rank's part of it.
+        software: with what.
+        placement: stage -> pipeline rank; ``None`` for looped. It makes a difference where ranks are not alike.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    owner, (counts, head) = stage_ranks(run, placement), stage_layers(run, software)
+    of_rank = rank_pieces(run, cluster, software)
+    pieces = [of_rank[rank] for rank in owner]
+    if run.recompute_layers is None:
+        layers_s = [(count * part.layer[0], count * part.layer[1]) for count, part in zip(counts, pieces, strict=True)]
+    else:
+        layers_s = _uneven_layers_s(run, cluster, software, owner)
+    boundary_s = _boundary_s(run, cluster, software, owner)
+    around_s = (0.0, *boundary_s, 0.0)
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
     for direction in (0, 1):
         seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
-        seconds[0] += pieces.embedding[direction]
-        seconds[head] += pieces.head[direction]
-        if software.is_blocking and run.num_stages > 1:
-            seconds = [
-                value + exchange_s * (1 if 0 < stage < run.num_stages - 1 else 0.5)
-                for stage, value in enumerate(seconds)
-            ]
+        seconds[0] += pieces[0].embedding[direction]
+        seconds[head] += pieces[head].head[direction]
+        if software.is_blocking:
+            seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
         sides.append(tuple(seconds))
-    backward_s = sum(backward_s for _, backward_s in layers_s)
-    share = pieces.weight_s * run.shape.layers / backward_s
-    free_s = 0.0 if software.is_blocking else exchange_s
-    tied_s, tied_grad_s = tied_message_s(run, cluster, software)
-    return StageCosts(sides[0], sides[1], free_s, weight_share=share, tied_s=tied_s, tied_grad_s=tied_grad_s)
+    share = _weight_s(run, counts, pieces) / sum(backward_s for _, backward_s in layers_s)
+    free_s = () if software.is_blocking else boundary_s
+    tied_s, tied_grad_s = tied_message_s(run, cluster, software, placement)
+    return StageCosts(
+        sides[0],
+        sides[1],
+        min(free_s, default=0.0),
+        weight_share=share,
+        tied_s=tied_s,
+        tied_grad_s=tied_grad_s,
+        boundary_s=() if len(set(free_s)) <= 1 else free_s,
+    )
 
 
-def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
-    """Seconds of sending a tied matrix from the first pipeline rank to the last one, and of sending its gradient back.
+def _weight_s(run: Run, counts: Sequence[int], pieces: Sequence[PieceSeconds]) -> float:
+    """Seconds of all layers' backward that a split leaves to the gradients of the weights.
+
+    Args:
+        run: what is trained.
+        counts: layers of each stage.
+        pieces: for each stage, on its rank.
+    """
+    if pieces[0] is pieces[-1]:
+        return pieces[0].weight_s * run.shape.layers
+    return sum(count * piece.weight_s for count, piece in zip(counts, pieces, strict=True))
+
+
+def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:
+    """For each boundary between two stages the seconds of one message over it."""
+    pairs = list(pairwise(owner))
+    ways = {pair: rank_way(run, cluster, *pair) for pair in set(pairs)}
+    of_way = {way: _transfer_s(run, way, software) for way in dict.fromkeys(ways.values())}
+    of_pair = {pair: of_way[way] for pair, way in ways.items()}
+    return tuple(of_pair[pair] for pair in pairs)
+
+
+def tied_message_s(
+    run: Run, cluster: Cluster, software: Software, placement: Placement | None = None
+) -> tuple[float, float]:
+    """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
     Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
     the pipeline of other programs.
     """
     if not (run.shape.tied and run.pp > 1 and software.lends_tied):
         return 0.0, 0.0
-    is_inside = run.num_devices <= cluster.devices_per_node
-    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
+    owner = stage_ranks(run, placement)
+    way = rank_way(run, cluster, owner[0], owner[-1])
+    is_inside = run.num_devices <= way.devices_per_node
+    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
-        cluster.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        way.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         for size in (run.element_bytes, software.gradient_bytes)
     )
     return weights_s, gradient_s
 
 
-def _layers_s(run: Run, cluster: Cluster, software: Software) -> list[tuple[float, float]]:
-    """For each stage the seconds of its layers, forward and backward."""
+def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> list[tuple[float, float]]:
+    """For each stage the seconds of its layers, forward and backward, where each layer says what it recomputes."""
     stages = layers_by_recompute(run, software)
     kinds = {alike.recompute: alike for stage in stages for alike, _ in stage}
-    each_s = {kind: piece_seconds(alike, cluster, software).layer for kind, alike in kinds.items()}
+    each_s = {kind: [pieces.layer for pieces in rank_pieces(alike, cluster, software)] for kind, alike in kinds.items()}
     return [
         (
-            sum(count * each_s[alike.recompute][0] for alike, count in stage),
-            sum(count * each_s[alike.recompute][1] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][1] for alike, count in stage),
         )
-        for stage in stages
+        for stage, rank in zip(stages, owner, strict=True)
     ]
 
 
-def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
-    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart.
+def _transfer_s(run: Run, way: Cluster, software: Software) -> float:
+    """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
     """
     if run.pp == 1:
         return 0.0
-    is_inside = run.num_devices <= cluster.devices_per_node
+    is_inside = run.num_devices <= way.devices_per_node
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
-    seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
+    seconds = way.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
@@ -207,7 +255,7 @@ def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:
-    """What follows the pipeline.
+    """What follows the pipeline: each part of it on the rank where it takes longest.
 
     Where collectives have a lane, gradients are reduced and weights are gathered beside the pipeline, not after it.
 
@@ -218,16 +266,26 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
     """
     use = software.efficiency
-    most = max(rank_parameters(run, software))
+    most: dict[Cluster, float] = {}
+    for part, held in zip(rank_parts(run, cluster), rank_parameters(run, software), strict=True):
+        most[part] = max(held, most.get(part, 0.0))
     exposed_s = 0.0
     if not software.has_reduction_lane:
-        whole_s = reduce_s(run, cluster, software, most)
-        exposed_s = whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, cluster, software, most)
+        exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s = 0.0
     if run.shape.tied and run.pp > 1 and not software.lends_tied:
-        pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
+        way = rank_way(run, cluster, 0, run.pp - 1)
+        pair = Group(2, 2 if run.num_devices <= way.devices_per_node else 1, way.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
-        tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)
-    owned = most / (run.shard_size if run.shard != "none" else 1)
-    moved = use.optimizer_bytes * owned + 8 * most
-    return StepTerms(exposed_s, tied_s, cluster.device.memory_s(moved), use.step_s)
+        tied_s = way.collective_s("all_reduce", message, pair, use.data_bus)
+    sharded = run.shard_size if run.shard != "none" else 1
+    optimizer_s = max(
+        part.device.memory_s(use.optimizer_bytes * (held / sharded) + 8 * held) for part, held in most.items()
+    )
+    return StepTerms(exposed_s, tied_s, optimizer_s, use.step_s)
+
+
+def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
+    """Seconds of a rank's collectives after the pipeline that nothing hides."""
+    whole_s = reduce_s(run, part, software, parameters)
+    return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)

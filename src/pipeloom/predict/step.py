@@ -9,15 +9,17 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.ranks import rank_parts, stage_ranks
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.predict.fast import Prediction
+from pipeloom.predict.fast import Prediction, rank_device_bytes
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, rank_memory_of
+from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule import Level, Placement, Schedule, add_data_parallel, add_tied, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -105,7 +107,12 @@ class SimulatedStep:
     @property
     def peak_flops_per_s(self) -> float:
         """Of all devices."""
-        return self.run.num_devices * self.cluster.device.peak_flops_per_s[self.run.precision]
+        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """For each pipeline rank on which nodes it is."""
+        return rank_places(self.run, self.cluster)
 
     @property
     def mfu(self) -> float:
@@ -154,30 +161,36 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     """The step of a run: its schedule with all communication, on the clock of its costs.
 
     Raises:
-        UserError: the schedule cannot be made.
+        UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     schedule = _lowered(run, software, order)
+    costs = stage_costs(run, cluster, software, schedule.placement)
+    costs = _with_collectives(costs, run, cluster, software, schedule.placement)
     links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))
-    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
     pipeline_s = trace.end_s + more_s
-    prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, fits)
+    prediction = Prediction(
+        pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
+    )
     blocked_s = _blocked_s(run, cluster, software, costs, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
 
 
-def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
+def _with_collectives(
+    costs: StageCosts, run: Run, cluster: Cluster, software: Software, placement: Placement
+) -> StageCosts:
     if not software.has_reduction_lane or run.dp == 1:
         return costs
-    by_stage = stage_parameters(run, software)
+    parts = rank_parts(run, cluster)
+    owners = [parts[rank] for rank in stage_ranks(run, placement)]
+    by_stage = list(zip(owners, stage_parameters(run, software), strict=True))
     return replace(
         costs,
-        unshard_s=tuple(gather_s(run, cluster, software, held) for held in by_stage),
-        reduce_s=tuple(reduce_s(run, cluster, software, held) for held in by_stage),
+        unshard_s=tuple(gather_s(run, part, software, held) for part, held in by_stage),
+        reduce_s=tuple(reduce_s(run, part, software, held) for part, held in by_stage),
     )
 
 
@@ -206,7 +219,7 @@ def _blocked_s(
     """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
     if not software.is_blocking:
         return (0.0,) * run.pp
-    free = stage_costs(run, cluster, replace(software, is_blocking=False))
+    free = stage_costs(run, cluster, replace(software, is_blocking=False), schedule.placement)
     by_stage = [
         (f + b - free_f - free_b) * schedule.num_microbatches
         for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)
@@ -215,7 +228,11 @@ def _blocked_s(
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then."""
+    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then.
+
+    If another rank with other devices is fullest then, they are those with which today's fullest would have as little
+    room left.
+    """
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
     levels = ("optimizer", "gradients", "full")
@@ -234,7 +251,9 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
     schedule = step.schedule if run.shard == step.run.shard else _lowered(run, step.software, step.order)
+    now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
     return max(
         rank_memory_of(run, step.software, schedule, rank, step.order.receive_buffers).total_bytes
+        + (device_bytes[now] - device_bytes[rank])
         for rank in range(run.pp)
     )
