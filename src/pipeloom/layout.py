@@ -35,9 +35,9 @@ class Layout:
     microbatch_size: int = 2
     """Sequences of a micro-batch."""
     partition: tuple[int, ...] | None = None
-    """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None balances
-    their cost; with another machine.software than pipeloom, as that program does. That of a file does not hold where
-    flags ask for another number of stages."""
+    """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
+    the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
+    does. That of a file does not hold where flags ask for another number of stages."""
     tp: int = 1
     """Tensor-parallel ranks, which share every matrix."""
     dp: int = 1

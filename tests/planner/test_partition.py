@@ -1,50 +1,75 @@
-"""The partition is as good as the best of all partitions."""
-
-from itertools import combinations, pairwise
+"""Layers of a run's stages, by FLOPs and by seconds."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from partition import CASES, CLUSTER, PROGRAM, Case, slowest_rank_s, step_s
+from pipeloom.catalog import load_model
 from pipeloom.config import ModelConfig
-from pipeloom.cost.partition import balanced_partition
-from pipeloom.errors import UserError
-from pipeloom.planner.partition import default_partition
+from pipeloom.cost.shape import Run
+from pipeloom.planner.partition import default_partition, with_fastest_layers
+from pipeloom.schedule import Placement
 
-
-def slowest(costs, sizes):
-    bounds = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
-    return max(sum(costs[begin:end]) for begin, end in pairwise(bounds))
-
-
-def all_partitions(num_pieces, num_stages):
-    for cuts in combinations(range(1, num_pieces), num_stages - 1):
-        yield [end - begin for begin, end in pairwise([0, *cuts, num_pieces])]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.data())
-def test_no_partition_has_a_faster_slowest_stage(costs, data):
-    num_stages = data.draw(st.integers(1, len(costs)))
-    sizes = balanced_partition(costs, num_stages)
-    assert len(sizes) == num_stages
-    assert sum(sizes) == len(costs)
-    assert min(sizes) >= 1
-    assert slowest(costs, sizes) == min(slowest(costs, other) for other in all_partitions(len(costs), num_stages))
-
-
-def test_the_rest_is_even_too():
-    assert balanced_partition([10, 1, 1, 1, 1], 3) == (1, 2, 2)
-
-
-@pytest.mark.parametrize("num_stages", [0, 4])
-def test_more_stages_than_pieces_are_refused(num_stages):
-    with pytest.raises(UserError, match="cannot cut 3 pieces"):
-        balanced_partition([1, 1, 1], num_stages)
+FOUR = Placement.looped(4)
 
 
 def test_the_head_counts_at_its_cost():
     small = ModelConfig(num_layers=14, hidden_size=64).resolve(vocab_size=257)
     large = ModelConfig(num_layers=14, hidden_size=64).resolve(vocab_size=20_000)
-    assert default_partition(small, 64, 4) == (5, 4, 3, 4) or default_partition(small, 64, 4)[-1] >= 4
-    assert default_partition(large, 64, 4)[-1] == 1
+    recompute = ("none",) * 14
+    assert default_partition(small, 64, FOUR, recompute)[-1] >= 4
+    assert default_partition(large, 64, FOUR, recompute)[-1] == 1
+
+
+def test_what_is_recomputed_counts():
+    model = ModelConfig(num_layers=20, hidden_size=64).resolve(vocab_size=257)
+    sizes = default_partition(model, 64, FOUR, ("full",) * 10 + ("none",) * 10)
+    plain = default_partition(model, 64, FOUR, ("none",) * 20)
+    assert sizes[0] + sizes[1] < plain[0] + plain[1]
+
+
+def test_ranks_count_with_loops():
+    model = ModelConfig(num_layers=10, hidden_size=64).resolve(vocab_size=2)
+    layers = list(default_partition(model, 64, Placement.looped(2, 4), ("none",) * 10))
+    layers[0] -= 1
+    layers[-1] -= 1
+    assert sum(layers[::2]) == sum(layers[1::2]) == 5
+
+
+@pytest.mark.parametrize(
+    ("case", "gain"),
+    [
+        (Case("llama-3-8b", 8), 1.2),  # the head is as long as four and a half of 32 layers
+        (Case("llama-3-8b", 8, 2), 1.2),
+        (Case("llama-3-8b", 4, 2, placement="v"), 1.1),
+        (Case("llama-13b", 8, recomputed=0.25), 1.1),
+        (Case("llama-13b", 4, 3), 1.08),  # 40 layers in 12 stages
+    ],
+)
+def test_it_beats_even_layers(case, gain):
+    even = case.even()
+    fastest = with_fastest_layers(even, CLUSTER, PROGRAM)
+    assert slowest_rank_s(even) >= gain * slowest_rank_s(fastest)
+    assert step_s(even) >= gain * step_s(fastest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_is_slower_than_with_even_layers(case):
+    even = case.even()
+    fastest = with_fastest_layers(even, CLUSTER, PROGRAM)
+    assert slowest_rank_s(fastest) <= slowest_rank_s(even) * (1 + 1e-9)
+    assert sum(fastest.layers_by_stage) == fastest.shape.layers
+
+
+def test_a_slow_rank_gets_fewer_layers():
+    run = Run(shape=load_model("llama-13b"), seq=2048, pp=4, loops=2, global_batch=32)
+    layers = with_fastest_layers(run, CLUSTER, PROGRAM, slowness=(1, 2, 1, 1)).layers_by_stage
+    by_rank = [sum(layers[rank::4]) for rank in range(4)]
+    assert sum(layers) == 40
+    assert by_rank[1] * 2 <= max(by_rank) + 2
+    assert min(by_rank) == by_rank[1]
+
+
+def test_a_v_is_balanced_as_a_v():
+    run = Run(shape=load_model("llama-3-8b"), seq=2048, pp=4, loops=2, placement="v")
+    layers = with_fastest_layers(run, CLUSTER, PROGRAM).layers_by_stage
+    assert layers[0] + layers[7] < layers[1] + layers[6]  # embedding and head are on rank 0

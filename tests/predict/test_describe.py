@@ -101,7 +101,8 @@ def test_our_program_divides_layers_as_training_does():
     described = describe(RunConfig())
     config = RunConfig()
     model = config.model.resolve(config.data.vocab_size)
-    partition = default_partition(model, config.data.seq_len, config.layout.num_stages)
+    recompute = config.layout.recompute_by_layer(model.num_layers)
+    partition = default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
     assert stage_layers(described.run, described.software) == (layers_of_pieces(partition), 7)
 
 

@@ -8,32 +8,37 @@ from itertools import accumulate, pairwise
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
-from pipeloom.cost.flops import piece_forward_flops
+from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.partition import balanced_partition
-from pipeloom.cost.pieces import PieceSeconds
-from pipeloom.cost.ranks import rank_parts, rank_pieces, rank_way, stage_ranks
+from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.ranks import placement_named, placement_of, rank_parts, rank_pieces, rank_slowness, rank_way
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
-from pipeloom.schedule import Placement
+from pipeloom.layout import Recompute
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     """How many layers each stage of a run has, and which stage has the head.
 
     As the run says, or else as its program divides them; ``balanced`` cuts [embedding, layers, head] so that the
-    forward FLOPs of the stages are as even as can be.
+    rank with the most FLOPs in a step has as few as can be (``fastest_partition``).
     """
     if run.layers_by_stage is not None:
         return run.layers_by_stage, run.num_stages - 1
     if software.partition != "balanced":
         return layers_of_stages(run.shape, run.num_stages, software.partition)
-    return _balanced(run.shape, run.seq, run.num_stages), run.num_stages - 1
+    recompute = run.recompute if run.recompute_layers is None else run.recompute_layers
+    sizes = _balanced(run.shape, run.seq, recompute, run.placement, (run.pp, run.loops))
+    return layers_of_pieces(sizes), run.num_stages - 1
 
 
-@lru_cache(maxsize=512)
-def _balanced(shape: ModelShape, seq: int, num_stages: int) -> tuple[int, ...]:
-    return layers_of_pieces(balanced_partition(piece_forward_flops(shape, seq), num_stages))
+@lru_cache(maxsize=4096)
+def _balanced(
+    shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
+) -> tuple[int, ...]:
+    by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
+    return fastest_partition(piece_flops(shape, seq, by_layer), placement_named(placement, *axes))
 
 
 def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,19 +90,61 @@ def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, 
     return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
 
 
-def stage_costs(run: Run, cluster: Cluster, software: Software, placement: Placement | None = None) -> StageCosts:
+def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
+    """Seconds of each piece on the fastest rank, forward and backward of a micro-batch: embedding, each layer, head."""
+    recompute = run.recompute_layers or (run.recompute,) * run.shape.layers
+    slowness = rank_slowness(run, cluster, software)
+    part = rank_parts(run, cluster)[slowness.index(min(slowness))]
+    pieces = {kind: piece_seconds(replace(run, recompute=kind), part, software) for kind in set(recompute)}
+    ends = pieces[recompute[0]]
+    return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
+
+
+def fastest_layers(
+    run: Run, cluster: Cluster, software: Software, slowness: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Layers of each stage that make the slowest rank fastest, by the seconds of the pieces.
+
+    Args:
+        run: its placement counts; what it says of layers does not.
+        cluster: where.
+        software: with what.
+        slowness: for each pipeline rank, by what the fastest rank's seconds are multiplied; ``None`` for what its
+            place on the cluster makes of them.
+
+    Raises:
+        UserError: more stages than pieces, or the cluster has not so many devices.
+    """
+    by_rank = rank_slowness(run, cluster, software) if slowness is None else slowness
+    return layers_of_pieces(fastest_partition(step_seconds(run, cluster, software), placement_of(run), by_rank))
+
+
+def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
+    """The run with the layers of each stage where its program balances them and its ranks are not equally fast.
+
+    Raises:
+        UserError: more stages than pieces, or the cluster has not so many devices.
+    """
+    if run.layers_by_stage is not None or software.partition != "balanced":
+        return run
+    slowness = rank_slowness(run, cluster, software)
+    if min(slowness) == max(slowness):
+        return run
+    return replace(run, layers_by_stage=fastest_layers(run, cluster, software, slowness))
+
+
+def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
 
     Args:
         run: what is trained.
         cluster: where; a stage is as fast as its rank's part of it.
         software: with what.
-        placement: stage -> pipeline rank; ``None`` for looped. It makes a difference where ranks are not alike.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
-    owner, (counts, head) = stage_ranks(run, placement), stage_layers(run, software)
+    owner, (counts, head) = placement_of(run).rank_by_stage, stage_layers(run, software)
     of_rank = rank_pieces(run, cluster, software)
     pieces = [of_rank[rank] for rank in owner]
     if run.recompute_layers is None:
@@ -117,7 +164,7 @@ def stage_costs(run: Run, cluster: Cluster, software: Software, placement: Place
         sides.append(tuple(seconds))
     share = _weight_s(run, counts, pieces) / sum(backward_s for _, backward_s in layers_s)
     free_s = () if software.is_blocking else boundary_s
-    tied_s, tied_grad_s = tied_message_s(run, cluster, software, placement)
+    tied_s, tied_grad_s = tied_message_s(run, cluster, software)
     return StageCosts(
         sides[0],
         sides[1],
@@ -151,9 +198,7 @@ def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[
     return tuple(of_pair[pair] for pair in pairs)
 
 
-def tied_message_s(
-    run: Run, cluster: Cluster, software: Software, placement: Placement | None = None
-) -> tuple[float, float]:
+def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
     """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
     Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
@@ -161,7 +206,7 @@ def tied_message_s(
     """
     if not (run.shape.tied and run.pp > 1 and software.lends_tied):
         return 0.0, 0.0
-    owner = stage_ranks(run, placement)
+    owner = placement_of(run).rank_by_stage
     way = rank_way(run, cluster, owner[0], owner[-1])
     is_inside = run.num_devices <= way.devices_per_node
     use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
@@ -249,9 +294,12 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters that one device of each pipeline rank holds, on a looped placement."""
-    by_stage = stage_parameters(run, software)
-    return tuple(sum(by_stage[rank :: run.pp]) for rank in range(run.pp))
+    """Parameters that one device of each pipeline rank holds."""
+    held = [0.0] * run.pp
+    owner = placement_of(run).rank_by_stage
+    for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
+        held[rank] += parameters
+    return tuple(held)
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:

@@ -4,12 +4,14 @@ A matrix product of [m, k] and [k, n] is 2 m k n FLOPs. Backward costs twice the
 of the input, one for that of the weights.
 
 Two ways to count attention meet here. What a stage *takes* is counted with the causal mask, which needs half of the
-scores (``layer_forward_flops``; it balances partitions). What a run is *credited* with follows PaLM (arXiv 2204.02311,
-appendix B): the whole matrix of scores, although the mask needs half of it, and every parameter, embedding included,
-with 6 FLOPs a token. With tied embeddings and 12 L H^2 layer parameters that is Megatron's 72 B T L H^2 (1 + T / 6H +
-V / 12LH) for a batch of B sequences, and with full recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv
-2104.04473, section 5.1).
+scores (``layer_forward_flops``; ``piece_flops`` balances partitions). What a run is *credited* with follows PaLM
+(arXiv 2204.02311, appendix B): the whole matrix of scores, although the mask needs half of it, and every parameter,
+embedding included, with 6 FLOPs a token. With tied embeddings and 12 L H^2 layer parameters that is Megatron's
+72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full recomputation its
+96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
 """
+
+from collections.abc import Sequence
 
 from pipeloom.cost.shape import ModelShape
 from pipeloom.layout import Recompute
@@ -39,6 +41,22 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
         seq_len: tokens of a sequence.
     """
     return [0.0, *[layer_forward_flops(shape, seq_len)] * shape.layers, 2.0 * shape.embedding_parameters]
+
+
+def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute]) -> list[float]:
+    """FLOPs of each piece in a step, for each token: forward, twice that backward, and what a layer recomputes.
+
+    That is its forward, or scores and weighted sum, with the causal mask 2 T H.
+
+    Args:
+        shape: of the model.
+        seq_len: T.
+        recompute: of each layer.
+    """
+    embedding, *layers, head = piece_forward_flops(shape, seq_len)
+    again = {"none": 0.0, "selective": 2.0 * seq_len * shape.hidden, "full": layers[0]}
+    by_layer = [3 * forward + again[kind] for forward, kind in zip(layers, recompute, strict=True)]
+    return [3 * embedding, *by_layer, 3 * head]
 
 
 def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:

@@ -44,6 +44,7 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
         schedule="none",
         layers_by_stage=None,
         recompute_layers=None,
+        placement="looped",
     )
     return _piece_seconds(alike, cluster, software, is_dragged=is_dragged)
 

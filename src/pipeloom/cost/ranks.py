@@ -5,11 +5,24 @@ rank has ``dp x tp`` devices that follow each other. They work in lock-step, ten
 replicas at the end of a step, so that the slowest of them counts.
 """
 
+from functools import lru_cache
+
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.schedule import Placement
+from pipeloom.schedule import PLACEMENTS, Placement
+
+
+@lru_cache(maxsize=512)
+def placement_named(name: str, pp: int, loops: int) -> Placement:
+    """The placement of a name (``PLACEMENTS``); the same one each time."""
+    return PLACEMENTS[name](pp, loops)
+
+
+def placement_of(run: Run) -> Placement:
+    """Stages, and the pipeline rank of each."""
+    return placement_named(run.placement, run.pp, run.loops)
 
 
 def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
@@ -31,11 +44,6 @@ def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSe
     parts = rank_parts(run, cluster)
     of_part = {part: piece_seconds(run, part, software) for part in dict.fromkeys(parts)}
     return tuple(of_part[part] for part in parts)
-
-
-def stage_ranks(run: Run, placement: Placement | None = None) -> tuple[int, ...]:
-    """For each stage its pipeline rank; ``None`` for a looped placement."""
-    return tuple(range(run.pp)) * run.loops if placement is None else placement.rank_by_stage
 
 
 def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:

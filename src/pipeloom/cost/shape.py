@@ -107,6 +107,8 @@ class Run:
         replicate: copies of the sharded state; each is sharded over ``dp / replicate`` ranks.
         layers_by_stage: layers of each stage; ``None`` as the program divides them.
         recompute_layers: what each layer recomputes; ``None`` where ``recompute`` says it for all.
+        placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
+            depends on it.
     """
 
     shape: ModelShape
@@ -127,6 +129,7 @@ class Run:
     replicate: int = 1
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
+    placement: str = "looped"
 
     @property
     def num_microbatches(self) -> int:

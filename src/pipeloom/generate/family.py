@@ -149,6 +149,14 @@ class Choice:
             )
         return problems
 
+    def placed(self) -> Placement:
+        """The stages, and the rank of each.
+
+        Raises:
+            KeyError: no placement has that name, which ``problems`` tells.
+        """
+        return PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+
     def make(self) -> Schedule:
         """The compute-only schedule.
 
@@ -160,7 +168,7 @@ class Choice:
         if problems:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen = FAMILIES[self.family]
-        placement = PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+        placement = self.placed()
         answer = chosen.rule(Request(placement, self.num_microbatches, self.group_size or self.pp))
         return Schedule(
             rows=tuple(map(Row.of, answer.rows)),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms
+from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, rank_memory
@@ -92,6 +92,7 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     Raises:
         UserError: no family makes the run's schedule, or the cluster has not so many devices.
     """
+    run = with_own_layers(run, cluster, software)
     costs = stage_costs(run, cluster, software)
     backward_s = max(costs.backward_s)
     if run.pp == 1:

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
+from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import rank_parts, stage_ranks
+from pipeloom.cost.ranks import placement_of, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
@@ -19,7 +19,7 @@ from pipeloom.predict.memory import held_bytes, rank_memory_of
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Level, Placement, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -160,12 +160,15 @@ class SimulatedStep:
 def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
     """The step of a run: its schedule with all communication, on the clock of its costs.
 
+    The answer's run has the placement of the order and, where ranks are not equally fast and the program balances them,
+    the layers of each stage.
+
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
+    run = with_own_layers(replace(run, placement=order.choice.placement or "looped"), cluster, software)
     schedule = _lowered(run, software, order)
-    costs = stage_costs(run, cluster, software, schedule.placement)
-    costs = _with_collectives(costs, run, cluster, software, schedule.placement)
+    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
@@ -179,13 +182,11 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
 
 
-def _with_collectives(
-    costs: StageCosts, run: Run, cluster: Cluster, software: Software, placement: Placement
-) -> StageCosts:
+def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
     if not software.has_reduction_lane or run.dp == 1:
         return costs
     parts = rank_parts(run, cluster)
-    owners = [parts[rank] for rank in stage_ranks(run, placement)]
+    owners = [parts[rank] for rank in placement_of(run).rank_by_stage]
     by_stage = list(zip(owners, stage_parameters(run, software), strict=True))
     return replace(
         costs,
@@ -219,7 +220,7 @@ def _blocked_s(
     """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
     if not software.is_blocking:
         return (0.0,) * run.pp
-    free = stage_costs(run, cluster, replace(software, is_blocking=False), schedule.placement)
+    free = stage_costs(run, cluster, replace(software, is_blocking=False))
     by_stage = [
         (f + b - free_f - free_b) * schedule.num_microbatches
         for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)

@@ -97,7 +97,8 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
         )
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
-    partition = layout.partition or default_partition(model, config.data.seq_len, layout.num_stages)
+    recompute = layout.recompute_by_layer(model.num_layers)
+    partition = layout.partition or default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
     is_grouped = FAMILIES[schedule.family].is_grouped
     resume = config.checkpoint.resume
     return replace(
