@@ -184,7 +184,7 @@ def _weight_s(run: Run, counts: Sequence[int], pieces: Sequence[PieceSeconds]) -
         counts: layers of each stage.
         pieces: for each stage, on its rank.
     """
-    if pieces[0] is pieces[-1]:
+    if len({piece.weight_s for piece in pieces}) == 1:
         return pieces[0].weight_s * run.shape.layers
     return sum(count * piece.weight_s for count, piece in zip(counts, pieces, strict=True))
 
@@ -300,6 +300,21 @@ def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
         held[rank] += parameters
     return tuple(held)
+
+
+def stage_collectives_s(run: Run, cluster: Cluster, software: Software) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage the seconds of gathering its weights, and of reducing its gradient, where its rank stands.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    parts = rank_parts(run, cluster)
+    held = [
+        (parts[rank], parameters)
+        for rank, parameters in zip(placement_of(run).rank_by_stage, stage_parameters(run, software), strict=True)
+    ]
+    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters in held)
+    return gathers, tuple(reduce_s(run, part, software, parameters) for part, parameters in held)
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:

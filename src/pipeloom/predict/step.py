@@ -4,12 +4,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms, with_own_layers
+from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import placement_of, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
@@ -185,14 +183,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
     if not software.has_reduction_lane or run.dp == 1:
         return costs
-    parts = rank_parts(run, cluster)
-    owners = [parts[rank] for rank in placement_of(run).rank_by_stage]
-    by_stage = list(zip(owners, stage_parameters(run, software), strict=True))
-    return replace(
-        costs,
-        unshard_s=tuple(gather_s(run, part, software, held) for part, held in by_stage),
-        reduce_s=tuple(reduce_s(run, part, software, held) for part, held in by_stage),
-    )
+    unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
+    return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 
 def _lowered(run: Run, software: Software, order: Order) -> Schedule:
