@@ -63,6 +63,12 @@ class MixedCluster(Cluster):
     groups: tuple[NodeGroup, ...]
     links: tuple[GroupLink, ...] = ()
 
+    def __eq__(self, other: object) -> bool:
+        """By name, groups and links, from which the rest follows."""
+        if not isinstance(other, MixedCluster):
+            return NotImplemented
+        return (self.name, self.groups, self.links) == (other.name, other.groups, other.links)
+
     def __hash__(self) -> int:
         """Of the name, as any cluster's."""
         return hash(self.name)
