@@ -40,6 +40,17 @@ def test_devices_of_several_groups_see_the_slowest_of_everything():
             assert part.collective_s("all_reduce", 1e9, over) >= group.collective_s("all_reduce", 1e9, over)
 
 
+def test_hosts_links_inside_nodes_and_multiprocessors_count_too():
+    launching = replace(A100, device=replace(A100.device, launch_s=9e-6))
+    wired = replace(V100, intra=Link(latency_s=2e-5, bytes_per_s=1e11))
+    for clusters in ((launching, wired), (wired, launching)):
+        part = mixed(*((cluster, 1) for cluster in clusters)).part(0, 16)
+        assert part.device.launch_s == 9e-6
+        assert part.intra == Link(latency_s=2e-5, bytes_per_s=1e11)
+        assert part.device.num_multiprocessors == 80  # of the slower one
+        assert part.devices_per_node == 8
+
+
 def test_the_slowest_of_two_curves_is_the_lower_one_at_each_size():
     small = replace(A100, device=replace(A100.device, matmul_curve=((1e9, 0.1), (1e12, 0.86))), name="small")
     part = mixed((small, 1), (replace(V100, name="old"), 1)).part(0, 16)

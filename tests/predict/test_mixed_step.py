@@ -6,7 +6,14 @@ import pytest
 from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import fastest_layers, stage_collectives_s, stage_costs, step_terms, with_own_layers
+from pipeloom.cost.analytic import (
+    fastest_layers,
+    stage_collectives_s,
+    stage_costs,
+    step_seconds,
+    step_terms,
+    with_own_layers,
+)
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import rank_slowness
 from pipeloom.cost.shape import Run
@@ -186,6 +193,43 @@ def test_slower_ranks_get_fewer_layers():
     assert predict(many, cluster, OURS).costs == predict(found.run, cluster, OURS).costs
 
 
+def test_layers_are_weighed_by_the_fastest_rank_wherever_it_is():
+    backwards = mixed((SLOW, 2), (FAST, 2))
+    assert step_seconds(RUN, backwards, OURS) == step_seconds(RUN, FAST, OURS)
+    assert rank_slowness(RUN, backwards, OURS)[2:] == (1.0, 1.0)
+
+
+def test_layers_that_recompute_do_so_at_their_ranks_speed():
+    kinds = ("full",) * 8 + ("none",) * 24  # all layers of the stages 0 and 1
+    run = replace(EVEN, recompute_layers=kinds)
+    cluster = mixed((FAST, 1), (SLOW, 3))
+    found, alone = stage_costs(run, cluster, OURS), [stage_costs(run, kind, OURS) for kind in (FAST, SLOW)]
+    inner = slice(1, 7)
+    on_fast = [stage % 4 == 0 for stage in range(8)]
+    for side in ("forward_s", "backward_s"):
+        expected = [getattr(alone[0 if fast else 1], side)[stage] for stage, fast in enumerate(on_fast)]
+        assert getattr(found, side)[inner] == tuple(expected[inner])
+    assert found.backward_s[1] > 1.2 * found.backward_s[2]
+
+
+def test_the_share_of_a_split_backward_is_that_of_all_layers():
+    cluster = mixed((FAST, 2), (nodes("slow", rate=1e13), 2))
+    costs = stage_costs(EVEN, cluster, OURS)
+    pieces = [piece_seconds(EVEN, kind.cluster, OURS) for kind in cluster.groups]
+    of_weights, backward = sum(piece.weight_s for piece in pieces), sum(piece.layer[1] for piece in pieces)
+    assert costs.weight_share == pytest.approx(of_weights / backward)
+
+
+def test_in_a_v_only_the_way_between_neighbors_counts():
+    cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=5)])
+    run = replace(EVEN, global_batch=4)
+    step = step_of(run, cluster, placement="v")
+    near, far = hop_s(run, 100), hop_s(run, 5)
+    assert step.run.placement == "v"
+    assert step.prediction.costs.boundary_s == pytest.approx((near, far, near, near, near, far, near))
+    assert step.prediction.costs.forward_s[7] < step.prediction.costs.forward_s[4]  # the head is on the fast rank 0
+
+
 def test_layers_stay_where_the_run_or_its_program_puts_them():
     cluster = mixed((FAST, 2), (SLOW, 2))
     assert with_own_layers(EVEN, cluster, OURS) == EVEN
@@ -244,6 +288,24 @@ def test_what_leaves_a_node_shares_the_adapter_of_its_own_kind():
     places = {stage: links.resource_of(Action.parse(f"{stage}RECV_F0"), stage) for stage in range(1, 6)}
     assert places == {1: None, 2: (1, 0), 3: None, 4: None, 5: None}
     assert links.resource_of(Action.parse("1RECV_B0"), 1) == (0, 0)  # from rank 2, by the only adapter
+
+
+def test_collectives_leave_the_nodes_of_their_own_rank_only():
+    cluster = mixed((nodes("wide"), 2), (nodes("narrow", devices_per_node=4), 4))
+    run = replace(RUN, tp=1, dp=8, pp=4, loops=1, global_batch=8)
+    links = shared_links(run, cluster, Placement.looped(4, 1))
+    reductions = {stage: links.resource_of(Action.parse(f"{stage}REDUCE_GRAD"), stage) for stage in range(4)}
+    assert reductions == {0: None, 1: None, 2: (2, 0), 3: (4, 0)}
+
+
+def test_a_node_of_another_kind_has_its_own_adapters():
+    cluster = mixed((nodes("one", adapters_per_node=1), 1), (nodes("eight"), 1))
+    run = replace(RUN, tp=1, dp=4, pp=4, loops=1, global_batch=4)
+    links = shared_links(run, cluster, Placement.looped(4, 1))
+    assert links.resource_of(Action.parse("2RECV_F0"), 2) == (1, 0)
+    looped = shared_links(replace(run, loops=2), cluster, Placement.looped(4, 2))
+    assert looped.resource_of(Action.parse("3RECV_B0"), 3) == (1, 4)  # from rank 0
+    assert looped.resource_of(Action.parse("4RECV_F0"), 0) == (0, 0)
 
 
 def test_places_say_which_ranks_are_on_which_nodes():
