@@ -33,6 +33,19 @@ def test_every_request_that_is_no_problem_makes_a_schedule(placement):
     assert number > 250
 
 
+def test_the_closed_forms_for_stage_inputs_are_what_the_rows_hold():
+    number = 0
+    for name, pp, loops, count, size in requests():
+        choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=count, group_size=size)
+        if FAMILIES[name].stage_inputs is not None:
+            assert tuple(choice.stage_inputs) == choice.make().peak_stage_inputs, choice
+            number += 1
+    assert number > 200
+    assert Choice(family="forward-only", pp=2, num_microbatches=2).stage_inputs is None
+    assert Choice(family="gpipe", pp=2, num_microbatches=2, placement="v").stage_inputs == [2, 2]
+    assert Choice(family="depth-first", pp=2, loops=2, num_microbatches=2, placement="v").stage_inputs is None
+
+
 def test_the_six_families_of_the_command_line_are_registered():
     assert {"gpipe", "1f1b", "depth-first", "breadth-first", "hybrid", "forward-only"} <= set(FAMILIES)
 

@@ -16,6 +16,8 @@ from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
 from pipeloom.cost.shape import Mlp, ModelShape
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.generate import FAMILIES
+from pipeloom.layout import Shard
 
 __all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
 
@@ -218,7 +220,7 @@ def load_software(name_or_path: str) -> Software:
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
-        if item.name not in ("name", "partition", "efficiency", "cluster", "sets", "attentions")
+        if isinstance(getattr(default, item.name), bool | int | float)
     }
     software = Software(
         name=reader.text("name"),
@@ -227,6 +229,8 @@ def load_software(name_or_path: str) -> Software:
         cluster=reader.text("cluster", default.cluster),
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),
+        families=reader.texts("families", among=tuple(FAMILIES)),
+        shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
         **plain,
     )
     calibrated.check()

@@ -100,11 +100,14 @@ class Reader:
             return among[0] if among else ""
         return value
 
-    def texts(self, key: str) -> tuple[str, ...]:
-        """A list of texts; empty if it is not there."""
+    def texts(self, key: str, *, among: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """A list of texts, each one of ``among`` if that is given; empty if it is not there."""
         value = self._find(key, [])
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self.complain(f"{key} must be a list of texts, found {value!r}")
+        if not isinstance(value, list) or not all(
+            isinstance(item, str) and (not among or item in among) for item in value
+        ):
+            wanted = f"of {', '.join(among)}" if among else "of texts"
+            self.complain(f"{key} must be a list {wanted}, found {value!r}")
             return ()
         return tuple(value)
 

@@ -80,7 +80,10 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
     return tuple(counts), stage
 
 
-def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
+LayersByRecompute = tuple[tuple[tuple[Run, int], ...], ...]
+
+
+def layers_by_recompute(run: Run, software: Software) -> LayersByRecompute:
     """For each stage its layers by what they recompute: the run as if all did the same, and how many do."""
     counts, _ = stage_layers(run, software)
     if run.recompute_layers is None:
@@ -88,6 +91,11 @@ def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, 
     alike = {kind: replace(run, recompute=kind, recompute_layers=None) for kind in set(run.recompute_layers)}
     parts = [run.recompute_layers[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
     return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
+
+
+def kinds_of(stages: LayersByRecompute) -> dict[Recompute, Run]:
+    """What is recomputed anywhere -> the run as if all layers did that."""
+    return {alike.recompute: alike for stage in stages for alike, _ in stage}
 
 
 def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
@@ -221,8 +229,10 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
 def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> list[tuple[float, float]]:
     """For each stage the seconds of its layers, forward and backward, where each layer says what it recomputes."""
     stages = layers_by_recompute(run, software)
-    kinds = {alike.recompute: alike for stage in stages for alike, _ in stage}
-    each_s = {kind: [pieces.layer for pieces in rank_pieces(alike, cluster, software)] for kind, alike in kinds.items()}
+    each_s = {
+        kind: [pieces.layer for pieces in rank_pieces(alike, cluster, software)]
+        for kind, alike in kinds_of(stages).items()
+    }
     return [
         (
             sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),

@@ -110,8 +110,13 @@ class StageCosts:
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
-        stage, backward_s = action.stage, self.backward_s[action.stage]
-        match action.kind:
+        stage, kind = action.stage, action.kind
+        backward_s = self.backward_s[stage]
+        match kind:
+            case Kind.FORWARD:
+                return self.forward_s[stage]
+            case Kind.BACKWARD:
+                return backward_s
             case Kind.BACKWARD_INPUT:
                 return backward_s * (1 - self.weight_share)
             case Kind.BACKWARD_WEIGHT:
@@ -120,14 +125,19 @@ class StageCosts:
                 return self.over_s(stage - 1)
             case Kind.RECV_B:
                 return self.over_s(stage)
-        uniform = UniformCosts(
-            self.forward_s[stage],
-            backward_s,
-            self.transfer_s,
-            self.unshard_s[stage] if self.unshard_s else 0.0,
-            self.reduce_s[stage] if self.reduce_s else 0.0,
-            self.swap_s[stage] if self.swap_s else 0.0,
-            self.tied_s,
-            self.tied_grad_s,
-        )
-        return uniform.seconds(action)
+        return self._of_stage(kind, stage)
+
+    def _of_stage(self, kind: Kind, stage: int) -> float:
+        """Seconds of what concerns a stage or its tied matrix as a whole."""
+        match kind:
+            case Kind.UNSHARD:
+                return self.unshard_s[stage] if self.unshard_s else 0.0
+            case Kind.REDUCE_GRAD:
+                return self.reduce_s[stage] if self.reduce_s else 0.0
+            case Kind.EVICT | Kind.LOAD:
+                return self.swap_s[stage] if self.swap_s else 0.0
+            case Kind.RECV_TIED:
+                return self.tied_s
+            case Kind.RECV_TIED_GRAD:
+                return self.tied_grad_s
+        return 0.0

@@ -16,9 +16,9 @@ the first line by t as well. Full recomputation keeps each layer's input, and on
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
-from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 
@@ -70,7 +70,9 @@ class Memory:
     @property
     def total_bytes(self) -> float:
         """Everything."""
-        return sum(astuple(self))
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        working = self.activations_bytes + self.head_bytes + self.buffers_bytes
+        return state + working + self.reserve_bytes + self.fragmentation_bytes
 
 
 def layer_activation_bytes(
@@ -144,7 +146,8 @@ def kept_bytes(run: Run, software: Software) -> float:
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
     stages = layers_by_recompute(run, software)
-    return [sum(count * kept_bytes(alike, software) for alike, count in stage) for stage in stages]
+    each = {kind: kept_bytes(alike, software) for kind, alike in kinds_of(stages).items()}
+    return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
 
 
 def _whole_bytes(run: Run, software: Software) -> float:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeloom.layout import Shard
+
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
 
@@ -94,12 +96,16 @@ class Software:
         cluster: the machine that it was calibrated on, by name.
         sets: beginnings of the names of the sets of measurements that were made with it.
         attentions: the attention kernels of those; empty for all.
+        families: schedules that it runs; empty for all.
+        shards: what its data parallelism can share out; empty for every level.
     """
 
     name: str
     cluster: str = "dgx-a100"
     sets: tuple[str, ...] = ()
     attentions: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    shards: tuple[Shard, ...] = ()
     partition: Division = "even"
     dropout: bool = False
     gradient_bytes: float = 4

@@ -4,13 +4,17 @@ from pipeloom.generate.family import Request, Rows, family
 from pipeloom.schedule import Kind, Row
 
 
-@family("gpipe", is_looped=False, instead="breadth-first")
+def _all_inputs(request: Request) -> list[int]:
+    return [request.num_microbatches * request.loops] * request.placement.num_ranks
+
+
+@family("gpipe", is_looped=False, instead="breadth-first", stage_inputs=_all_inputs)
 def gpipe(request: Request) -> Rows:
     """All forwards, then all backwards, one stage on each rank (arXiv 1811.06965)."""
     return breadth_first(request)
 
 
-@family("breadth-first", is_looped=True)
+@family("breadth-first", is_looped=True, stage_inputs=_all_inputs)
 def breadth_first(request: Request) -> Rows:
     """Each local stage for all micro-batches before the next stage (arXiv 2211.05953, section 4).
 
@@ -25,7 +29,7 @@ def breadth_first(request: Request) -> Rows:
         forwards = Row.grid(Kind.FORWARD, stages, microbatches)
         backwards = Row.grid(Kind.BACKWARD, stages[::-1], microbatches)
         rows.append(forwards + backwards)
-    return Rows(rows, [request.num_microbatches * request.loops] * len(rows))
+    return Rows(rows, _all_inputs(request))
 
 
 @family("forward-only", is_looped=True, has_backward=False)

@@ -56,6 +56,8 @@ class Rows:
 
 
 Rule = Callable[[Request], Rows]
+StageInputs = Callable[[Request], Sequence[int] | None]
+"""For each rank the most stage inputs that it holds at once, without making the rows; ``None`` if only they tell."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Family:
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
         instead: the family to use when ``is_looped`` is violated.
+        stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
+            ``None`` where there is none.
     """
 
     name: str
@@ -79,6 +83,7 @@ class Family:
     is_grouped: bool
     has_backward: bool
     instead: str | None
+    stage_inputs: StageInputs | None
 
 
 FAMILIES: dict[str, Family] = {}
@@ -92,13 +97,14 @@ def family(
     is_grouped: bool = False,
     has_backward: bool = True,
     instead: str | None = None,
+    stage_inputs: StageInputs | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register a rule under a name; the first line of its docstring becomes the summary."""
 
     def register(rule: Rule) -> Rule:
         assert name not in FAMILIES, f"two families are called {name}"
         summary = (rule.__doc__ or "").strip().splitlines()[0]
-        FAMILIES[name] = Family(name, rule, summary, is_looped, is_grouped, has_backward, instead)
+        FAMILIES[name] = Family(name, rule, summary, is_looped, is_grouped, has_backward, instead, stage_inputs)
         return rule
 
     return register
@@ -167,9 +173,8 @@ class Choice:
         problems = self.problems()
         if problems:
             raise ConfigError(problems, f"schedule '{self.family}'")
-        chosen = FAMILIES[self.family]
-        placement = self.placed()
-        answer = chosen.rule(Request(placement, self.num_microbatches, self.group_size or self.pp))
+        chosen, request = FAMILIES[self.family], self._request
+        placement, answer = request.placement, chosen.rule(request)
         return Schedule(
             rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
@@ -177,6 +182,16 @@ class Choice:
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
+
+    @property
+    def _request(self) -> Request:
+        return Request(self.placed(), self.num_microbatches, self.group_size or self.pp)
+
+    @property
+    def stage_inputs(self) -> Sequence[int] | None:
+        """For each rank the most stage inputs that it holds at once; ``None`` without a closed form for it."""
+        closed_form = FAMILIES[self.family].stage_inputs
+        return closed_form(self._request) if closed_form else None
 
 
 def make_schedule(name: str, **sizes: Any) -> Schedule:

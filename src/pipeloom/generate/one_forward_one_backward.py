@@ -4,11 +4,28 @@ from bisect import bisect_left
 from itertools import pairwise
 
 from pipeloom.errors import ScheduleError
-from pipeloom.generate.family import Request, Rows, family
+from pipeloom.generate.family import Request, Rows, StageInputs, family
 from pipeloom.schedule import Kind, Row, Schedule
 
 
-@family("1f1b", is_looped=False, instead="depth-first")
+def _stage_inputs(hops_back: int) -> StageInputs:
+    """The closed form; where the placement asks for more warm-up there is none."""
+
+    def inputs(request: Request) -> list[int] | None:
+        if request.group_size == 1:
+            return [request.loops]
+        return _most_inputs(request, hops_back, 0) if request.is_looped else None
+
+    return inputs
+
+
+def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
+    """One more than warm-up forwards."""
+    most = request.num_microbatches * request.loops
+    return [min(number + 1, most) for number in _warmups(request, hops_back, extra)]
+
+
+@family("1f1b", is_looped=False, instead="depth-first", stage_inputs=_stage_inputs(hops_back=1))
 def one_forward_one_backward(request: Request) -> Rows:
     """Forward and backward in turn, one stage on each rank (arXiv 1806.03377; arXiv 2104.04473, section 2.2.1).
 
@@ -17,7 +34,7 @@ def one_forward_one_backward(request: Request) -> Rows:
     return _alternate(request, hops_back=1)
 
 
-@family("depth-first", is_looped=True)
+@family("depth-first", is_looped=True, stage_inputs=_stage_inputs(hops_back=2))
 def depth_first(request: Request) -> Rows:
     """Groups of P micro-batches (a remainder is spread) through all local stages (interleaved 1F1B, arXiv 2104.04473).
 
@@ -27,7 +44,7 @@ def depth_first(request: Request) -> Rows:
     return _alternate(request, hops_back=2)
 
 
-@family("hybrid", is_looped=True, is_grouped=True)
+@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=_stage_inputs(hops_back=2))
 def hybrid(request: Request) -> Rows:
     """Groups of N micro-batches through all local stages, P <= N <= M (arXiv 2407.21783, section 3.3.2).
 
@@ -82,16 +99,20 @@ def _deadlocks(request: Request, answer: Rows) -> bool:
 def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
     groups = _groups(request.num_microbatches, request.group_size)
     rows: list[Row] = []
-    most_inputs: list[int] = []
-    for rank in range(request.placement.num_ranks):
+    for rank, num_warmup in enumerate(_warmups(request, hops_back, extra)):
         stages = request.local_stages(rank)
         forwards = Row.join([Row.grid(Kind.FORWARD, stages, group) for group in groups])
         backwards = Row.join([Row.grid(Kind.BACKWARD, stages[::-1], group) for group in groups])
-        to_end = request.placement.num_stages - 1 - stages[-1]
-        num_warmup = min(hops_back * to_end + (request.loops - 1) * len(groups[0]) + extra, len(forwards))
         rows.append(_in_turn(forwards, backwards, num_warmup))
-        most_inputs.append(min(num_warmup + 1, len(forwards)))
-    return Rows(rows, most_inputs)
+    return Rows(rows, _most_inputs(request, hops_back, extra))
+
+
+def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:
+    """For each rank the forwards before its first backward, but for the one right before it."""
+    placement, most = request.placement, request.num_microbatches * request.loops
+    first_group = _groups(request.num_microbatches, request.group_size)[0]
+    to_end = [placement.num_stages - 1 - request.local_stages(rank)[-1] for rank in range(placement.num_ranks)]
+    return [min(hops_back * hops + (request.loops - 1) * len(first_group) + extra, most) for hops in to_end]
 
 
 def _groups(num_microbatches: int, group_size: int) -> list[range]:

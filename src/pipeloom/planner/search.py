@@ -1,130 +1,261 @@
-"""Which layout of a run is fastest: what can be chosen, and the fastest of it that fits.
+"""The fastest layouts of a question: a best-first search whose bounds rule out most of them, and the simulator decides.
 
-A step is simulated only if a bound that costs next to nothing says that it may beat the best one so far. The bound is
-never above the simulated time, so that the answer is that of simulating everything.
+What is open lies in a queue by its bound. The first is opened, or simulated if it is a single layout. Once the best
+ones that were simulated are faster than the first bound in the queue, nothing that is left can be among them: the
+answer is that of simulating everything (``tests/planner/test_search.py``).
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import accumulate
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, nsmallest
+from typing import NamedTuple
 
-from pipeloom.cost.analytic import rank_parameters, stage_costs, stage_layers, stage_parameters, step_terms
-from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import reduce_s
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.shape import Run
-from pipeloom.cost.software import Software
-from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.question import Question
+from pipeloom.planner.settle import settle
+from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
+from pipeloom.predict.step import SimulatedStep
+
+Progress = Callable[[int, int], None]
+"""Told how many layouts are decided, of how many."""
+
+
+@dataclass
+class Counts:
+    """What became of the layouts of a question.
+
+    Attributes:
+        layouts: in all.
+        too_large: ruled out since they need more memory than a device has, by a bound or once simulated.
+        too_slow: ruled out by the bound of their step time.
+        simulated: whose step was simulated.
+        spare: that fit without what they recompute, or differ from a simulated one in nothing.
+        excluded: what is no layout, by cause: combinations of axes.
+        seconds: that the search took.
+    """
+
+    layouts: int = 0
+    too_large: int = 0
+    too_slow: int = 0
+    simulated: int = 0
+    spare: int = 0
+    excluded: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One thing that may be chosen.
+class Found:
+    """What a search found.
 
     Attributes:
-        run: what is trained, and how it is laid out.
-        software: with what.
-        order: in which schedule.
+        steps: the best layouts, the fastest first.
+        counts: what became of the others.
+        open_bound_s: where the time was up: no layout is faster than this; ``None`` if the answer is proved.
     """
 
-    run: Run
-    software: Software
-    order: Order
+    steps: tuple[SimulatedStep, ...]
+    counts: Counts
+    open_bound_s: float | None = None
+
+    @property
+    def best(self) -> SimulatedStep | None:
+        """The fastest."""
+        return self.steps[0] if self.steps else None
 
 
-def divisors(number: int) -> list[int]:
-    """Everything that divides a number, ascending."""
-    return [part for part in range(1, number + 1) if number % part == 0]
+class Kind(NamedTuple):
+    """What tells layouts of an answer apart: of those that agree in it, only the best one is told."""
+
+    tp: int
+    pp: int
+    dp: int
+    micro_batch: int
+    family: str
+    recompute: str
+    sequence_parallel: bool
 
 
-def axes(num_devices: int, most_tp: int) -> Iterator[tuple[int, int, int]]:
-    """(tp, pp, dp) whose product is the number of devices.
+def kind_of(run: Run, family: str) -> Kind:
+    """The kind of a layout; how often stages loop, how the schedule groups and what is sharded do not matter."""
+    recompute = "some" if run.recompute_layers else run.recompute
+    return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
+
+
+def leaf_kind(leaf: Leaf) -> Kind:
+    """The kind of a layout that is not decided yet."""
+    return kind_of(leaf.cut.run, leaf.choice.family)._replace(recompute=leaf.cut.arrangement.kept)
+
+
+class Best:
+    """The best layouts so far, one of each kind."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._of_kind: dict[Kind, tuple[_Rank, SimulatedStep]] = {}
+        self.limit_s = float("inf")
+        """What is slower than this is not among the best."""
+
+    def add(self, step: SimulatedStep) -> None:
+        """Keep it if it is the best of its kind."""
+        kind, rank = kind_of(step.run, step.order.choice.family), _rank(step)
+        known = self._of_kind.get(kind)
+        if known is None or rank < known[0]:
+            self._of_kind[kind] = rank, step
+            if len(self._of_kind) >= self._count:
+                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+
+    @property
+    def steps(self) -> list[SimulatedStep]:
+        """The fastest first; of equals the one with more memory left."""
+        ranked = sorted(self._of_kind.values(), key=lambda one: one[0])
+        return [step for _, step in ranked[: self._count]]
+
+    def beats(self, node: "Node", bound_s: float) -> bool:
+        """Whether something that takes at least that long cannot be the best of its kind."""
+        if isinstance(node, Arrangement | Cut):
+            return False
+        leaf = node.leaf if isinstance(node, Settled) else node
+        known = self._of_kind.get(leaf_kind(leaf))
+        return known is not None and bound_s > known[0].step_s
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A leaf with everything decided."""
+
+    leaf: Leaf
+    candidate: Candidate
+    count = 1
+
+
+Node = Arrangement | Cut | Leaf | Settled
+
+
+class _Rank(NamedTuple):
+    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
+
+    step_s: float
+    held_bytes: float
+    layout: str
+
+
+def _rank(step: SimulatedStep) -> _Rank:
+    layout = repr((step.run, step.order))
+    return _Rank(step.prediction.step_time_s, step.prediction.memory.total_bytes, layout)
+
+
+def search(
+    question: Question,
+    count: int = 10,
+    *,
+    budget_s: float | None = None,
+    progress: Progress | None = None,
+    prunes: bool = True,
+) -> Found:
+    """The best layouts of a question.
 
     Args:
-        num_devices: of the whole run.
-        most_tp: largest tensor axis, such as the devices of a node.
+        question: what is asked.
+        count: how many.
+        budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
+        progress: is told now and then.
+        prunes: whether bounds rule layouts out; ``False`` simulates all of them, for tests.
     """
-    for tp in divisors(num_devices):
-        if tp <= most_tp:
-            for pp in divisors(num_devices // tp):
-                yield tp, pp, num_devices // tp // pp
+    return _Search(question, count, budget_s, progress, prunes=prunes).run()
 
 
-def loop_counts(layers: int, pp: int) -> list[int]:
-    """Numbers of stages for each rank with which all stages have equally many layers."""
-    return divisors(layers // pp) if layers % pp == 0 else []
+class _Search:
+    def __init__(
+        self,
+        question: Question,
+        count: int,
+        budget_s: float | None,
+        progress: Progress | None,
+        *,
+        prunes: bool,
+    ) -> None:
+        self._question = question
+        self._best = Best(count)
+        self._counts = Counts()
+        self._begin = time.monotonic()
+        self._budget_s, self._progress, self._prunes = budget_s, progress, prunes
+        self._queue: list[tuple[float, int, Node]] = []
+        self._pushed = 0
 
+    @property
+    def _room(self) -> float:
+        return self._question.cluster.device.memory_bytes
 
-def least_step_s(candidate: Candidate, cluster: Cluster) -> float:
-    """Seconds that the step takes at least, whatever its schedule.
+    def run(self) -> Found:
+        """Open what has the lowest bound until nothing open can be among the best."""
+        found, self._counts.excluded = arrangements(self._question)
+        self._counts.layouts = sum(arrangement.count for arrangement in found)
+        for arrangement in found:
+            self._push(arrangement.bound_s, arrangement, arrangement.least_bytes)
+        open_bound_s = None
+        while self._queue:
+            bound_s, _, node = heappop(self._queue)
+            if self._prunes and bound_s > self._best.limit_s:
+                self._counts.too_slow += node.count + sum(other.count for _, _, other in self._queue)
+                break
+            if self._budget_s is not None and time.monotonic() - self._begin > self._budget_s:
+                open_bound_s = bound_s
+                break
+            if self._prunes and self._best.beats(node, bound_s):
+                self._counts.too_slow += 1
+                continue
+            self._open(node, bound_s)
+            if self._progress is not None:
+                self._progress(self._decided, self._counts.layouts)
+        self._counts.seconds = time.monotonic() - self._begin
+        return Found(tuple(self._best.steps), self._counts, open_bound_s)
 
-    Micro-batches come to a stage through all stages before it, and their gradients go back the same way. So a rank
-    begins when the first micro-batch has come to its first stage, then has all its work to do, and the last gradient
-    still goes back to the first rank. The same holds for each stage alone. The reductions of a rank follow each other.
-    """
-    run, software = candidate.run, candidate.software
-    costs = stage_costs(run, cluster, software)
-    pipeline_s = max(_least_pipeline_s(run, costs), _least_reductions_s(run, cluster, software))
-    return pipeline_s + step_terms(run, cluster, software, max(costs.backward_s)).total_s
+    @property
+    def _decided(self) -> int:
+        counts = self._counts
+        return counts.too_large + counts.too_slow + counts.simulated + counts.spare
 
+    def _push(self, bound_s: float, node: Node, least_bytes: float) -> None:
+        """Keep it open, unless a bound rules it out."""
+        if self._prunes and least_bytes > self._room:
+            self._counts.too_large += node.count
+        elif self._prunes and bound_s > self._best.limit_s:
+            self._counts.too_slow += node.count
+        else:
+            self._pushed += 1
+            heappush(self._queue, (bound_s, self._pushed, node))
 
-def _least_pipeline_s(run: Run, costs: StageCosts) -> float:
-    both = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-    hop_s = 2 * costs.transfer_s if run.pp > 1 else 0.0
-    way_s = [0.0, *accumulate(work_s + hop_s for work_s in both)]
-    by_rank = [way_s[rank] + run.num_microbatches * sum(both[rank :: run.pp]) for rank in range(run.pp)]
-    by_stage = [way_s[stage] + run.num_microbatches * work_s for stage, work_s in enumerate(both)]
-    return max(*by_rank, *by_stage)
+    def _open(self, node: Node, bound_s: float) -> None:
+        if isinstance(node, Arrangement):
+            for cut in node.cuts():
+                self._push(cut.bound_s, cut, cut.least_bytes)
+        elif isinstance(node, Cut):
+            for sharding in node.shardings:
+                for choice in node.choices:
+                    self._push_leaf(Leaf(node, sharding, choice))
+        elif isinstance(node, Leaf):
+            self._settle(node, bound_s)
+        else:
+            self._simulate(node.candidate)
 
+    def _push_leaf(self, leaf: Leaf) -> None:
+        narrowed = leaf.narrowed() if self._prunes else leaf
+        if narrowed is None:
+            self._counts.too_large += 1
+        else:
+            self._push(narrowed.bound_s, narrowed, 0.0)
 
-def _least_reductions_s(run: Run, cluster: Cluster, software: Software) -> float:
-    if not software.has_reduction_lane or run.dp == 1:
-        return 0.0
-    seconds = [reduce_s(run, cluster, software, held) for held in stage_parameters(run, software)]
-    return max(sum(seconds[rank :: run.pp]) for rank in range(run.pp))
+    def _settle(self, leaf: Leaf, bound_s: float) -> None:
+        """Decide the rest of it, and with its schedule at hand bound it once more."""
+        chosen = settle(leaf)
+        if chosen is None:
+            self._counts.too_large += 1
+            return
+        self._push(max(bound_s, leaf.cut.time.collectives_s(chosen.run, chosen.schedule)), Settled(leaf, chosen), 0.0)
 
-
-KEEPS_EVERY_INPUT = frozenset({"gpipe", "breadth-first"})
-"""Families that run all forwards before the first backward."""
-
-
-def least_bytes(candidate: Candidate) -> float:
-    """Bytes that a device of the fullest rank holds at least.
-
-    Weights, gradients, optimizer state and reserve; the largest stage's weights where a rank holds only shards; the
-    layer that is being recomputed; in families that keep every stage input, those of the rank with the fewest layers.
-    """
-    run, software = candidate.run, candidate.software
-    state = state_bytes(run, max(rank_parameters(run, software)), software)
-    gathered = 0.0
-    if run.shard == "full" and run.dp > 1:
-        largest = max(stage_parameters(run, software))
-        gathered = state_bytes(replace(run, shard="none"), largest, software).weights_bytes
-    kept = working_bytes(run, software)
-    if candidate.order.choice.family in KEEPS_EVERY_INPUT:
-        counts, _ = stage_layers(run, software)
-        layers = min(sum(counts[rank :: run.pp]) for rank in range(run.pp))
-        kept += run.num_microbatches * layers * kept_bytes(run, software)
-    return state.total_bytes + gathered + kept * (1 + software.fragmentation) + software.reserve_bytes
-
-
-def fastest(candidates: Iterable[Candidate], cluster: Cluster) -> SimulatedStep | None:
-    """The step that is simulated fastest among those that fit; ``None`` if none does.
-
-    Args:
-        candidates: on looped placements.
-        cluster: where.
-    """
-    open_ones = [candidate for candidate in candidates if least_bytes(candidate) < cluster.device.memory_bytes]
-    bounds_s = [least_step_s(candidate, cluster) for candidate in open_ones]
-    best: SimulatedStep | None = None
-    for bound_s, number in sorted(zip(bounds_s, range(len(open_ones)), strict=True)):
-        if best is not None and bound_s >= best.prediction.step_time_s:
-            break
-        chosen = open_ones[number]
-        step = simulate_step(chosen.run, cluster, chosen.software, chosen.order)
-        is_faster = best is None or step.prediction.step_time_s < best.prediction.step_time_s
-        if step.prediction.fits and is_faster:
-            best = step
-    return best
+    def _simulate(self, chosen: Candidate) -> None:
+        self._counts.simulated += 1
+        self._best.add(chosen.simulate(self._question.cluster))

@@ -11,7 +11,6 @@ from pipeloom.cost.memory import (
     lent_bytes,
     logits_bytes,
     num_logits,
-    rank_memory,
     stage_input_bytes,
     stage_kept_bytes,
     state_bytes,
@@ -28,37 +27,47 @@ _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
-def rank_memory_of(run: Run, software: Software, schedule: Schedule, rank: int, receive_buffers: int) -> Memory:
-    """Memory of one pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
+def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buffers: int) -> tuple[Memory, ...]:
+    """Memory of each pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
 
     Args:
         run: what is trained.
         software: with what.
         schedule: as it is simulated.
-        rank: pipeline rank.
         receive_buffers: for each directed edge, where the schedule has its communication.
     """
-    stages = schedule.placement.stages_of(rank)
-    memory = rank_memory(run, software, rank, schedule.peak_stage_inputs[rank], stages)
-    activations = _most_held(schedule, rank, _input_bytes(run, software)) + working_bytes(run, software)
     _, head = stage_layers(run, software)
-    logits = memory.head_bytes
-    if head in stages:
-        only_head = [float(stage == head) for stage in range(schedule.num_stages)]
-        logits += (_most_held(schedule, rank, only_head) - 1) * _kept_logits(run, software)
+    by_stage = stage_parameters(run, software)
+    inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    most_gathered = min(schedule.max_gathered or len(stages), len(stages))
-    most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
-    received = _num_peers(schedule, stages) * receive_buffers * stage_input_bytes(run)
-    return replace(
-        memory,
-        weights_bytes=memory.weights_bytes + _largest(gathered, stages, most_gathered),
-        gradients_bytes=memory.gradients_bytes + _largest(unreduced, stages, most_unreduced),
-        activations_bytes=activations,
-        head_bytes=logits,
-        buffers_bytes=received if schedule.level is Level.COMMUNICATION else 0.0,
-        fragmentation_bytes=software.fragmentation * (activations + logits),
-    )
+    only_head = [float(stage == head) for stage in range(schedule.num_stages)]
+    received = receive_buffers * stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0
+    found: list[Memory] = []
+    for rank in range(schedule.num_ranks):
+        stages = schedule.placement.stages_of(rank)
+        activations = _most_held(schedule, rank, inputs) + working
+        logits = 0.0
+        if head in stages:
+            logits = logits_each + (_most_held(schedule, rank, only_head) - 1) * kept_logits(run, software)
+        most_gathered = min(schedule.max_gathered or len(stages), len(stages))
+        most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
+        state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
+        lent = lent_bytes(run, software, stages)
+        found.append(
+            Memory(
+                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, most_gathered),
+                gradients_bytes=state.gradients_bytes
+                + lent.gradients_bytes
+                + _largest(unreduced, stages, most_unreduced),
+                optimizer_bytes=state.optimizer_bytes,
+                activations_bytes=activations,
+                head_bytes=logits,
+                buffers_bytes=_num_peers(schedule, stages) * received,
+                reserve_bytes=software.reserve_bytes,
+                fragmentation_bytes=software.fragmentation * (activations + logits),
+            )
+        )
+    return tuple(found)
 
 
 def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> float:
@@ -66,7 +75,7 @@ def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> f
     return sum(sorted((by_stage[stage] for stage in stages), reverse=True)[:number])
 
 
-def _input_bytes(run: Run, software: Software) -> list[float]:
+def input_bytes(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
     inputs = stage_kept_bytes(run, software)
     inputs[0] += stage_input_bytes(run)
@@ -80,7 +89,8 @@ def _most_unreduced(schedule: Schedule, rank: int) -> int:
     return min(max(counts, default=0) + 1, room)
 
 
-def _kept_logits(run: Run, software: Software) -> float:
+def kept_logits(run: Run, software: Software) -> float:
+    """Bytes that the loss of a micro-batch keeps for its backward."""
     return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
@@ -108,7 +118,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
     if run.dp == 1 or run.shard in ("none", "optimizer"):
         return none, none
     by_stage = stage_parameters(run, software)
-    whole = [state_bytes(replace(run, shard="none"), held, software) for held in by_stage]
+    alone = replace(run, shard="none")
+    states = {held: state_bytes(alone, held, software) for held in set(by_stage)}
+    whole = [states[held] for held in by_stage]
     weights = [state.weights_bytes for state in whole] if run.shard == "full" else none
     return weights, [state.gradients_bytes for state in whole] if software.has_reduction_lane else none
 
@@ -116,11 +128,11 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = _input_bytes(run, software)
+    inputs = input_bytes(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
-    inputs[head] += _kept_logits(run, software)
-    working[head] += max(0.0, logits_bytes(run, software) - _kept_logits(run, software))
+    inputs[head] += kept_logits(run, software)
+    working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
     always = [

@@ -1,5 +1,6 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -11,9 +12,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
+from pipeloom.layout import Shard
 from pipeloom.predict.fast import Prediction, rank_device_bytes
 from pipeloom.predict.links import shared_links
-from pipeloom.predict.memory import held_bytes, rank_memory_of
+from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
@@ -164,14 +166,15 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    run = with_own_layers(replace(run, placement=order.choice.placement or "looped"), cluster, software)
-    schedule = _lowered(run, software, order)
+    placement = order.choice.placement or "looped"
+    run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
+    schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = tuple(rank_memory_of(run, software, schedule, rank, order.receive_buffers) for rank in range(run.pp))
+    memory = memory_by_rank(run, software, schedule, order.receive_buffers)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
@@ -187,23 +190,80 @@ def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: S
     return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 
-def _lowered(run: Run, software: Software, order: Order) -> Schedule:
-    """The schedule with what the program runs on other lanes than compute."""
-    schedule = order.choice.make()
+def lowered(run: Run, software: Software, order: Order) -> Schedule:
+    """The schedule with what the program runs on other lanes than compute; the last few are remembered.
+
+    Raises:
+        UserError: the schedule cannot be made.
+    """
     if software.is_blocking:
-        return schedule
-    schedule = lower(schedule, order.receive_buffers)
-    if run.shape.tied and software.lends_tied:
-        schedule = add_tied(schedule)
+        return _LOWERED.get(_Lowering(order.choice))
+    is_lent = run.shape.tied and software.lends_tied
     if not software.has_reduction_lane or run.dp == 1:
+        return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent))
+    sharding = (run.shard, order.residency, order.prefetch, order.gradient_buffers)
+    return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent, sharding=sharding))
+
+
+@dataclass(frozen=True)
+class _Lowering:
+    """How a schedule is made: layouts that differ in something else share it.
+
+    Attributes:
+        choice: family and sizes.
+        receive_buffers: ``None`` where exchanges have no lane.
+        is_lent: whether a tied matrix is lent.
+        sharding: level, residency, prefetch, gradient buffers; ``None`` where there are no collectives beside it.
+    """
+
+    choice: Choice
+    receive_buffers: int | None = None
+    is_lent: bool = False
+    sharding: tuple[Shard, int, int, int | None] | None = None
+
+    def make(self) -> Schedule:
+        if self.sharding is not None:
+            shard, residency, prefetch, gradient_buffers = self.sharding
+            return add_data_parallel(
+                _LOWERED.get(replace(self, sharding=None)),
+                shard,
+                residency=residency,
+                prefetch=prefetch,
+                gradient_buffers=gradient_buffers,
+            )
+        schedule = self.choice.make()
+        if self.receive_buffers is None:
+            return schedule
+        schedule = lower(schedule, self.receive_buffers)
+        return add_tied(schedule) if self.is_lent else schedule
+
+
+class _Remembered:
+    """The schedules used last, as many as have a given number of actions together."""
+
+    def __init__(self, most_actions: int) -> None:
+        self._most, self._actions = most_actions, 0
+        self._known: OrderedDict[_Lowering, Schedule] = OrderedDict()
+
+    def get(self, lowering: _Lowering) -> Schedule:
+        known = self._known.get(lowering)
+        if known is not None:
+            self._known.move_to_end(lowering)
+            return known
+        schedule = lowering.make()
+        self._known[lowering] = schedule
+        self._actions += _num_actions(schedule)
+        while self._actions > self._most:
+            _, oldest = self._known.popitem(last=False)
+            self._actions -= _num_actions(oldest)
         return schedule
-    return add_data_parallel(
-        schedule,
-        run.shard,
-        residency=order.residency,
-        prefetch=order.prefetch,
-        gradient_buffers=order.gradient_buffers,
-    )
+
+
+_LOWERED = _Remembered(2_000_000)
+
+
+def _num_actions(schedule: Schedule) -> int:
+    return sum(map(len, schedule.rows))
 
 
 def _blocked_s(
@@ -243,10 +303,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    schedule = step.schedule if run.shard == step.run.shard else _lowered(run, step.software, step.order)
+    schedule = step.schedule if run.shard == step.run.shard else lowered(run, step.software, step.order)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
-    return max(
-        rank_memory_of(run, step.software, schedule, rank, step.order.receive_buffers).total_bytes
-        + (device_bytes[now] - device_bytes[rank])
-        for rank in range(run.pp)
-    )
+    held = memory_by_rank(run, step.software, schedule, step.order.receive_buffers)
+    return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

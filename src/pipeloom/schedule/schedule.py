@@ -12,7 +12,7 @@ from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.row import Row
+from pipeloom.schedule.row import KINDS, Row
 from pipeloom.schedule.verify import verify
 
 
@@ -101,6 +101,16 @@ class Schedule:
     def graph(self) -> Graph:
         """The actions with what each waits for."""
         return Graph(self.facts, self.gradient_buffers)
+
+    @cached_property
+    def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """For each stage how often its weights are gathered in a step, and how often its gradients are reduced."""
+        kind, stage = self.facts.columns[:2]
+        gathers, reductions = (
+            np.bincount(stage[kind == KINDS.index(one)], minlength=self.num_stages).tolist()
+            for one in (Kind.UNSHARD, Kind.REDUCE_GRAD)
+        )
+        return tuple(gathers), tuple(reductions)
 
     def input_gradient(self, stage: int, microbatch: int, part: int = 0) -> Action:
         """The action that makes the gradient for a stage's input: the backward, or its first half."""

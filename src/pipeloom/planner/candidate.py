@@ -1,0 +1,33 @@
+"""One thing that may be chosen: a run, its program, its schedule."""
+
+from dataclasses import dataclass
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.predict.step import Order, SimulatedStep, lowered, simulate_step
+from pipeloom.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One thing that may be chosen.
+
+    Attributes:
+        run: what is trained, and how it is laid out.
+        software: with what.
+        order: in which schedule.
+    """
+
+    run: Run
+    software: Software
+    order: Order
+
+    @property
+    def schedule(self) -> Schedule:
+        """As it is simulated."""
+        return lowered(self.run, self.software, self.order)
+
+    def simulate(self, cluster: Cluster) -> SimulatedStep:
+        """Its step on a cluster."""
+        return simulate_step(self.run, cluster, self.software, self.order)

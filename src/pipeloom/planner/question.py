@@ -1,0 +1,166 @@
+"""What somebody asks of the planner: a model, a cluster, a batch, and what may be chosen."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
+from pipeloom.cost.software import Software
+from pipeloom.errors import ConfigError
+from pipeloom.generate import FAMILIES
+from pipeloom.layout import Recompute, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a layout may be. ``None``: anything that model, batch and program allow.
+
+    Attributes:
+        tp, pp, dp: sizes of the tensor, pipeline and data axis.
+        loops: stages of each pipeline rank.
+        micro_batch: sequences of a micro-batch.
+        families: schedules.
+        shards: what data parallelism shares out.
+        recompute: what the backward computes again; ``full`` also allows some of the layers.
+        sequence_parallel: whether what tensor parallelism leaves whole may or must be split.
+    """
+
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    loops: tuple[int, ...] | None = None
+    micro_batch: tuple[int, ...] | None = None
+    families: tuple[str, ...] | None = None
+    shards: tuple[Shard, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+
+    def allows(self, **values: Any) -> bool:
+        """Whether each value is one that may be chosen."""
+        return all((among := getattr(self, name)) is None or value in among for name, value in values.items())
+
+    @property
+    def names(self) -> list[str]:
+        """Those that limit anything."""
+        return [item.name for item in fields(self) if getattr(self, item.name) is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained, where, and on how many devices.
+
+    Attributes:
+        shape: the model.
+        cluster: where.
+        software: with what.
+        num_devices: of the run; a layout uses all of them.
+        global_batch: sequences of a step.
+        seq: tokens of a sequence.
+        precision: of weights and activations in products.
+        attention: the kernel.
+        fused_norm: whether a norm is one kernel.
+        limits: what may be chosen.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    software: Software
+    num_devices: int
+    global_batch: int
+    seq: int
+    precision: Precision = "bf16"
+    attention: Attention = "flash2"
+    fused_norm: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be asked.
+
+        Raises:
+            ConfigError: everything that is wrong.
+        """
+        problems = self._problems()
+        if problems:
+            raise ConfigError(problems, "the question")
+
+    def _problems(self) -> list[str]:
+        sizes = {"devices": self.num_devices, "the global batch": self.global_batch, "seq": self.seq}
+        found = [f"{name} must be at least 1, found {value}" for name, value in sizes.items() if value < 1]
+        known = self.cluster.device.peak_flops_per_s
+        if self.precision not in known:
+            found.append(
+                f"the precision must be one that {self.cluster.device.name} computes in: {', '.join(known)}, "
+                f"found {self.precision}"
+            )
+        offered = self._offered
+        for what, wanted, has in (
+            ("family", self.limits.families, offered),
+            ("sharding level", self.limits.shards, self.software.shards or LEVELS),
+        ):
+            found += [
+                f"{self.software.name} has no {what} '{name}'; it has {', '.join(has)}"
+                for name in wanted or ()
+                if name not in has
+            ]
+        return found
+
+    @property
+    def _offered(self) -> tuple[str, ...]:
+        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward)
+        return self.software.families or trained
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Schedules that may be chosen."""
+        return self.limits.families or self._offered
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Sharding levels that may be chosen."""
+        return self.limits.shards or self.software.shards or LEVELS
+
+    @property
+    def recompute(self) -> tuple[Recompute, ...]:
+        """What may be recomputed: attention alone only where its kernel keeps the scores."""
+        keeps_scores = self.attention in ("plain", "fused-softmax")
+        usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
+        return self.limits.recompute or usual
+
+    def limited(self, **limits: Any) -> "Question":
+        """The question with some of its limits changed."""
+        return replace(self, limits=replace(self.limits, **limits))
+
+    @property
+    def run(self) -> Run:
+        """What every layout has in common, on one device."""
+        return Run(
+            shape=self.shape,
+            seq=self.seq,
+            global_batch=self.global_batch,
+            attention=self.attention,
+            fused_norm=self.fused_norm,
+            precision=self.precision,
+        )
+
+
+LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
+"""Every sharding level, the least first."""
+
+
+def divisors(number: int) -> list[int]:
+    """Everything that divides a number, ascending."""
+    small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]
+    return small + [number // part for part in reversed(small) if part * part != number]
+
+
+def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(tp, pp, dp) whose product is the number of devices.
+
+    Args:
+        num_devices: of the whole run.
+        tps: sizes of the tensor axis that may be; those that do not divide the devices are left out.
+    """
+    return [
+        (tp, pp, num_devices // tp // pp) for tp in tps if num_devices % tp == 0 for pp in divisors(num_devices // tp)
+    ]

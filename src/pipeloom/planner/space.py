@@ -1,0 +1,328 @@
+"""The layouts that answer a question, as a tree: arrangements, their cuts into stages, what these run.
+
+- An ``Arrangement`` says how devices and batch are divided: axes, micro-batch, what is recomputed.
+- A ``Cut`` adds the loops and the partition: which layers are in which stage, by the seconds of the pieces.
+- A ``Leaf`` adds schedule and sharding. What is left is settled in it, since more is never slower and only memory
+  speaks against it: as many gathered stages and gradient buffers as fit, and where layers are recomputed because
+  memory is short, as few layers as needed.
+
+Each knows a bound for the step time and the number of leaves below it.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import ceil, gcd
+from typing import Literal, NamedTuple
+
+from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
+from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.shape import Run
+from pipeloom.generate import FAMILIES, Choice
+from pipeloom.layout import Shard
+from pipeloom.planner.bounds import Bounds, placement_of
+from pipeloom.planner.question import LEVELS, Question, axes, divisors
+from pipeloom.schedule import Placement
+
+Kept = Literal["none", "selective", "some", "full"]
+"""What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
+
+FEW_LOOPS = 4
+"""Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly."""
+GROUP_FACTORS = (1.25, 2, 4, 8, 16)
+"""Group sizes of the hybrid, as multiples of the pipeline ranks; beside them the number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How devices and batch are divided, and what is kept of a layer.
+
+    Attributes:
+        question: that it answers.
+        run: axes, micro-batch, sequence parallelism; nothing recomputed where ``kept`` is ``some``.
+        kept: what is recomputed.
+    """
+
+    question: Question
+    run: Run
+    kept: Kept
+
+    @cached_property
+    def _pieces(self) -> PieceSeconds:
+        return piece_seconds(self.run, self.question.cluster, self.question.software)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it."""
+        run, pieces = self.run, self._pieces
+        layer_s = sum(pieces.layer)
+        both_s = [sum(pieces.embedding), *[layer_s] * run.shape.layers, sum(pieces.head)]
+        way_s = sum(seconds * (run.pp - 1 - n) for n, seconds in enumerate(both_s[: run.pp - 1])) / run.pp
+        fixed_s = self.question.software.efficiency.microbatch_s
+        return run.num_microbatches * (sum(both_s) / run.pp + fixed_s) + way_s
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of the fullest device at least, with everything sharded that can be."""
+        run, software = self.run, self.question.software
+        run = replace(run, shard=self.question.shards[-1] if run.dp > 1 else "none")
+        shape, layers = run.shape, run.shape.layers / run.pp
+        held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
+        kept = layers * kept_bytes(self._leanest, software) + working_bytes(self._leanest, software)
+        return state_bytes(run, held, software).total_bytes + kept + software.reserve_bytes
+
+    @property
+    def _leanest(self) -> Run:
+        return replace(self.run, recompute="full") if self.kept == "some" else self.run
+
+    @cached_property
+    def count(self) -> int:
+        """Leaves below it."""
+        shards = len(self.shardings())
+        return sum(shards * len(self.choices(loops, placement)) for loops, placement in self._loops)
+
+    @cached_property
+    def _loops(self) -> list[tuple[int, str]]:
+        """(loops, placement) of the cuts."""
+        layers, pp, pieces = self.run.shape.layers, self.run.pp, self.run.shape.layers + 2
+        is_balanced = self.question.software.partition == "balanced"
+        allowed = [
+            loops
+            for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
+            if (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
+            if self.question.limits.allows(loops=loops)
+        ]
+        found = [(loops, "looped") for loops in allowed]
+        return found + ([(2, "v")] if 2 in allowed and pp > 1 and is_balanced else [])
+
+    def cuts(self) -> Iterator["Cut"]:
+        """With every number of loops."""
+        for loops, placement in self._loops:
+            if self.choices(loops, placement):
+                yield self._cut(replace(self.run, loops=loops, placement=placement))
+
+    def _cut(self, run: Run) -> "Cut":
+        placement = placement_of(run.placement, run.pp, run.loops)
+        if self.question.software.partition == "balanced":
+            run = replace(run, layers_by_stage=_layers_by_stage(self._pieces, run.shape.layers, placement))
+        return Cut(self, run)
+
+    def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
+        """Schedules that the stages may run in."""
+        return _choices(self.question.families, self.run.pp, loops, placement, self.run.num_microbatches)
+
+    def shardings(self) -> list["Sharding"]:
+        """What data parallelism may share out, and among whom: all its ranks, or those of a node."""
+        dp, shards = self.run.dp, self.question.shards
+        if dp == 1:
+            return [Sharding(("none",), 1)]
+        found = [Sharding(("none",), 1)] if "none" in shards else []
+        levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
+        inside = gcd(self.question.cluster.devices_per_node // self.run.tp, dp)
+        among = dict.fromkeys(size for size in (dp, inside) if size > 1)
+        return found + [Sharding(levels, dp // size) for size in among] if levels else found
+
+
+class Sharding(NamedTuple):
+    """What data parallelism shares out.
+
+    Attributes:
+        levels: that may be, the least first; the first that fits is taken, since it has least to exchange.
+        replicate: copies of what is shared out.
+    """
+
+    levels: tuple[Shard, ...]
+    replicate: int
+
+
+@lru_cache(maxsize=4096)
+def _layers_by_stage(pieces: PieceSeconds, layers: int, placement: Placement) -> tuple[int, ...]:
+    seconds = [sum(pieces.embedding), *[sum(pieces.layer)] * layers, sum(pieces.head)]
+    return layers_of_pieces(fastest_partition(seconds, placement))
+
+
+@lru_cache(maxsize=65536)
+def _choices(
+    families: tuple[str, ...], pp: int, loops: int, placement: str, num_microbatches: int
+) -> tuple[Choice, ...]:
+    """Schedules of some stages. On other placements than loops, those whose rows need not be made to know them."""
+    found: list[Choice] = []
+    for name in families:
+        family = FAMILIES[name]
+        if loops > 1 and not family.is_looped:
+            continue
+        plain = Choice(
+            family=name,
+            pp=pp,
+            loops=loops,
+            num_microbatches=num_microbatches,
+            placement=None if placement == "looped" else placement,
+        )
+        if family.is_grouped:
+            sizes = _group_sizes(pp, num_microbatches) if loops > 1 and placement == "looped" else ()
+            found += [replace(plain, group_size=size) for size in sizes]
+        elif placement == "looped" or plain.stage_inputs is not None:
+            found.append(plain)
+    return tuple(found)
+
+
+def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes between depth-first's and all micro-batches."""
+    sizes = {ceil(pp * factor) for factor in GROUP_FACTORS} | {num_microbatches}
+    return tuple(sorted(size for size in sizes if pp < size <= num_microbatches))
+
+
+@lru_cache(maxsize=65536)
+def _stage_inputs(choice: Choice) -> Sequence[int] | None:
+    return choice.stage_inputs
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An arrangement cut into stages.
+
+    Attributes:
+        arrangement: what it cuts.
+        run: with loops, placement and the layers of each stage.
+    """
+
+    arrangement: Arrangement
+    run: Run
+
+    @cached_property
+    def time(self) -> Bounds:
+        """Bounds of the step time; with nothing recomputed where that is only settled later."""
+        return self._bounds(self.run)
+
+    @cached_property
+    def memory(self) -> Bounds:
+        """Bounds of the memory; with everything recomputed where that is only settled later."""
+        is_open = self.arrangement.kept == "some"
+        return self._bounds(replace(self.run, recompute="full")) if is_open else self.time
+
+    def _bounds(self, run: Run) -> Bounds:
+        return Bounds(run, self.arrangement.question.cluster, self.arrangement.question.software, self.placement)
+
+    @property
+    def placement(self) -> Placement:
+        """The rank of each stage."""
+        return placement_of(self.run.placement, self.run.pp, self.run.loops)
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """Schedules of the leaves."""
+        return self.arrangement.choices(self.run.loops, self.run.placement)
+
+    @cached_property
+    def shardings(self) -> list[Sharding]:
+        """Those of the leaves."""
+        return self.arrangement.shardings()
+
+    @property
+    def least_bytes(self) -> float:
+        """Bytes of the fullest device at least, with everything shared out that can be."""
+        return max(self.memory.held_bytes(self.shardings[-1].levels[-1]))
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least, whatever is sharded."""
+        return self.time.any_step_s
+
+    @property
+    def count(self) -> int:
+        """Leaves below it."""
+        return len(self.choices) * len(self.shardings)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A cut with its schedule and what is sharded.
+
+    Attributes:
+        cut: the stages.
+        sharding: what data parallelism may share out.
+        choice: the schedule.
+    """
+
+    cut: Cut
+    sharding: Sharding
+    choice: Choice
+
+    @property
+    def count(self) -> int:
+        """Itself."""
+        return 1
+
+    def run(self, shard: Shard) -> Run:
+        """With its sharding."""
+        return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+
+    @property
+    def stage_inputs(self) -> Sequence[int] | None:
+        """For each rank how many stage inputs it holds at once, where a closed form tells it."""
+        return _stage_inputs(self.choice)
+
+    def narrowed(self) -> "Leaf | None":
+        """Without the levels of sharding that cannot fit; ``None`` if none can."""
+        held, room = self.cut.memory.held_bytes, self.cut.arrangement.question.cluster.device.memory_bytes
+        for number, shard in enumerate(self.sharding.levels):
+            if max(held(shard, self.sharding.replicate, self.stage_inputs)) <= room:
+                return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
+        return None
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
+        time, in_flight = self.cut.time, self.stage_inputs
+        shard, most, replicate = self.sharding.levels[0], self.sharding.levels[-1], self.sharding.replicate
+        bound_s = time.step_s(shard, replicate)
+        if self.cut.arrangement.kept != "some" or in_flight is None:
+            return bound_s
+        layers = time.layers_to_recompute(time.held_bytes(most, replicate, in_flight), in_flight)
+        return max(bound_s, time.recomputing_s(layers) + time.after_s(shard, replicate))
+
+
+def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
+    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch)."""
+    shape, limits, excluded = question.shape, question.limits, Counter[str]()
+    found: list[Arrangement] = []
+    for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
+        if not limits.allows(tp=tp, pp=pp, dp=dp):
+            continue
+        cause = _why_not(question, tp, pp, dp)
+        if cause is not None:
+            excluded[cause] += 1
+            continue
+        for micro_batch in divisors(question.global_batch // dp):
+            if limits.allows(micro_batch=micro_batch):
+                run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
+                found += _kinds(question, run)
+    assert shape.layers > 0
+    return found, excluded
+
+
+def _why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+    shape = question.shape
+    if shape.heads % tp or shape.kv_heads % tp:
+        return "the heads do not divide by the tensor axis"
+    if tp > 1 and question.seq % tp:
+        return "the tokens of a sequence do not divide by the tensor axis"
+    if pp > shape.layers + (2 if question.software.partition == "balanced" else 0):
+        return "the pipeline has more ranks than there are layers"
+    if question.global_batch % dp:
+        return "the batch does not divide by the data axis"
+    return None
+
+
+def _kinds(question: Question, run: Run) -> Iterator[Arrangement]:
+    """The same axes with and without sequence parallelism, and with everything that may be recomputed."""
+    for is_split in (False, True) if run.tp > 1 else (False,):
+        if question.limits.allows(sequence_parallel=is_split):
+            split = replace(run, sequence_parallel=is_split)
+            for kind in question.recompute:
+                yield Arrangement(question, replace(split, recompute=kind), kind)
+            if {"none", "full"} <= set(question.recompute):
+                yield Arrangement(question, split, "some")
