@@ -11,8 +11,16 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds, piece_seconds
-from pipeloom.cost.ranks import placement_named, placement_of, rank_parts, rank_pieces, rank_slowness, rank_way
+from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.ranks import (
+    fastest_pieces,
+    placement_named,
+    placement_of,
+    rank_parts,
+    rank_pieces,
+    rank_slowness,
+    rank_way,
+)
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 from pipeloom.layout import Recompute
@@ -101,9 +109,7 @@ def kinds_of(stages: LayersByRecompute) -> dict[Recompute, Run]:
 def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
     """Seconds of each piece on the fastest rank, forward and backward of a micro-batch: embedding, each layer, head."""
     recompute = run.recompute_layers or (run.recompute,) * run.shape.layers
-    slowness = rank_slowness(run, cluster, software)
-    part = rank_parts(run, cluster)[slowness.index(min(slowness))]
-    pieces = {kind: piece_seconds(replace(run, recompute=kind), part, software) for kind in set(recompute)}
+    pieces = {kind: fastest_pieces(replace(run, recompute=kind), cluster, software) for kind in set(recompute)}
     ends = pieces[recompute[0]]
     return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 

@@ -35,6 +35,15 @@ def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
     return tuple(cluster.part(rank * size, size) for rank in range(run.pp))
 
 
+def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
+    """What a device of each pipeline rank can hold.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    return tuple(part.device.memory_bytes for part in rank_parts(run, cluster))
+
+
 def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSeconds, ...]:
     """For each pipeline rank the seconds of the model's pieces there, of which all layers recompute ``run.recompute``.
 
@@ -44,6 +53,15 @@ def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSe
     parts = rank_parts(run, cluster)
     of_part = {part: piece_seconds(run, part, software) for part in dict.fromkeys(parts)}
     return tuple(of_part[part] for part in parts)
+
+
+def fastest_pieces(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
+    """Seconds of the model's pieces on the rank whose layers are fastest.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    return min(rank_pieces(run, cluster, software), key=lambda pieces: sum(pieces.layer))
 
 
 def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:

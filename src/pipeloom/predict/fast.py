@@ -7,7 +7,7 @@ from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, rank_memory
-from pipeloom.cost.ranks import rank_parts
+from pipeloom.cost.ranks import rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -108,15 +108,6 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     terms = step_terms(run, cluster, software, backward_s)
     memory = tuple(rank_memory(run, software, rank, held) for rank, held in enumerate(in_flight(run)))
     return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, rank_device_bytes(run, cluster))
-
-
-def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
-    """What a device of each pipeline rank can hold.
-
-    Raises:
-        UserError: the cluster has not so many devices.
-    """
-    return tuple(part.device.memory_bytes for part in rank_parts(run, cluster))
 
 
 def in_flight(run: Run) -> tuple[float, ...]:

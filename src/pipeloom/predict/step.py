@@ -9,11 +9,12 @@ from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, st
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.ranks import rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard
-from pipeloom.predict.fast import Prediction, rank_device_bytes
+from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.places import Place, rank_places
