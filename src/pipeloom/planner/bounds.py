@@ -15,7 +15,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, lent_bytes, logits_bytes, state_bytes, working_bytes
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.ranks import rank_device_bytes, rank_parts, rank_pieces
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
@@ -67,12 +67,21 @@ class Bounds:
         return input_bytes(self.run, self.software)
 
     @cached_property
+    def rooms(self) -> tuple[float, ...]:
+        """For each rank what a device of it can hold."""
+        return rank_device_bytes(self.run, self.cluster)
+
+    def missing_bytes(self, held_bytes: Sequence[float]) -> float:
+        """What is missing on the device of the rank with the least room left; negative if there is room on all."""
+        return max(held - room for held, room in zip(held_bytes, self.rooms, strict=True))
+
+    @cached_property
     def _work(self) -> tuple["_Work", ...]:
         """For each rank, and where they have several, each stage: what it has to do and how far it is away."""
         run, costs = self.run, self.costs
         both = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
         owner = self.placement.rank_by_stage
-        hops = [0.0, *(costs.transfer_s if a != b else 0.0 for a, b in pairwise(owner))]
+        hops = [0.0, *(costs.over_s(stage) if a != b else 0.0 for stage, (a, b) in enumerate(pairwise(owner)))]
         there = list(accumulate(hop + seconds for hop, seconds in zip(hops, (0.0, *costs.forward_s[:-1]), strict=True)))
         back = list(accumulate(hop + seconds for hop, seconds in zip(hops, (0.0, *costs.backward_s[:-1]), strict=True)))
         parts = [*stages_by_rank(self.placement)]
@@ -152,10 +161,17 @@ class Bounds:
 
     def _collectives_s(self, run: Run) -> tuple[list[float], list[float]]:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""
-        sizes = set(self.parameters)
-        gathers = {held: gather_s(run, self.cluster, self.software, held) for held in sizes}
-        reductions = {held: reduce_s(run, self.cluster, self.software, held) for held in sizes}
-        return [gathers[held] for held in self.parameters], [reductions[held] for held in self.parameters]
+        sizes, parts = set(self.parameters), rank_parts(run, self.cluster)
+        on_part = {
+            part: (
+                {held: gather_s(run, part, self.software, held) for held in sizes},
+                {held: reduce_s(run, part, self.software, held) for held in sizes},
+            )
+            for part in dict.fromkeys(parts)
+        }
+        of_rank = [on_part[part] for part in parts]
+        stages = list(zip(self.placement.rank_by_stage, self.parameters, strict=True))
+        return [of_rank[rank][0][held] for rank, held in stages], [of_rank[rank][1][held] for rank, held in stages]
 
     def held_bytes(
         self, shard: Shard, replicate: int = 1, in_flight: Sequence[float] | None = None, gathered: int = 1
@@ -233,18 +249,17 @@ class Bounds:
         full = replace(run, recompute="full")
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
         more = working_bytes(full, software) * (1 + software.fragmentation)
-        room = self.cluster.device.memory_bytes
         return [
             ceil((held + more - room) / (each * min(run.num_microbatches, count)) - 1e-9) if held > room else 0
-            for held, count in zip(held_bytes, in_flight, strict=True)
+            for held, count, room in zip(held_bytes, in_flight, self.rooms, strict=True)
         ]
 
     def recomputing_s(self, layers: Sequence[int]) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        forward_s = piece_seconds(self.run, self.cluster, self.software).layer[0] * self.run.num_microbatches
+        pieces = rank_pieces(self.run, self.cluster, self.software)
         return max(
-            work.there_s + work.own_s + work.back_s + count * forward_s
-            for work, count in zip(self._work[: self.run.pp], layers, strict=True)
+            work.there_s + work.own_s + work.back_s + count * (rank.layer[0] * self.run.num_microbatches)
+            for work, count, rank in zip(self._work[: self.run.pp], layers, pieces, strict=True)
         )
 
 

@@ -185,16 +185,12 @@ class _Search:
         self._queue: list[tuple[float, int, Node]] = []
         self._pushed = 0
 
-    @property
-    def _room(self) -> float:
-        return self._question.cluster.device.memory_bytes
-
     def run(self) -> Found:
         """Open what has the lowest bound until nothing open can be among the best."""
         found, self._counts.excluded = arrangements(self._question)
         self._counts.layouts = sum(arrangement.count for arrangement in found)
         for arrangement in found:
-            self._push(arrangement.bound_s, arrangement, arrangement.least_bytes)
+            self._push(arrangement.bound_s, arrangement, arrangement.missing_bytes)
         open_bound_s = None
         while self._queue:
             bound_s, _, node = heappop(self._queue)
@@ -218,9 +214,9 @@ class _Search:
         counts = self._counts
         return counts.too_large + counts.too_slow + counts.simulated + counts.spare
 
-    def _push(self, bound_s: float, node: Node, least_bytes: float) -> None:
+    def _push(self, bound_s: float, node: Node, missing_bytes: float) -> None:
         """Keep it open, unless a bound rules it out."""
-        if self._prunes and least_bytes > self._room:
+        if self._prunes and missing_bytes > 0:
             self._counts.too_large += node.count
         elif self._prunes and bound_s > self._best.limit_s:
             self._counts.too_slow += node.count
@@ -231,7 +227,7 @@ class _Search:
     def _open(self, node: Node, bound_s: float) -> None:
         if isinstance(node, Arrangement):
             for cut in node.cuts():
-                self._push(cut.bound_s, cut, cut.least_bytes)
+                self._push(cut.bound_s, cut, cut.missing_bytes)
         elif isinstance(node, Cut):
             for sharding in node.shardings:
                 for choice in node.choices:
@@ -239,7 +235,7 @@ class _Search:
         elif isinstance(node, Leaf):
             self._settle(node, bound_s)
         else:
-            self._simulate(node.candidate)
+            self._simulate(node)
 
     def _push_leaf(self, leaf: Leaf) -> None:
         narrowed = leaf.narrowed() if self._prunes else leaf
@@ -256,6 +252,6 @@ class _Search:
             return
         self._push(max(bound_s, leaf.cut.time.collectives_s(chosen.run, chosen.schedule)), Settled(leaf, chosen), 0.0)
 
-    def _simulate(self, chosen: Candidate) -> None:
+    def _simulate(self, settled: Settled) -> None:
         self._counts.simulated += 1
-        self._best.add(chosen.simulate(self._question.cluster))
+        self._best.add(settled.candidate.simulate(settled.leaf.cut.arrangement.cluster))

@@ -46,7 +46,7 @@ def settle(leaf: Leaf) -> Candidate | None:
 def _is_hopeless(leaf: Leaf, shard: Shard, room: Room) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
     held = leaf.cut.memory.held_bytes(shard, leaf.sharding.replicate, leaf.stage_inputs, room.residency)
-    return max(held) > leaf.cut.arrangement.question.cluster.device.memory_bytes
+    return leaf.cut.memory.missing_bytes(held) > 0
 
 
 def _rooms(shard: Shard, loops: int) -> list[Room]:
@@ -77,9 +77,8 @@ def _candidate(leaf: Leaf, run: Run, room: Room) -> Candidate:
 
 def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
     """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-    capacity = leaf.cut.arrangement.question.cluster.device.memory_bytes
     held = memory_by_rank(chosen.run, chosen.software, chosen.schedule, chosen.order.receive_buffers)
-    return [capacity - memory.total_bytes for memory in held]
+    return [room - memory.total_bytes for room, memory in zip(leaf.cut.memory.rooms, held, strict=True)]
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
