@@ -18,6 +18,7 @@ from pipeloom.cost.memory import kept_bytes, lent_bytes, logits_bytes, state_byt
 from pipeloom.cost.ranks import rank_device_bytes, rank_parts, rank_pieces
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.generate import HeldInputs
 from pipeloom.layout import Shard
 from pipeloom.predict.memory import input_bytes
 from pipeloom.schedule import PLACEMENTS, Placement, Schedule
@@ -174,25 +175,32 @@ class Bounds:
         return [of_rank[rank][0][held] for rank, held in stages], [of_rank[rank][1][held] for rank, held in stages]
 
     def held_bytes(
-        self, shard: Shard, replicate: int = 1, in_flight: Sequence[float] | None = None, gathered: int = 1
+        self, shard: Shard, replicate: int = 1, in_flight: HeldInputs | None = None, gathered: int = 1
     ) -> list[float]:
         """For each rank the bytes that a device holds at least.
 
         Args:
             shard: what is sharded.
             replicate: copies of that.
-            in_flight: for each rank how many stage inputs it holds at once; ``None`` for one of each of its stages.
+            in_flight: for each rank, for each of its stages, the stage inputs that it holds at once; ``None`` for one.
             gathered: stages that are gathered at once, where weights are sharded at all times.
         """
         software = self.software
         always = self._always_bytes(shard, replicate, gathered)
-        if in_flight is None:
-            in_flight = [len(stages) for stages in stages_by_rank(self.placement)]
-        kept = [
-            self._least_kept(stages, count)
-            for stages, count in zip(stages_by_rank(self.placement), in_flight, strict=True)
-        ]
+        kept = self._one_each if in_flight is None else self._kept_bytes(in_flight)
         return [held + bytes_ * (1 + software.fragmentation) for held, bytes_ in zip(always, kept, strict=True)]
+
+    @cached_property
+    def _one_each(self) -> list[float]:
+        return self._kept_bytes([[1] * self.run.loops] * self.run.pp)
+
+    def _kept_bytes(self, in_flight: HeldInputs) -> list[float]:
+        """For each rank the bytes of so many stage inputs."""
+        each = self.input_bytes
+        return [
+            sum(count * each[stage] for count, stage in zip(counts, stages, strict=True))
+            for counts, stages in zip(in_flight, stages_by_rank(self.placement), strict=True)
+        ]
 
     def _always_bytes(self, shard: Shard, replicate: int, gathered: int) -> list[float]:
         """For each rank what it holds beside stage inputs."""
@@ -223,36 +231,31 @@ class Bounds:
         """The run with that sharding."""
         return replace(self.run, shard=shard, replicate=replicate)
 
-    def _least_kept(self, stages: Sequence[int], count: float) -> float:
-        """Bytes of so many stage inputs at least: one of each stage, and no stage has more than micro-batches."""
-        most, left = self.run.num_microbatches - 1, count - len(stages)
-        each = [self.input_bytes[stage] for stage in stages]
-        kept = sum(each)
-        if left >= most * len(stages):
-            return kept * (1 + most)
-        for size in sorted(each):
-            if left <= 0:
-                break
-            more = min(most, left)
-            kept += size * more
-            left -= more
-        return kept
-
-    def layers_to_recompute(self, held_bytes: Sequence[float], in_flight: Sequence[float]) -> list[int]:
+    def layers_to_recompute(self, held_bytes: Sequence[float], in_flight: HeldInputs) -> list[int]:
         """For each rank how many layers it has to recompute at least, so that it fits a device.
 
         Args:
             held_bytes: of each rank at least, while nothing is recomputed.
-            in_flight: for each rank how many stage inputs it holds at once.
+            in_flight: for each rank, for each of its stages, the stage inputs that it holds at once.
         """
         run, software = self.run, self.software
-        full = replace(run, recompute="full")
+        full, (counts, _) = replace(run, recompute="full"), stage_layers(self.run, self.software)
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
         more = working_bytes(full, software) * (1 + software.fragmentation)
-        return [
-            ceil((held + more - room) / (each * min(run.num_microbatches, count)) - 1e-9) if held > room else 0
-            for held, count, room in zip(held_bytes, in_flight, self.rooms, strict=True)
-        ]
+        found: list[int] = []
+        for held, room, inputs, stages in zip(
+            held_bytes, self.rooms, in_flight, stages_by_rank(self.placement), strict=True
+        ):
+            missing = (held + more - room) / each if held > room else 0.0
+            layers = 0
+            for count, stage in sorted(zip(inputs, stages, strict=True), reverse=True):
+                if missing <= 0 or count == 0:
+                    break
+                wanted = min(counts[stage], ceil(missing / count - 1e-9))
+                missing -= wanted * count
+                layers += wanted
+            found.append(layers)
+        return found
 
     def recomputing_s(self, layers: Sequence[int]) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""

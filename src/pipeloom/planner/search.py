@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeloom.cost.shape import Run
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import settle
+from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep
 
@@ -250,8 +250,13 @@ class _Search:
         if chosen is None:
             self._counts.too_large += 1
             return
-        self._push(max(bound_s, leaf.cut.time.collectives_s(chosen.run, chosen.schedule)), Settled(leaf, chosen), 0.0)
+        self._push(max(bound_s, settled_bound_s(leaf, chosen)), Settled(leaf, chosen), 0.0)
 
     def _simulate(self, settled: Settled) -> None:
+        """With its schedule at hand it is bounded once more first, which takes less than to simulate it."""
+        bound_s = scheduled_bound_s(settled.leaf, settled.candidate) if self._prunes else 0.0
+        if bound_s > self._best.limit_s or self._best.beats(settled, bound_s):
+            self._counts.too_slow += 1
+            return
         self._counts.simulated += 1
         self._best.add(settled.candidate.simulate(settled.leaf.cut.arrangement.cluster))

@@ -10,7 +10,7 @@ Each knows a bound for the step time and the number of leaves below it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd
@@ -23,7 +23,7 @@ from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.ranks import fastest_pieces, rank_device_bytes, rank_slowness
 from pipeloom.cost.shape import Run
-from pipeloom.generate import FAMILIES, Choice
+from pipeloom.generate import FAMILIES, Choice, HeldInputs
 from pipeloom.layout import Shard
 from pipeloom.planner.bounds import Bounds, placement_of
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
@@ -136,14 +136,16 @@ class Arrangement:
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
         inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
-        return found + [Sharding(levels, dp // size) for size in among] if levels else found
+        parts = [levels] if self.kept != "some" else [(level,) for level in levels]
+        return found + [Sharding(part, dp // size) for part in parts for size in among if part]
 
 
 class Sharding(NamedTuple):
     """What data parallelism shares out.
 
     Attributes:
-        levels: that may be, the least first; the first that fits is taken, since it has least to exchange.
+        levels: that may be, the least first; the first that fits is taken, since it has least to exchange. Where fewer
+            layers have to be recomputed the more is shared out, each level is a choice of its own.
         replicate: copies of what is shared out.
     """
 
@@ -191,7 +193,7 @@ def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _stage_inputs(choice: Choice) -> Sequence[int] | None:
+def _stage_inputs(choice: Choice) -> HeldInputs | None:
     return choice.stage_inputs
 
 
@@ -210,15 +212,16 @@ class Cut:
     @cached_property
     def time(self) -> Bounds:
         """Bounds of the step time; with nothing recomputed where that is only settled later."""
-        return self._bounds(self.run)
+        return self.bounds(self.run)
 
     @cached_property
     def memory(self) -> Bounds:
         """Bounds of the memory; with everything recomputed where that is only settled later."""
         is_open = self.arrangement.kept == "some"
-        return self._bounds(replace(self.run, recompute="full")) if is_open else self.time
+        return self.bounds(replace(self.run, recompute="full")) if is_open else self.time
 
-    def _bounds(self, run: Run) -> Bounds:
+    def bounds(self, run: Run) -> Bounds:
+        """Of a run that is cut like this."""
         return Bounds(run, self.arrangement.cluster, self.arrangement.question.software, self.placement)
 
     @property
@@ -276,8 +279,8 @@ class Leaf:
         return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
 
     @property
-    def stage_inputs(self) -> Sequence[int] | None:
-        """For each rank how many stage inputs it holds at once, where a closed form tells it."""
+    def stage_inputs(self) -> HeldInputs | None:
+        """What ranks hold when they hold the most, where a closed form tells it."""
         return _stage_inputs(self.choice)
 
     def narrowed(self) -> "Leaf | None":
