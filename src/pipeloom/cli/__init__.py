@@ -12,6 +12,7 @@ COMMANDS = {
     "verify": "prove that the pipeline computes the gradients of a single process",
     "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a finished run as one HTML page: predicted beside measured",
+    "plan": "find the best layout of a model on a cluster, with reasons",
     "simulate": "say what a step of a described run will look like on a cluster",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",

@@ -313,7 +313,7 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
         if not limits.allows(tp=tp, pp=pp, dp=dp):
             continue
-        cause = _why_not(question, tp, pp, dp)
+        cause = why_not(question, tp, pp, dp)
         if cause is not None:
             excluded[cause] += 1
             continue
@@ -325,7 +325,8 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
     return found, excluded
 
 
-def _why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+    """Why axes are no layout; ``None`` if they are one."""
     shape = question.shape
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"
