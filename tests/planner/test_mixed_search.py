@@ -7,6 +7,7 @@ from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_model, load_software
 from pipeloom.errors import ConfigError
+from pipeloom.planner.plan import make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.search import search
 
@@ -90,3 +91,27 @@ def test_only_orders_whose_devices_compute_in_the_precision_are_tried():
 def test_more_devices_than_the_cluster_has_are_refused():
     with pytest.raises(ConfigError, match="mixed has 8 devices"):
         question(mixed((FAST, 2), (SLOW, 2)), num_devices=16)
+
+
+def test_a_plan_says_what_each_kind_alone_would_take_and_what_would_change_it():
+    cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=3)])
+    asked = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
+    plan = make_plan(asked, 3)
+    assert plan.best is not None
+    alone = {rival.kind: rival.step for rival in plan.rivals if rival.kind.endswith("alone")}
+    assert set(alone) == {"4 devices of fast alone", "4 devices of slow alone"}
+    fast, slow = alone["4 devices of fast alone"], alone["4 devices of slow alone"]
+    assert fast is not None
+    assert slow is not None
+    assert plan.best.prediction.step_time_s < fast.prediction.step_time_s < slow.prediction.step_time_s
+    speeds = {change.what: change.speed for change in plan.changes}
+    assert speeds["half the bandwidth between nodes"] < 1 < speeds["twice the bandwidth between nodes"]
+
+
+def test_where_nothing_fits_the_rank_with_the_least_room_is_told():
+    small = replace(SLOW, device=replace(SLOW.device, memory_bytes=2e9))
+    asked = question(mixed((FAST, 2), (small, 2)), pp=(4,), dp=(1,), tp=(2,), loops=(1,), recompute=("full",))
+    near = make_plan(asked, 1).closest
+    assert near is not None
+    assert near.least_bytes - near.missing_bytes == pytest.approx(2e9)
+    assert not any(what.endswith("devices") for what, _ in near.ways_out)  # there are no more

@@ -82,7 +82,8 @@ def about_ranks(job: Job) -> list[str]:
     kinds, node = job.cluster.kinds(layout.num_ranks), 0
     for kind, devices in kinds if len(kinds) > 1 else ():
         last = node + -(-devices // per_node) - 1
-        found.append(f"NODE_RANK {node} to {last} on {kind.name}.")
+        which = str(node) if node == last else f"{node} to {last}"
+        found.append(f"NODE_RANK {which} on {kind.name}.")
         node = last + 1
     if job.num_nodes > 1:
         found.append("All nodes see the same folder, under the same name.")

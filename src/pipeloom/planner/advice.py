@@ -17,7 +17,7 @@ class Closest:
 
     Attributes:
         leaf: that layout, with everything shared out that can be.
-        least_bytes: that it needs at least on its fullest device.
+        least_bytes: that it needs at least on its fullest device, the one with the least room left.
         missing_bytes: of them that a device does not have.
         ways_out: changes of the question with which something fits, each with its best step.
     """
@@ -39,8 +39,10 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf, least = min(((leaf, _held_bytes(leaf)) for leaf in _leanest(question)), key=lambda pair: pair[1])
-    missing = least - question.cluster.device.memory_bytes
+    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
+    held = _held_bytes(leaf)
+    missing = leaf.cut.memory.missing_bytes(held)
+    least = next(here for here, room in zip(held, leaf.cut.memory.rooms, strict=True) if here - room == missing)
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
     return Closest(leaf, least, missing, tuple(ways_out))
 
@@ -56,14 +58,16 @@ def _leanest(question: Question) -> list[Leaf]:
     ]
 
 
-def _held_bytes(leaf: Leaf) -> float:
-    held = leaf.cut.memory.held_bytes(leaf.sharding.levels[-1], leaf.sharding.replicate, leaf.stage_inputs)
-    return max(held)
+def _held_bytes(leaf: Leaf) -> list[float]:
+    """For each rank what its devices hold at least."""
+    return leaf.cut.memory.held_bytes(leaf.sharding.levels[-1], leaf.sharding.replicate, leaf.stage_inputs)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
     for doubling in range(1, MOST_DOUBLINGS + 1):
         number = question.num_devices * 2**doubling
+        if question.cluster.lack(number) is not None:
+            return None
         step = search(replace(question, num_devices=number), 1, budget_s=WAYS_OUT_S).best
         if step is not None:
             return f"{number} devices", step
@@ -121,5 +125,6 @@ def _near_devices(question: Question) -> list[int]:
 
     number = question.num_devices
     below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)
-    above = next((other for other in range(number + 1, 2 * number + 1) if divides(other)), None)
+    most = min(2 * number, question.cluster.num_devices or 2 * number)
+    above = next((other for other in range(number + 1, most + 1) if divides(other)), None)
     return [other for other in (below, above) if other is not None]

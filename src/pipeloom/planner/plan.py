@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.planner.advice import Closest, closest, no_layout
@@ -137,12 +138,20 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
         yield "nothing recomputed", question.limited(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
         yield "all layers recomputed", question.limited(recompute=("full",))
+    yield from _alone(question, best)
     if run.dp > 1:
         yield from (
             (title, question.limited(shards=(level,)))
             for title, level in (("nothing shared out", LEVELS[0]), ("everything shared out", LEVELS[-1]))
             if level in question.shards and level != run.shard
         )
+
+
+def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
+    """Of several kinds of nodes each alone."""
+    used = best.cluster.kinds(best.run.num_devices)
+    for kind, number in used if len(used) > 1 else ():
+        yield f"{number} devices of {kind.name} alone", replace(question, cluster=kind, num_devices=number)
 
 
 def _changes(question: Question, best: SimulatedStep) -> Iterator[Change]:
@@ -161,16 +170,21 @@ def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Que
         return replace(question, cluster=other)
 
     if best.run.num_devices > cluster.devices_per_node:
-        yield "twice the bandwidth between nodes", on(with_bandwidth(cluster, inter=2.0))
-        yield "half the bandwidth between nodes", on(with_bandwidth(cluster, inter=0.5))
+        yield "twice the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=2.0)))
+        yield "half the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=0.5)))
     if best.run.num_devices > 1:
-        yield "twice the bandwidth inside a node", on(with_bandwidth(cluster, intra=2.0))
+        yield "twice the bandwidth inside a node", on(cluster.each(partial(with_bandwidth, intra=2.0)))
     for share in (0.9, 1.1):
-        device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * share)
-        yield f"{'10 % more' if share > 1 else '10 % less'} memory", on(replace(cluster, device=device))
+        yield f"{'10 % more' if share > 1 else '10 % less'} memory", on(cluster.each(partial(with_memory, share=share)))
     for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
         if other >= 1 and other in (2 * batch, batch / 2):
             yield what, replace(question, global_batch=other)
+
+
+def with_memory(cluster: Cluster, share: float) -> Cluster:
+    """The cluster with the memory of its devices multiplied."""
+    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * share)
+    return replace(cluster, device=device)
 
 
 def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
@@ -210,7 +224,7 @@ def _advice(question: Question, best: SimulatedStep, rivals: Sequence[Rival], ch
     return [
         *_advice_on_pipelines(best, rivals),
         *_advice_on_bubble(best, changes),
-        *_advice_on_memory(question, best),
+        *_advice_on_memory(best),
         *_advice_on_devices(question, best),
     ]
 
@@ -241,8 +255,8 @@ def _advice_on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterato
         )
 
 
-def _advice_on_memory(question: Question, best: SimulatedStep) -> Iterator[str]:
-    share = best.prediction.memory.total_bytes / question.cluster.device.memory_bytes
+def _advice_on_memory(best: SimulatedStep) -> Iterator[str]:
+    share = best.prediction.memory.total_bytes / best.prediction.device_bytes[best.prediction.fullest_rank]
     if share > TIGHT:
         yield (
             f"The fullest device is {share:.0%} full by the prediction. If it runs out of memory, take one of the next "
