@@ -108,6 +108,15 @@ def test_a_plan_says_what_each_kind_alone_would_take_and_what_would_change_it():
     assert speeds["half the bandwidth between nodes"] < 1 < speeds["twice the bandwidth between nodes"]
 
 
+def test_nodes_that_only_hold_the_others_up_are_better_left_out():
+    slower = nodes("slow", rate=5e12, devices_per_node=2)
+    cluster = mixed((FAST, 2), (slower, 2), links=[slow_link("fast", "slow", gb_per_s=0.1)])
+    asked = question(cluster, families=("1f1b",), loops=(1,), pp=(2, 4), tp=(1, 2), micro_batch=(1,))
+    told = [advice for advice in make_plan(asked, 3).advice if "Leave the other nodes out" in advice]
+    assert len(told) == 1
+    assert "4 devices of fast alone" in told[0]
+
+
 def test_where_nothing_fits_the_rank_with_the_least_room_is_told():
     small = replace(SLOW, device=replace(SLOW.device, memory_bytes=2e9))
     asked = question(mixed((FAST, 2), (small, 2)), pp=(4,), dp=(1,), tp=(2,), loops=(1,), recompute=("full",))

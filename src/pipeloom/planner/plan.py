@@ -147,11 +147,15 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
         )
 
 
+ALONE = " alone"
+"""How the titles of rivals end that use one kind of nodes."""
+
+
 def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
     """Of several kinds of nodes each alone."""
     used = best.cluster.kinds(best.run.num_devices)
     for kind, number in used if len(used) > 1 else ():
-        yield f"{number} devices of {kind.name} alone", replace(question, cluster=kind, num_devices=number)
+        yield f"{number} devices of {kind.name}{ALONE}", replace(question, cluster=kind, num_devices=number)
 
 
 def _changes(question: Question, best: SimulatedStep) -> Iterator[Change]:
@@ -226,6 +230,7 @@ def _advice(question: Question, best: SimulatedStep, rivals: Sequence[Rival], ch
         *_advice_on_bubble(best, changes),
         *_advice_on_memory(best),
         *_advice_on_devices(question, best),
+        *_advice_on_kinds(best, rivals),
     ]
 
 
@@ -274,3 +279,11 @@ def _advice_on_devices(question: Question, best: SimulatedStep) -> Iterator[str]
             f"{question.num_devices} devices divide badly: with {fewer} of them a step takes "
             f"{other.prediction.step_time_s:.4g} s, no longer than with all."
         )
+
+
+def _advice_on_kinds(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:
+    for rival in rivals:
+        if rival.kind.endswith(ALONE) and rival.step is not None:
+            share = rival.step.prediction.step_time_s / best.prediction.step_time_s
+            if share <= 1:
+                yield f"Leave the other nodes out: with {rival.kind} a step takes {1 - share:.1%} less than with all."
