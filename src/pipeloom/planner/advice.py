@@ -57,8 +57,8 @@ def _leanest(question: Question) -> list[Leaf]:
 
 
 def _held_bytes(leaf: Leaf) -> float:
-    held = leaf.cut.memory.held_bytes(leaf.sharding.levels[-1], leaf.sharding.replicate, leaf.stage_inputs)
-    return max(held)
+    memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
+    return float(memory.held_bytes(leaf.stage_inputs).max())
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:

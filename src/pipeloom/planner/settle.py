@@ -37,20 +37,21 @@ def settle(leaf: Leaf) -> Candidate | None:
 
 def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
-    held = leaf.cut.memory.held_bytes(shard, leaf.sharding.replicate, leaf.stage_inputs, order.residency)
-    return max(held) > leaf.cut.arrangement.question.cluster.device.memory_bytes
+    memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
+    held = memory.held_bytes(leaf.stage_inputs, order.residency)
+    return bool(held.max() > leaf.cut.arrangement.question.cluster.device.memory_bytes)
 
 
 def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     """Seconds of the step at least, with the layers that are recomputed."""
     run = chosen.run
     time = leaf.cut.time if run.recompute_layers is None else leaf.cut.bounds(run)
-    return time.step_s(run.shard, run.replicate)
+    return time.sharded(run.shard, run.replicate).step_s
 
 
 def scheduled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     """Seconds of the step at least, with the gathers and reductions that its schedule has."""
-    return leaf.cut.time.collectives_s(chosen.run, chosen.schedule)
+    return leaf.cut.time.sharded(chosen.run.shard, chosen.run.replicate).lane_s(chosen.schedule)
 
 
 def _orders(choice: Choice, shard: Shard) -> list[Order]:
