@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from pipeloom.errors import ConfigError
+from pipeloom.planner.bounds import Floats
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Leaf, arrangements, why_not
@@ -39,12 +40,12 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
-    held = _held_bytes(leaf)
-    missing = leaf.cut.memory.missing_bytes(held)
-    least = next(here for here, room in zip(held, leaf.cut.memory.rooms, strict=True) if here - room == missing)
+    leaf = min(_leanest(question), key=lambda leaf: float(_missing_bytes(leaf).max()))
+    missing = _missing_bytes(leaf)
+    fullest = int(missing.argmax())
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    return Closest(leaf, least, missing, tuple(ways_out))
+    needed = float(missing[fullest] + leaf.cut.memory.rooms[fullest])
+    return Closest(leaf, needed, float(missing[fullest]), tuple(ways_out))
 
 
 def _leanest(question: Question) -> list[Leaf]:
@@ -58,9 +59,10 @@ def _leanest(question: Question) -> list[Leaf]:
     ]
 
 
-def _held_bytes(leaf: Leaf) -> list[float]:
-    """For each rank what its devices hold at least."""
-    return leaf.cut.memory.held_bytes(leaf.sharding.levels[-1], leaf.sharding.replicate, leaf.stage_inputs)
+def _missing_bytes(leaf: Leaf) -> Floats:
+    """For each rank what is missing at least on its devices; negative where there is room."""
+    memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
+    return memory.held_bytes(leaf.stage_inputs) - leaf.cut.memory.rooms
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:

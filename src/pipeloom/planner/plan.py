@@ -8,8 +8,8 @@ from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.planner.advice import Closest, closest, no_layout
 from pipeloom.planner.causes import differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
-from pipeloom.planner.question import LEVELS, Question, divisors
-from pipeloom.planner.search import Counts, Progress, search
+from pipeloom.planner.question import Limits, Question, divisors
+from pipeloom.planner.search import Counts, Progress, Search, search
 from pipeloom.predict.step import SimulatedStep
 
 
@@ -95,56 +95,54 @@ def make_plan(
     Raises:
         UserError: no layout divides the devices and the batch; with what would.
     """
-    found = search(question, count, budget_s=budget_s, progress=progress)
-    if found.counts.layouts == 0:
-        raise no_layout(question, found.counts.excluded)
+    searching = Search(question, progress=progress)
+    found = searching.best(count, budget_s=budget_s)
+    counts = replace(found.counts)
+    if counts.layouts == 0:
+        raise no_layout(question, counts.excluded)
     best = found.best
     bar = error_bar(question.cluster, question.software)
     if best is None:
         near = closest(question) if found.open_bound_s is None else None
-        return Plan(question, (), found.counts, found.open_bound_s, (), (), bar, (), near)
-    rivals = tuple(_rivals(question, best)) if explains else ()
+        return Plan(question, (), counts, found.open_bound_s, (), (), bar, (), near)
+    rivals = tuple(_rivals(searching, question, best)) if explains else ()
     changes = tuple(_changes(question, best)) if explains else ()
     advice = tuple(_advice(question, best, rivals, changes))
-    return Plan(question, found.steps, found.counts, found.open_bound_s, rivals, changes, bar, advice, None)
+    return Plan(question, found.steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
 
 
-def _rivals(question: Question, best: SimulatedStep) -> Iterator[Rival]:
+def _rivals(searching: Search, question: Question, best: SimulatedStep) -> Iterator[Rival]:
     """The best of each other kind, if the question allows it."""
-    for kind, other in _kinds(question, best):
+    for kind, limits in _kinds(question, best):
+        step = searching.best(1, limits).best
+        yield Rival(kind, step, {} if step is None else differences(best, step))
+    for kind, other in _alone(question, best):
         step = search(other, 1).best
         yield Rival(kind, step, {} if step is None else differences(best, step))
 
 
-def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
-    """What could be different -> the question that allows nothing else."""
+def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
+    """What could be different -> the limits that allow nothing else."""
     run, limits, family = best.run, question.limits, best.order.choice.family
     sizes = divisors(question.num_devices)
+    pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
     if run.pp > 1 and limits.allows(pp=1):
-        yield "no pipeline", question.limited(pp=(1,))
-    if run.pp == 1 and (some := tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))):
-        yield "a pipeline", question.limited(pp=some)
-    for other in question.families:
-        if other != family:
-            pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
-            yield f"{other}", question.limited(families=(other,), pp=pipelines or (1,))
-    others = tuple(tp for tp in sizes if tp != run.tp and limits.allows(tp=tp))
-    if others and question.num_devices > 1:
-        yield f"tp other than {run.tp}", question.limited(tp=others)
-    batches = tuple(n for n in divisors(question.global_batch) if n != run.micro_batch and limits.allows(micro_batch=n))
-    if batches:
-        yield f"micro-batches other than {run.micro_batch}", question.limited(micro_batch=batches)
+        yield "no pipeline", Limits(pp=(1,))
+    if run.pp == 1 and pipelines:
+        yield "a pipeline", Limits(pp=pipelines)
+    yield from (
+        (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
+    )
+    if others := tuple(tp for tp in sizes if tp != run.tp):
+        yield f"tp other than {run.tp}", Limits(tp=others)
+    if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
+        yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
-        yield "nothing recomputed", question.limited(recompute=("none",))
+        yield "nothing recomputed", Limits(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
-        yield "all layers recomputed", question.limited(recompute=("full",))
-    yield from _alone(question, best)
-    if run.dp > 1:
-        yield from (
-            (title, question.limited(shards=(level,)))
-            for title, level in (("nothing shared out", LEVELS[0]), ("everything shared out", LEVELS[-1]))
-            if level in question.shards and level != run.shard
-        )
+        yield "all layers recomputed", Limits(recompute=("full",))
+    if run.dp > 1 and run.shard != "none" and "none" in question.shards:
+        yield "nothing shared out", Limits(shards=("none",))
 
 
 ALONE = " alone"
@@ -175,11 +173,9 @@ def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Que
 
     if best.run.num_devices > cluster.devices_per_node:
         yield "twice the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=2.0)))
-        yield "half the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=0.5)))
-    if best.run.num_devices > 1:
+    elif best.run.num_devices > 1:
         yield "twice the bandwidth inside a node", on(cluster.each(partial(with_bandwidth, intra=2.0)))
-    for share in (0.9, 1.1):
-        yield f"{'10 % more' if share > 1 else '10 % less'} memory", on(cluster.each(partial(with_memory, share=share)))
+    yield "10 % more memory", on(cluster.each(partial(with_memory, share=1.1)))
     for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
         if other >= 1 and other in (2 * batch, batch / 2):
             yield what, replace(question, global_batch=other)

@@ -37,7 +37,8 @@ def settle(leaf: Leaf) -> Candidate | None:
 
 def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
-    held = leaf.cut.memory.held_bytes(shard, leaf.sharding.replicate, leaf.stage_inputs, order.residency)
+    memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
+    held = memory.held_bytes(leaf.stage_inputs, order.residency)
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
@@ -45,12 +46,12 @@ def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     """Seconds of the step at least, with the layers that are recomputed."""
     run = chosen.run
     time = leaf.cut.time if run.recompute_layers is None else leaf.cut.bounds(run)
-    return time.step_s(run.shard, run.replicate)
+    return time.sharded(run.shard, run.replicate).step_s
 
 
 def scheduled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     """Seconds of the step at least, with the gathers and reductions that its schedule has."""
-    return leaf.cut.time.collectives_s(chosen.run, chosen.schedule)
+    return leaf.cut.time.sharded(chosen.run.shard, chosen.run.replicate).lane_s(chosen.schedule)
 
 
 def _orders(choice: Choice, shard: Shard) -> list[Order]:
@@ -81,7 +82,8 @@ def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
         unreduced=min(order.gradient_buffers or loops, loops),
     )
     held = memory_with_room(chosen.run, software, compute_schedule(order.choice), room)
-    return [capacity - memory.total_bytes for capacity, memory in zip(leaf.cut.memory.rooms, held, strict=True)]
+    rooms = leaf.cut.memory.rooms.tolist()
+    return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:

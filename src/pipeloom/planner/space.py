@@ -16,6 +16,8 @@ from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
@@ -23,9 +25,9 @@ from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.ranks import fastest_pieces, rank_device_bytes, rank_slowness
 from pipeloom.cost.shape import Run
-from pipeloom.generate import FAMILIES, Choice, HeldInputs
+from pipeloom.generate import FAMILIES, Choice
 from pipeloom.layout import Shard
-from pipeloom.planner.bounds import Bounds, placement_of
+from pipeloom.planner.bounds import Bounds, Floats, placement_of
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 
@@ -77,7 +79,7 @@ class Arrangement:
 
     @property
     def missing_bytes(self) -> float:
-        """What is missing at least on a device of the mean rank, with everything sharded that can be."""
+        """What is missing at least on the fullest device, with everything sharded that can be."""
         run, software = self.run, self.question.software
         run = replace(run, shard=self.question.shards[-1] if run.dp > 1 else "none")
         shape, layers = run.shape, run.shape.layers / run.pp
@@ -193,8 +195,9 @@ def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _stage_inputs(choice: Choice) -> HeldInputs | None:
-    return choice.stage_inputs
+def _stage_inputs(choice: Choice) -> Floats | None:
+    held = choice.stage_inputs
+    return None if held is None else np.array(held, np.float64)
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,11 @@ class Cut:
     @property
     def missing_bytes(self) -> float:
         """What is missing at least on the fullest device, with everything shared out that can be."""
-        return self.memory.missing_bytes(self.memory.held_bytes(self.shardings[-1].levels[-1]))
+        return self.memory.missing_bytes(self.memory.sharded(self.shardings[-1].levels[-1]).held_bytes())
+
+    def leaves(self) -> Iterator["Leaf"]:
+        """With every sharding and every schedule."""
+        return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
 
     @property
     def bound_s(self) -> float:
@@ -279,28 +286,27 @@ class Leaf:
         return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
 
     @property
-    def stage_inputs(self) -> HeldInputs | None:
-        """What ranks hold when they hold the most, where a closed form tells it."""
+    def stage_inputs(self) -> Floats | None:
+        """[rank, number of its stage] what ranks hold when they hold the most, where a closed form tells it."""
         return _stage_inputs(self.choice)
 
     def narrowed(self) -> "Leaf | None":
         """Without the levels of sharding that cannot fit; ``None`` if none can."""
         memory = self.cut.memory
         for number, shard in enumerate(self.sharding.levels):
-            if memory.missing_bytes(memory.held_bytes(shard, self.sharding.replicate, self.stage_inputs)) <= 0:
+            held = memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs)
+            if memory.missing_bytes(held) <= 0:
                 return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
         return None
 
     @property
     def bound_s(self) -> float:
         """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
-        time, in_flight = self.cut.time, self.stage_inputs
-        shard, most, replicate = self.sharding.levels[0], self.sharding.levels[-1], self.sharding.replicate
-        bound_s = time.step_s(shard, replicate)
+        time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
         if self.cut.arrangement.kept != "some" or in_flight is None:
-            return bound_s
-        layers = time.layers_to_recompute(time.held_bytes(most, replicate, in_flight), in_flight)
-        return max(bound_s, time.recomputing_s(layers) + time.after_s(shard, replicate))
+            return time.step_s
+        layers = time.layers_to_recompute(in_flight)
+        return max(time.step_s, self.cut.time.recomputing_s(layers) + time.after_s)
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
