@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import UserError
 from pipeloom.planner.bounds import Floats
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
@@ -40,12 +40,11 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf = min(_leanest(question), key=lambda leaf: float(_missing_bytes(leaf).max()))
-    missing = _missing_bytes(leaf)
-    fullest = int(missing.argmax())
+    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    fullest = int((held - rooms).argmax())
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    needed = float(missing[fullest] + leaf.cut.memory.rooms[fullest])
-    return Closest(leaf, needed, float(missing[fullest]), tuple(ways_out))
+    return Closest(leaf, float(held[fullest]), float(held[fullest] - rooms[fullest]), tuple(ways_out))
 
 
 def _leanest(question: Question) -> list[Leaf]:
@@ -59,10 +58,10 @@ def _leanest(question: Question) -> list[Leaf]:
     ]
 
 
-def _missing_bytes(leaf: Leaf) -> Floats:
-    """For each rank what is missing at least on its devices; negative where there is room."""
+def _held_bytes(leaf: Leaf) -> Floats:
+    """For each rank what its devices hold at least."""
     memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
-    return memory.held_bytes(leaf.stage_inputs) - leaf.cut.memory.rooms
+    return memory.held_bytes(leaf.stage_inputs)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
@@ -86,7 +85,7 @@ def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | N
     return None
 
 
-def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
+def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     """The error for a question that no layout divides: why, and which numbers near it would be divided."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
     if question.limits.names:
@@ -98,7 +97,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
     what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
-    return ConfigError(problems, f"no layout divides {what}")
+    return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
 
 
 def _data_axes(question: Question, num_devices: int) -> set[int]:
