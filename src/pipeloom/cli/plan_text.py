@@ -10,6 +10,8 @@ from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit
 from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
+from pipeloom.planner.question import Question
+from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.progress import Bar
 from pipeloom.words import count
@@ -71,7 +73,7 @@ def _print_question(console: Console, plan: Plan) -> None:
     console.print(
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, {question.precision}; {question.num_devices:,} x "
-        f"{question.cluster.device.name} ({question.cluster.name}), trained by {question.software.name}"
+        f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
     )
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
@@ -82,6 +84,12 @@ def _print_question(console: Console, plan: Plan) -> None:
     )
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
+
+
+def _devices(question: Question) -> str:
+    """What the devices are; of several kinds all that the cluster has."""
+    whole = question.cluster.num_devices or question.num_devices
+    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in question.cluster.kinds(whole)))
 
 
 def _print_layout(console: Console, best: SimulatedStep) -> None:
@@ -101,6 +109,8 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"the first: {', '.join(parts)}")
+    if len(best.cluster.kinds(run.num_devices)) > 1:
+        console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
 
 
 def _best_table(plan: Plan, *, is_wide: bool) -> Table:
@@ -205,7 +215,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
-        f"{short(near.least_bytes / unit)} {name} of {short(question.cluster.device.memory_bytes / unit)}: "
+        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
     )
     if not near.ways_out:

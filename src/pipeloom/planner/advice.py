@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from pipeloom.errors import UserError
+from pipeloom.planner.bounds import Floats
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Leaf, arrangements, why_not
@@ -17,7 +18,7 @@ class Closest:
 
     Attributes:
         leaf: that layout, with everything shared out that can be.
-        least_bytes: that it needs at least on its fullest device.
+        least_bytes: that it needs at least on its fullest device, the one with the least room left.
         missing_bytes: of them that a device does not have.
         ways_out: changes of the question with which something fits, each with its best step.
     """
@@ -38,10 +39,11 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf, least = min(((leaf, _held_bytes(leaf)) for leaf in _leanest(question)), key=lambda pair: pair[1])
-    missing = least - question.cluster.device.memory_bytes
+    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    fullest = int((held - rooms).argmax())
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    return Closest(leaf, least, missing, tuple(ways_out))
+    return Closest(leaf, float(held[fullest]), float(held[fullest] - rooms[fullest]), tuple(ways_out))
 
 
 def _leanest(question: Question) -> list[Leaf]:
@@ -55,14 +57,17 @@ def _leanest(question: Question) -> list[Leaf]:
     ]
 
 
-def _held_bytes(leaf: Leaf) -> float:
+def _held_bytes(leaf: Leaf) -> Floats:
+    """For each rank what its devices hold at least."""
     memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
-    return float(memory.held_bytes(leaf.stage_inputs).max())
+    return memory.held_bytes(leaf.stage_inputs)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
     for doubling in range(1, MOST_DOUBLINGS + 1):
         number = question.num_devices * 2**doubling
+        if question.cluster.lack(number) is not None:
+            return None
         step = search(replace(question, num_devices=number), 1).best
         if step is not None:
             return f"{number} devices", step
@@ -120,5 +125,6 @@ def _near_devices(question: Question) -> list[int]:
 
     number = question.num_devices
     below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)
-    above = next((other for other in range(number + 1, 2 * number + 1) if divides(other)), None)
+    most = min(2 * number, question.cluster.num_devices or 2 * number)
+    above = next((other for other in range(number + 1, most + 1) if divides(other)), None)
     return [other for other in (below, above) if other is not None]

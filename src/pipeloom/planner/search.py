@@ -112,6 +112,10 @@ class Settled:
     candidate: Candidate
     count = 1
 
+    def simulate(self) -> SimulatedStep:
+        """Its step on its cluster."""
+        return self.candidate.simulate(self.leaf.cut.arrangement.cluster)
+
 
 Node = Arrangement | Cut | Leaf | Settled
 
@@ -147,7 +151,7 @@ class Search:
         self._counts.layouts = sum(arrangement.count for arrangement in found)
         everything = _Goal(1, Limits())
         for arrangement in found:
-            self._push(everything, arrangement.bound_s, arrangement, arrangement.least_bytes)
+            self._push(everything, arrangement.bound_s, arrangement, arrangement.missing_bytes)
         self._queue = everything.queue
 
     def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
@@ -181,12 +185,12 @@ class Search:
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         counts.too_slow = counts.layouts - counts.too_large - counts.simulated
-        steps = tuple(settled.candidate.simulate(self._question.cluster) for settled in goal.best)
+        steps = tuple(settled.simulate() for settled in goal.best)
         return Found(steps, counts, open_bound_s)
 
-    def _push(self, goal: "_Goal", bound_s: float, node: Node, least_bytes: float = 0.0) -> None:
+    def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
-        if self._prunes and least_bytes > self._question.cluster.device.memory_bytes:
+        if self._prunes and missing_bytes > 0:
             self._counts.too_large += node.count
         else:
             self._pushed += 1
@@ -196,7 +200,7 @@ class Search:
         node = entry.node
         if isinstance(node, Arrangement):
             for cut in node.cuts():
-                self._push(goal, cut.bound_s, cut, cut.least_bytes)
+                self._push(goal, cut.bound_s, cut, cut.missing_bytes)
         elif isinstance(node, Cut):
             for leaf in node.leaves():
                 narrowed = leaf.narrowed() if self._prunes else leaf
@@ -220,7 +224,7 @@ class Search:
             self._push(goal, closer_s, settled)
             return
         self._counts.simulated += 1
-        rank = Rank.of(settled.candidate.simulate(self._question.cluster))
+        rank = Rank.of(settled.simulate())
         self._simulated.append((rank, settled))
         goal.add(rank, settled)
 
