@@ -2,6 +2,7 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
@@ -23,7 +24,7 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test predict reproduce bench-network bench-overhead speed check format clean
+.PHONY: demo test predict reproduce plan-speed bench-network bench-overhead speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -36,6 +37,9 @@ predict: $(STAMP)
 
 reproduce: $(STAMP)
 	$(BIN)/python benchmarks/reproduce.py
+
+plan-speed: $(STAMP)
+	$(BIN)/python benchmarks/plan.py
 
 bench-network: $(STAMP)
 	$(BIN)/python benchmarks/network.py $(ARGS)

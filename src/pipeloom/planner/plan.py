@@ -9,7 +9,7 @@ from pipeloom.planner.advice import Closest, closest, no_layout
 from pipeloom.planner.causes import differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.question import Limits, Question, divisors
-from pipeloom.planner.search import Counts, Progress, Search, search
+from pipeloom.planner.search import Counts, Progress, Rank, Search, search
 from pipeloom.predict.step import SimulatedStep
 
 
@@ -105,20 +105,32 @@ def make_plan(
     if best is None:
         near = closest(question) if found.open_bound_s is None else None
         return Plan(question, (), counts, found.open_bound_s, (), (), bar, (), near)
-    rivals = tuple(_rivals(searching, question, best)) if explains else ()
+    steps, rivals = found.steps, tuple(_rivals(searching, question, best)) if explains else ()
+    faster = [rival.step for rival in rivals if rival.step is not None and _is_faster(rival.step, best)]
+    if faster:  # cut once more by what its layers recompute, which the search leaves to the end
+        steps = tuple(sorted((*steps, *faster), key=Rank.of)[:count])
+        best = steps[0]
+        rivals = tuple(_against(best, rival.kind, rival.step) for rival in rivals)
     changes = tuple(_changes(question, best)) if explains else ()
     advice = tuple(_advice(question, best, rivals, changes))
-    return Plan(question, found.steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
+    return Plan(question, steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
 
 
 def _rivals(searching: Search, question: Question, best: SimulatedStep) -> Iterator[Rival]:
     """The best of each other kind, if the question allows it."""
     for kind, limits in _kinds(question, best):
-        step = searching.best(1, limits).best
-        yield Rival(kind, step, {} if step is None else differences(best, step))
+        yield _against(best, kind, searching.best(1, limits).best)
     for kind, other in _alone(question, best):
-        step = search(other, 1).best
-        yield Rival(kind, step, {} if step is None else differences(best, step))
+        yield _against(best, kind, search(other, 1).best)
+
+
+def _against(best: SimulatedStep, kind: str, step: SimulatedStep | None) -> Rival:
+    return Rival(kind, step, {} if step is None else differences(best, step))
+
+
+def _is_faster(step: SimulatedStep, best: SimulatedStep) -> bool:
+    """Whether it would be first, on the same devices."""
+    return step.run.num_devices == best.run.num_devices and Rank.of(step) < Rank.of(best)
 
 
 def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:

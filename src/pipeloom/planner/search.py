@@ -9,14 +9,14 @@ on with.
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
 from pipeloom.cost.shape import Run
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
-from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.settle import cut_again, scheduled_bound_s, settle, settled_bound_s
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep
 
@@ -185,8 +185,8 @@ class Search:
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         counts.too_slow = counts.layouts - counts.too_large - counts.simulated
-        steps = tuple(settled.simulate() for settled in goal.best)
-        return Found(steps, counts, open_bound_s)
+        steps = sorted((_finished(settled) for settled in goal.best), key=Rank.of)
+        return Found(tuple(steps), counts, open_bound_s)
 
     def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
@@ -281,6 +281,12 @@ class _Goal:
             return False
         known = self._of_kind.get(_kind(node.leaf if isinstance(node, Settled) else node))
         return known is not None and bound_s > known[0].step_s * (1 + SAME)
+
+
+def _finished(settled: Settled) -> SimulatedStep:
+    """The step of one of the best; where some layers are recomputed, with its stages cut by that, if it is faster."""
+    step, again = settled.simulate(), cut_again(settled.leaf, settled.candidate)
+    return step if again is None else min(step, replace(settled, candidate=again).simulate(), key=Rank.of)
 
 
 def _kind(leaf: Leaf) -> Kind:

@@ -13,6 +13,7 @@ from pipeloom.cost.memory import kept_bytes
 from pipeloom.generate import Choice
 from pipeloom.layout import Recompute, Shard
 from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.partition import with_fastest_layers
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
 from pipeloom.predict.step import Order, compute_schedule
@@ -118,6 +119,19 @@ def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candida
         if min(free) >= 0:
             return chosen
     return None
+
+
+def cut_again(leaf: Leaf, chosen: Candidate) -> Candidate | None:
+    """The candidate cut into stages by what its layers recompute; ``None`` if that is no other one, or does not fit.
+
+    For a few candidates: uneven layers take longer to cut than everything else together.
+    """
+    if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
+        return None
+    run = with_fastest_layers(chosen.run, leaf.cut.arrangement.cluster, chosen.software)
+    again = replace(chosen, run=run)
+    is_other = run.layers_by_stage != chosen.run.layers_by_stage
+    return again if is_other and min(_free_bytes(again, leaf)) >= 0 else None
 
 
 def _saved_bytes(chosen: Candidate) -> list[float]:
