@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster, CollectiveCurve, Device, Link
+from pipeloom.cost.measured import MeasuredPieces
 
 DIGITS = 6
 """Significant digits of a number; a measurement has fewer."""
@@ -29,6 +31,8 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
     top: list[_Line] = [("name", cluster.name), ("devices_per_node", cluster.devices_per_node)]
     if cluster.adapters_per_node:
         top.append(("adapters_per_node", cluster.adapters_per_node))
+    if cluster.cores_per_node:
+        top.append(("cores_per_node", cluster.cores_per_node))
     if cluster.price_per_device_hour is not None:
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
     parts = [[*_comment(told.pop("", ())), *_lines("", top, told)], _table("device", _device(cluster.device), told)]
@@ -44,6 +48,12 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
             *_rates((k, c.points) for k, c in curves),
         ]
         parts.append([*_comment(told.pop(f"collectives.{ranks}", ())), "[[collectives]]", *_lines("", lines, told)])
+    if cluster.update is not None:
+        update = cluster.update
+        seconds = [("fixed_us", update.fixed_s / 1e-6), ("parameter_ns", update.parameter_s / 1e-9)]
+        parts.append(_table("update", [("precision", update.precision), *seconds], told))
+    for one in cluster.pieces:
+        parts.append([*_comment(told.pop("pieces", ())), "[[pieces]]", *_lines("", _pieces(one), told)])
     assert not told, f"notes for what is not in the file: {', '.join(told)}"
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
@@ -65,6 +75,13 @@ def _device(device: Device) -> list[_Line]:
         own = {key: [fraction for _, fraction in curve] for key, curve in device.matmul_curves.items()}
         lines.append(("matmul_fraction_of", own))
     return lines
+
+
+def _pieces(found: MeasuredPieces) -> list[_Line]:
+    seconds = {"embedding": found.embedding, "layer": found.layer, "head": found.head, "stage": found.stage}
+    lines: list[_Line] = [*asdict(found.key).items()]
+    lines += [(f"{name}_us", [value / 1e-6 for value in both]) for name, both in seconds.items()]
+    return [*lines, ("message_us", found.message_s / 1e-6)] if found.message_s else lines
 
 
 def _link(link: Link) -> list[_Line]:
@@ -104,6 +121,8 @@ def _comment(lines: Sequence[str]) -> list[str]:
 
 def _value(value: Any) -> str:
     """A TOML value on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):

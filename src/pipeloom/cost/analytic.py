@@ -119,7 +119,8 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
     for direction in (0, 1):
-        seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
+        own_s = fixed_s * (0.4, 0.6)[direction] + pieces.stage[direction]
+        seconds = [both_s[direction] + own_s for both_s in layers_s]
         seconds[0] += pieces.embedding[direction]
         seconds[head] += pieces.head[direction]
         if software.is_blocking and run.num_stages > 1:
@@ -174,6 +175,9 @@ def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
     if run.pp == 1:
         return 0.0
     is_inside = run.num_devices <= cluster.devices_per_node
+    measured_s = piece_seconds(run, cluster, software).message_s
+    if is_inside and measured_s:
+        return measured_s
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
@@ -258,6 +262,17 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)
-    owned = most / (run.shard_size if run.shard != "none" else 1)
-    moved = use.optimizer_bytes * owned + 8 * most
-    return StepTerms(exposed_s, tied_s, cluster.device.memory_s(moved), use.step_s)
+    crowding = cluster.crowding(run.num_devices)
+    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(run, cluster, software), use.step_s)
+
+
+def _update_s(run: Run, cluster: Cluster, software: Software) -> float:
+    """Seconds of updating the weights: of the rank that has most to do, or, where cores are shared, of all of them."""
+    shards = run.shard_size if run.shard != "none" else 1
+    held = rank_parameters(run, software)
+    if cluster.update is not None and cluster.update.precision == run.precision:
+        each_s = [cluster.update.seconds(parameters / shards) for parameters in held]
+    else:
+        moved = [software.efficiency.optimizer_bytes * parameters / shards + 8 * parameters for parameters in held]
+        each_s = [cluster.device.memory_s(one) for one in moved]
+    return max(*each_s, cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))

@@ -1,0 +1,250 @@
+"""The planner's ranking beside what really runs: every layout of a small model over four processes of this machine.
+
+Profiles the machine and the model's pieces, asks the planner, runs every layout of the stated space, and says how much
+slower than the fastest the planner's first choice was (its regret). Run by ``make plan-demo``.
+
+Each run is one of its own, in processes of its own. They go in rounds, all layouts in each, in another order every
+time, and the median over the rounds counts: what the machine does to one layout it does to all.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from pipeloom.catalog import load_cluster, load_software
+from pipeloom.cli import main as pipeloom
+from pipeloom.config import CheckpointConfig, DataConfig, ModelConfig, OutputConfig, RunConfig, ScheduleConfig
+from pipeloom.config import TrainingConfig
+from pipeloom.cost.shape import shape_of
+from pipeloom.execute.world import World
+from pipeloom.layout import Layout
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.search import search
+from pipeloom.planner.settle import settle
+from pipeloom.planner.space import Leaf, arrangements
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.run_folder import RunFolder
+from pipeloom.train.data import Data
+from pipeloom.train.session import run_on_all_ranks
+from pipeloom.train.trainer import Trainer
+
+PROCESSES, BATCH, SEQ = 4, 16, 128
+MODEL = ModelConfig(num_layers=8, hidden_size=192, num_heads=6, vocab_size=257).resolve(257)
+MICRO_BATCHES, TENSOR = (2, 4), (1, 2)
+SPACE = Limits(
+    tp=TENSOR,
+    loops=(1, 2),
+    micro_batch=MICRO_BATCHES,
+    families=("breadth-first",),
+    shards=("none", "optimizer"),
+    recompute=("none",),
+    sequence_parallel=(False,),
+)
+STEPS = 5
+"""Of a run; its median counts."""
+TARGET = 0.05
+"""Regret of the first choice at most."""
+
+
+@dataclass
+class Entry:
+    """A layout, as it was predicted and as it ran.
+
+    Attributes:
+        step: predicted.
+        measured_s: of each round.
+    """
+
+    step: SimulatedStep
+    measured_s: list[float] = field(default_factory=list)
+
+    @property
+    def predicted_s(self) -> float:
+        return self.step.prediction.step_time_s
+
+    @property
+    def median_s(self) -> float:
+        return median(self.measured_s)
+
+
+def profile(file: Path, budget_s: float) -> None:
+    """Measure the machine, and the model's pieces, into a cluster file."""
+    sizes = {"layers": "num_layers", "hidden": "hidden_size", "heads": "num_heads", "kv_heads": "num_kv_heads"}
+    sizes |= {"ffn": "ffn_size", "vocab": "vocab_size"}
+    lines = ['name = "demo"', 'mlp = "swiglu"', "tied = false"]
+    model = file.with_name("model.toml")
+    model.write_text("\n".join([*lines, *(f"{key} = {getattr(MODEL, name)}" for key, name in sizes.items())]))
+    words = ["profile", "--output", str(file), "--processes", str(PROCESSES), "--budget-s", f"{budget_s:g}"]
+    words += ["--model", str(model), "--seq", str(SEQ), "--micro-batches", *map(str, MICRO_BATCHES)]
+    if pipeloom([*words, "--tp", *map(str, TENSOR)]) != 0:
+        raise SystemExit("the machine could not be profiled")
+
+
+def question(file: Path) -> Question:
+    """What the planner is asked."""
+    return Question(
+        shape=shape_of(MODEL),
+        cluster=load_cluster(str(file)),
+        software=load_software("pipeloom-gloo"),
+        num_devices=PROCESSES,
+        global_batch=BATCH,
+        seq=SEQ,
+        precision="fp32",
+        limits=SPACE,
+    )
+
+
+def layouts(asked: Question) -> list[Candidate]:
+    """Every layout of the space that fits, each once."""
+    found: dict[tuple[str, ...], Candidate] = {}
+    for arrangement in arrangements(asked)[0]:
+        for cut in arrangement.cuts():
+            for sharding in cut.shardings:
+                for choice in cut.choices:
+                    chosen = settle(Leaf(cut, sharding, choice))
+                    if chosen is not None:
+                        found.setdefault((str(chosen.schedule), *label(chosen)[1:]), chosen)
+    return list(found.values())
+
+
+def label(chosen: Candidate | SimulatedStep) -> tuple[str, ...]:
+    """What a layout is, for people."""
+    run, choice = chosen.run, chosen.order.choice
+    axes = f"{run.pp} x {run.tp} x {run.dp}"
+    placement = f" {run.placement}" if run.placement != "looped" else ""
+    return f"{choice.family}{placement}", axes, str(run.loops), str(run.micro_batch), run.shard
+
+
+def config_of(step: SimulatedStep, folder: Path) -> RunConfig:
+    """A layout as something that runs."""
+    run, order = step.run, step.order
+    assert run.layers_by_stage is not None
+    pieces = [*run.layers_by_stage]
+    pieces[0] += 1
+    pieces[-1] += 1
+    layout = Layout(
+        pp=run.pp,
+        loops=run.loops,
+        num_microbatches=run.num_microbatches,
+        microbatch_size=run.micro_batch,
+        partition=tuple(pieces),
+        tp=run.tp,
+        dp=run.dp,
+        shard=run.shard,
+    )
+    schedule = ScheduleConfig(
+        family=order.choice.family, placement=run.placement, receive_buffers=order.receive_buffers
+    )
+    return RunConfig(
+        model=MODEL,
+        data=DataConfig(seq_len=SEQ),
+        layout=layout,
+        schedule=schedule,
+        training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False),
+        checkpoint=CheckpointConfig(final="none"),
+        output=OutputConfig(folder=folder),
+    )
+
+
+def _train(folder: Path, config: RunConfig, world: World, data: Data) -> float:
+    return Trainer(config, world, data, RunFolder(folder)).run().summary.step_time_s
+
+
+def run_once(step: SimulatedStep) -> float:
+    """Seconds of a step, the median of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_on_all_ranks(config_of(step, Path(folder)), partial(_train, Path(folder)))
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's: the correlation of the ranks of two lists without equal values."""
+    places = [{value: place for place, value in enumerate(sorted(values))} for values in (first, second)]
+    squares = sum((places[0][a] - places[1][b]) ** 2 for a, b in zip(first, second, strict=True))
+    count = len(first)
+    return 1 - 6 * squares / (count * (count * count - 1))
+
+
+def measure(entries: Sequence[Entry], rounds: int, say: Callable[[str], None]) -> None:
+    """Run every layout in every round."""
+    order, dice = [*entries], random.Random(0)
+    for number in range(rounds):
+        begin_s = time.monotonic()
+        dice.shuffle(order)
+        for entry in order:
+            entry.measured_s.append(run_once(entry.step))
+        say(f"round {number + 1} of {rounds}: {len(order)} runs in {time.monotonic() - begin_s:.0f} s")
+
+
+def print_ranking(console: Console, asked: Question) -> SimulatedStep:
+    """The planner's answer; its first choice."""
+    found = search(asked)
+    assert found.best is not None, "nothing fits"
+    table = Table("", "schedule", "pp x tp x dp", "loops", "micro-batch", "shard", "predicted ms", box=None)
+    for place, step in enumerate(found.steps, 1):
+        table.add_row(str(place), *label(step), f"{step.prediction.step_time_s * 1e3:.0f}")
+    console.print(f"\nThe planner's best of {found.counts.layouts} layouts, in {found.counts.seconds:.1f} s")
+    console.print(table)
+    return found.best
+
+
+def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedStep) -> bool:
+    """What was predicted beside what was measured; whether the first choice was good enough."""
+    ranked = sorted(entries, key=lambda entry: entry.predicted_s)
+    fastest = min(entries, key=lambda entry: entry.median_s)
+    table = Table(
+        "", "schedule", "pp x tp x dp", "loops", "micro-batch", "shard",
+        "predicted ms", "measured ms", "from .. to", "predicted / measured", box=None,
+    )  # fmt: skip
+    for place, entry in enumerate(ranked, 1):
+        least, most = (f"{value * 1e3:.0f}" for value in (min(entry.measured_s), max(entry.measured_s)))
+        measured = f"{entry.median_s * 1e3:.0f}" + (" <" if entry is fastest else "")
+        cells = [f"{entry.predicted_s * 1e3:.0f}", measured, f"{least} .. {most}"]
+        table.add_row(str(place), *label(entry.step), *cells, f"{entry.predicted_s / entry.median_s:.2f}")
+    console.print(f"\nAll {len(entries)} layouts, really run (< is the fastest)")
+    console.print(table)
+    (chosen,) = (entry for entry in entries if (entry.step.run, entry.step.order) == (first.run, first.order))
+    regret = chosen.median_s / fastest.median_s - 1
+    order = rank_correlation([e.predicted_s for e in entries], [e.median_s for e in entries])
+    verdict = "met" if regret <= TARGET else "missed"
+    console.print(f"regret of the first choice: {regret:.1%}, to be at most {TARGET:.0%}: {verdict}")
+    console.print(f"rank correlation of predicted and measured: {order:.3f}")
+    return regret <= TARGET
+
+
+def main() -> None:
+    """Profile, plan, run, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="times that every layout is run")
+    parser.add_argument("--budget-s", type=float, default=40.0, help="seconds of pipeloom profile")
+    parser.add_argument("--cluster", type=Path, help="a cluster file of an earlier run, not to profile again")
+    parser.add_argument("--plan-only", action="store_true", help="say what is predicted, and run nothing")
+    options = parser.parse_args()
+    console = Console(width=120, highlight=False)
+    with tempfile.TemporaryDirectory() as folder:
+        file = options.cluster or Path(folder) / "here.toml"
+        if options.cluster is None:
+            profile(file, options.budget_s)
+        asked = question(file)
+    first = print_ranking(console, asked)
+    entries = [Entry(chosen.simulate(asked.cluster)) for chosen in layouts(asked)]
+    if options.plan_only:
+        for entry in sorted(entries, key=lambda entry: entry.predicted_s):
+            console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")
+        return
+    measure(entries, options.rounds, console.print)
+    if not print_answer(console, entries, first):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
