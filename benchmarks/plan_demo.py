@@ -4,26 +4,36 @@ Profiles the machine and the model's pieces, asks the planner, runs every layout
 slower than the fastest the planner's first choice was (its regret). Run by ``make plan-demo``.
 
 Each run is one of its own, in processes of its own. They go in rounds, all layouts in each, in another order every
-time, and the median over the rounds counts: what the machine does to one layout it does to all.
+time, and the median over all steps counts: what the machine does to one layout it does to all. A step during which
+other programs took more than a few percent of the machine is left out, and layouts with too few others run again.
 """
 
 import argparse
+import os
 import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli import main as pipeloom
-from pipeloom.config import CheckpointConfig, DataConfig, ModelConfig, OutputConfig, RunConfig, ScheduleConfig
-from pipeloom.config import TrainingConfig
+from pipeloom.config import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OutputConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from pipeloom.cost.shape import shape_of
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
@@ -50,10 +60,26 @@ SPACE = Limits(
     recompute=("none",),
     sequence_parallel=(False,),
 )
-STEPS = 5
-"""Of a run; its median counts."""
+STEPS = 3
+"""Of a run; the first is not counted."""
+FOREIGN = 0.06
+"""Part of the machine's CPU time that other programs may take during a step that counts."""
+ENOUGH = 3
+"""Steps of a layout that count, at least."""
 TARGET = 0.05
 """Regret of the first choice at most."""
+
+
+class Timed(NamedTuple):
+    """A step as it was measured.
+
+    Attributes:
+        seconds: that it took.
+        foreign: part of the machine's CPU time that other programs took meanwhile.
+    """
+
+    seconds: float
+    foreign: float
 
 
 @dataclass
@@ -62,19 +88,30 @@ class Entry:
 
     Attributes:
         step: predicted.
-        measured_s: of each round.
+        timed: every step that was measured.
     """
 
     step: SimulatedStep
-    measured_s: list[float] = field(default_factory=list)
+    timed: list[Timed] = field(default_factory=list)
 
     @property
     def predicted_s(self) -> float:
         return self.step.prediction.step_time_s
 
     @property
+    def counted(self) -> list[float]:
+        """Seconds of the steps that count; where all were disturbed, of the ones that were least."""
+        free = [one.seconds for one in self.timed if one.foreign <= FOREIGN]
+        least = sorted(self.timed, key=lambda one: one.foreign)[:ENOUGH]
+        return free if len(free) >= ENOUGH else [one.seconds for one in least]
+
+    @property
+    def is_enough(self) -> bool:
+        return sum(one.foreign <= FOREIGN for one in self.timed) >= ENOUGH
+
+    @property
     def median_s(self) -> float:
-        return median(self.measured_s)
+        return median(self.counted)
 
 
 def profile(file: Path, budget_s: float) -> None:
@@ -156,12 +193,31 @@ def config_of(step: SimulatedStep, folder: Path) -> RunConfig:
     )
 
 
-def _train(folder: Path, config: RunConfig, world: World, data: Data) -> float:
-    return Trainer(config, world, data, RunFolder(folder)).run().summary.step_time_s
+def _busy_s() -> float:
+    """CPU seconds of this machine, of all programs, since it started."""
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text(encoding="utf-8").split(maxsplit=9)[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run_once(step: SimulatedStep) -> float:
-    """Seconds of a step, the median of a run."""
+def _train(folder: Path, config: RunConfig, world: World, data: Data) -> list[Timed]:
+    """Every step but the first, as a run goes through them."""
+    trainer = Trainer(config, world, data, RunFolder(folder))
+    found: list[Timed] = []
+    for step in range(1, STEPS + 1):
+        world.wait_for_all()
+        busy_s, own_s, begin_s = _busy_s(), time.process_time(), time.perf_counter()
+        trainer._step(step)
+        seconds = time.perf_counter() - begin_s
+        busy_s, own_s = _busy_s() - busy_s, world.sum([time.process_time() - own_s])[0]
+        if step > 1:
+            found.append(Timed(seconds, (busy_s - own_s) / (seconds * (os.cpu_count() or 1))))
+    return found
+
+
+def run_once(step: SimulatedStep) -> list[Timed]:
+    """The steps of one run."""
     with tempfile.TemporaryDirectory() as folder:
         return run_on_all_ranks(config_of(step, Path(folder)), partial(_train, Path(folder)))
 
@@ -174,15 +230,20 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * squares / (count * (count * count - 1))
 
 
-def measure(entries: Sequence[Entry], rounds: int, say: Callable[[str], None]) -> None:
-    """Run every layout in every round."""
-    order, dice = [*entries], random.Random(0)
-    for number in range(rounds):
-        begin_s = time.monotonic()
-        dice.shuffle(order)
-        for entry in order:
-            entry.measured_s.append(run_once(entry.step))
-        say(f"round {number + 1} of {rounds}: {len(order)} runs in {time.monotonic() - begin_s:.0f} s")
+def measure(entries: Sequence[Entry], rounds: int, limit_s: float, say: Callable[[str], None]) -> None:
+    """Run every layout in every round, then those again whose steps were disturbed, until the time is up."""
+    dice, begin_s, number = random.Random(0), time.monotonic(), 0
+    while True:
+        number += 1
+        due = [entry for entry in entries if number <= rounds or not entry.is_enough]
+        dice.shuffle(due)
+        for entry in due:
+            if number > rounds and time.monotonic() - begin_s > limit_s:
+                break
+            entry.timed += run_once(entry.step)
+        if not due or (number > rounds and time.monotonic() - begin_s > limit_s):
+            return
+        say(f"round {number}: {len(due)} runs, {time.monotonic() - begin_s:.0f} s so far")
 
 
 def print_ranking(console: Console, asked: Question) -> SimulatedStep:
@@ -203,12 +264,13 @@ def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedSte
     fastest = min(entries, key=lambda entry: entry.median_s)
     table = Table(
         "", "schedule", "pp x tp x dp", "loops", "micro-batch", "shard",
-        "predicted ms", "measured ms", "from .. to", "predicted / measured", box=None,
+        "predicted ms", "measured ms", "from .. to", "steps", "ratio", box=None,
     )  # fmt: skip
     for place, entry in enumerate(ranked, 1):
-        least, most = (f"{value * 1e3:.0f}" for value in (min(entry.measured_s), max(entry.measured_s)))
+        least, most = (f"{value * 1e3:.0f}" for value in (min(entry.counted), max(entry.counted)))
         measured = f"{entry.median_s * 1e3:.0f}" + (" <" if entry is fastest else "")
-        cells = [f"{entry.predicted_s * 1e3:.0f}", measured, f"{least} .. {most}"]
+        steps = f"{len(entry.counted)}" + ("" if entry.is_enough else ", disturbed")
+        cells = [f"{entry.predicted_s * 1e3:.0f}", measured, f"{least} .. {most}", steps]
         table.add_row(str(place), *label(entry.step), *cells, f"{entry.predicted_s / entry.median_s:.2f}")
     console.print(f"\nAll {len(entries)} layouts, really run (< is the fastest)")
     console.print(table)
@@ -224,8 +286,10 @@ def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedSte
 def main() -> None:
     """Profile, plan, run, compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="times that every layout is run")
-    parser.add_argument("--budget-s", type=float, default=40.0, help="seconds of pipeloom profile")
+    parser.add_argument("--rounds", type=int, default=2, help="times that every layout is run")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds after which nothing runs again")
+    parser.add_argument("--keep", type=Path, help="where to keep the cluster file")
+    parser.add_argument("--budget-s", type=float, default=60.0, help="seconds of pipeloom profile")
     parser.add_argument("--cluster", type=Path, help="a cluster file of an earlier run, not to profile again")
     parser.add_argument("--plan-only", action="store_true", help="say what is predicted, and run nothing")
     options = parser.parse_args()
@@ -234,6 +298,8 @@ def main() -> None:
         file = options.cluster or Path(folder) / "here.toml"
         if options.cluster is None:
             profile(file, options.budget_s)
+            if options.keep is not None:
+                options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
         asked = question(file)
     first = print_ranking(console, asked)
     entries = [Entry(chosen.simulate(asked.cluster)) for chosen in layouts(asked)]
@@ -241,7 +307,7 @@ def main() -> None:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")
         return
-    measure(entries, options.rounds, console.print)
+    measure(entries, options.rounds, options.limit_s, console.print)
     if not print_answer(console, entries, first):
         raise SystemExit(1)
 

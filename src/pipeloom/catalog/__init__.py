@@ -15,9 +15,8 @@ from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import UserError
-from pipeloom.layout import Recompute
 from pipeloom.generate import FAMILIES
-from pipeloom.layout import Shard
+from pipeloom.layout import Recompute, Shard
 
 __all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
 
@@ -93,7 +92,9 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
 
 def _pieces(reader: Reader) -> MeasuredPieces:
     key = PieceKey(
-        **{name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")},
+        **{
+            name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")
+        },
         mlp=reader.text("mlp", among=get_args(Mlp)),
         tp=reader.integer("tp", 1),
         sequence_parallel=reader.flag("sequence_parallel", default=False),

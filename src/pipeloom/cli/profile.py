@@ -15,9 +15,14 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.layout import Recompute
 
 if TYPE_CHECKING:
+    from pipeloom.config import ModelConfig
     from pipeloom.machine import Request
     from pipeloom.machine.findings import Collectives, Findings, Messages, Product, Timing
     from pipeloom.train.pieces import PieceRequest
+
+
+_MACHINE = 1 / 3
+"""Part of the time that the machine gets where a model is measured as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,8 @@ def run(words: list[str]) -> int:
     from pipeloom.machine import Request, describe_cluster, measure_machine
     from pipeloom.progress import restore_terminal
 
-    request = Request.make(options.device, options.processes, options.budget_s)
+    share = 1.0 if options.model is None else _MACHINE
+    request = Request.make(options.device, options.processes, options.budget_s * share)
     asked = None if options.model is None else _asked(options, request)
     if is_first():
         check_writable(options.output)
@@ -90,7 +96,6 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
     """
     from pipeloom.catalog import names
     from pipeloom.config import ModelConfig, RunConfig
-    from pipeloom.execute.world import is_launched
     from pipeloom.machine.host import num_devices
     from pipeloom.predict.describe import with_model_sizes
     from pipeloom.train.pieces import PieceRequest
@@ -98,24 +103,8 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
     name = options.model or ""
     source = ModelConfig(preset=name) if name in names("models") else ModelConfig(file=Path(name))
     config, problems = with_model_sizes(RunConfig(model=source))
-    if is_launched():
-        problems.append("--model measures in processes of its own, found a launcher's; leave the launcher out")
-    sizes = {"--seq": (options.seq,), "--micro-batches": options.micro_batches, "--tp": options.tp}
-    problems += [
-        f"{flag} must be whole numbers of at least 1, found {value}"
-        for flag, values in sizes.items()
-        for value in values or ("none",)
-        if not isinstance(value, int) or value < 1
-    ]
     model = config.model.resolve(1)
-    problems += [
-        f"--tp must divide the {request.num_processes} processes, {options.seq} tokens and {model.num_kv_heads} key and "
-        f"value heads, found {tp}"
-        for tp in options.tp
-        if tp > 0 and (request.num_processes % tp or options.seq % tp or (model.num_kv_heads or tp) % tp)
-    ]
-    if model.num_layers < 2:
-        problems.append(f"--model must have 2 layers or more, to tell a layer from a stage, found {model.num_layers}")
+    problems += _piece_problems(options, request, model)
     if problems:
         raise ConfigError(problems, "the command line")
     return PieceRequest(
@@ -128,8 +117,31 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
         kind=request.kind,
         num_processes=request.num_processes,
         num_cores=num_devices("cpu"),
-        budget_s=options.budget_s / 2,
+        budget_s=options.budget_s - request.budget_s,
     )
+
+
+def _piece_problems(options: Options, request: "Request", model: "ModelConfig") -> list[str]:
+    from pipeloom.execute.world import is_launched
+
+    sizes = {"--seq": (options.seq,), "--micro-batches": options.micro_batches, "--tp": options.tp}
+    found = [
+        f"{flag} must be one whole number of at least 1 or more of them, found {' '.join(map(str, values)) or 'none'}"
+        for flag, values in sizes.items()
+        if not values or min(values) < 1
+    ]
+    kv_heads = model.num_kv_heads or 1
+    found += [
+        f"--tp must divide {request.num_processes} processes, {options.seq} tokens and {kv_heads} key and value heads, "
+        f"found {tp}"
+        for tp in options.tp
+        if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
+    ]
+    if model.num_layers < 2:
+        found.append(f"--model must have 2 layers or more, to tell a layer from a stage, found {model.num_layers}")
+    if is_launched():
+        found.append("--model is measured by processes of its own, found those of a launcher; start without one")
+    return found
 
 
 def _with_pieces(
@@ -139,10 +151,10 @@ def _with_pieces(
     from pipeloom.train.pieces import measure_pieces
 
     found = measure_pieces(asked)
-    how = "CPU time of a process, medians" if asked.shares_cores else "medians"
+    how = "CPU time of a process" if asked.shares_cores else "Seconds"
     about = [
-        f"{asked.model.num_layers} layers of {asked.model.hidden_size}; {how} of {found.rounds} rounds while all of "
-        f"{asked.num_processes} processes computed. Forward and backward of one micro-batch."
+        f"{how}, forward and backward of one micro-batch, while all of {asked.num_processes} processes computed.",
+        f"The lower quartile of {found.rounds} rounds.",
     ]
     told = {"pieces": about, "update": ["Gradients to zero, their norm, clipping and AdamW, of one rank."]}
     return replace(cluster, pieces=found.pieces, update=found.update), {**notes, **told}
@@ -200,10 +212,10 @@ def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
 def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for found in cluster.pieces:
         key = found.key
-        name = f"micro-batch of {key.micro_batch}, tensor axis {key.tp}, {key.recompute} recomputed"
-        layer, head = (f"{forward_s * 1e3:.2f} + {back_s * 1e3:.2f} ms" for forward_s, back_s in (found.layer, found.head))
-        yield f"{name}: layer", layer, "", ""
-        yield "  head", head, "", ""
+        name = f"micro-batch {key.micro_batch}, tp {key.tp}"
+        name += "" if key.recompute == "none" else f", {key.recompute} recomputation"
+        for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
+            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
         if found.message_s:
             yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", "", ""
 

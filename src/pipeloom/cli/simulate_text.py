@@ -71,6 +71,9 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     )
     device, program = step.cluster.device.name, step.software.name
     console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")
+    console.print(
+        f"seconds of embedding, layer and head: {'measured there' if step.has_measured_pieces else 'from closed forms'}"
+    )
     after_s = prediction.step_time_s - prediction.pipeline_s
     lines = {
         "step time": f"{_seconds(prediction.step_time_s)}: pipeline {_seconds(prediction.pipeline_s)}, "

@@ -1,7 +1,7 @@
 """Links: messages between processes, and collectives, over their sizes. gloo on CPUs, NCCL on CUDA devices."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
-from pipeloom.execute.collectives import Group
+from pipeloom.execute.collectives import Finish, Group
 from pipeloom.execute.process_collectives import GlooGroup, NcclGroup
 from pipeloom.execute.world import World
 from pipeloom.machine.findings import Collectives, Messages, Timing
@@ -99,11 +99,17 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
 
 def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.device, group: Group) -> Run:
     whole, part = torch.zeros(shard * num_ranks, device=device), torch.zeros(shard, device=device)
-    if kind == "all_reduce":
-        return lambda: group.all_reduce(whole)()
-    if kind == "all_gather":
-        return lambda: group.gather(whole, part)()
-    return lambda: group.reduce_scatter(part, whole)()
+    starts: dict[Collective, Callable[[], Finish]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.gather(whole, part),
+        "reduce_scatter": lambda: group.reduce_scatter(part, whole),
+    }
+
+    def run() -> None:
+        finish = starts[kind]()
+        finish()
+
+    return run
 
 
 def _on_cores(run: Run, crowding: float) -> Sample:

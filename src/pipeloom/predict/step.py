@@ -10,6 +10,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
@@ -110,6 +111,12 @@ class SimulatedStep:
         return self.run.num_devices * self.cluster.device.peak_flops_per_s[self.run.precision]
 
     @property
+    def has_measured_pieces(self) -> bool:
+        """Whether the seconds of all pieces were measured on the cluster; otherwise closed forms tell some or all."""
+        alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
+        return all(piece_seconds(run, self.cluster, self.software).is_measured for run in alike)
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
         return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
@@ -160,7 +167,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     """
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     schedule = lowered(run, software, order)
-    links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
+    has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
+    links = shared_links(run, cluster, schedule.placement) if has_shared else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))

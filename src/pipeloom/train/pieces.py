@@ -2,17 +2,17 @@
 
 All processes compute at the same time, with the stages, transports and optimizer of a run. Where they are more than
 the cores, seconds are CPU time, so that neither other programs nor the other processes count; otherwise they are what a
-clock says. Everything is measured in rounds, one of each kind after the other, and the medians over the rounds count:
-what a machine does to one kind it does to all.
+clock says. Everything is measured in rounds, one of each kind after the other: what a machine does to one kind it does
+to all. Of the rounds the lower quartile counts, since what disturbs a measurement only ever makes it longer.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradien
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
 _MOST_LAYERS = 4
 """Of the longest stage that is timed."""
-_MESSAGES = 6
+_MESSAGES = 3
 """That each rank sends to each neighbor in a round."""
 _PATIENCE_S = 120.0
 
@@ -157,8 +157,8 @@ class _Subject:
         return middle_s - begin_s, clock.now() - middle_s
 
     @property
-    def median(self) -> Both:
-        return median(f for f, _ in self.times), median(b for _, b in self.times)
+    def seconds(self) -> Both:
+        return undisturbed([f for f, _ in self.times]), undisturbed([b for _, b in self.times])
 
 
 Setting = tuple[int, Recompute, int]
@@ -266,7 +266,7 @@ class _Measurement:
     def _found(self, setting: Setting) -> MeasuredPieces:
         tp, recompute, size = setting
         request = self._request
-        one, more, first, last = (self._mean(self._subjects[setting][part].median) for part in _PARTS)
+        one, more, first, last = (self._mean(self._subjects[setting][part].seconds) for part in _PARTS)
         sides = range(2)
         layer = [(more[side] - one[side]) / max(1, self._num_layers - 1) for side in sides]
         run = Run(
@@ -285,7 +285,7 @@ class _Measurement:
             layer=_pair(layer),
             head=_pair(last[side] - one[side] for side in sides),
             stage=_pair(one[side] - layer[side] for side in sides),
-            message_s=0.0 if messages is None else median(messages.seconds),
+            message_s=0.0 if messages is None else undisturbed(messages.seconds),
         )
 
     def _mean(self, both: Both) -> Both:
@@ -294,13 +294,18 @@ class _Measurement:
         return forward_s, backward_s
 
     def _found_update(self) -> MeasuredUpdate:
-        (few, few_s), (many, many_s) = ((update.size, median(update.seconds)) for update in self._updates)
+        (few, few_s), (many, many_s) = ((update.size, undisturbed(update.seconds)) for update in self._updates)
         few_s, many_s = (total / self._world.size for total in self._world.sum([few_s, many_s]))
         each_s = max(0.0, (many_s - few_s) / max(1, many - few))
         return MeasuredUpdate(fixed_s=max(0.0, few_s - each_s * few), parameter_s=each_s, precision="fp32")
 
 
-def _pair(values) -> Both:
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile."""
+    return quantiles(seconds, n=4, method="inclusive")[0]
+
+
+def _pair(values: Iterable[float]) -> Both:
     forward_s, backward_s = (max(0.0, value) for value in values)
     return forward_s, backward_s
 
