@@ -269,11 +269,13 @@ def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedSte
     for place, entry in enumerate(ranked, 1):
         least, most = (f"{value * 1e3:.0f}" for value in (min(entry.counted), max(entry.counted)))
         measured = f"{entry.median_s * 1e3:.0f}" + (" <" if entry is fastest else "")
-        steps = f"{len(entry.counted)}" + ("" if entry.is_enough else ", disturbed")
+        steps = f"{len(entry.counted)}" + ("" if entry.is_enough else "*")
         cells = [f"{entry.predicted_s * 1e3:.0f}", measured, f"{least} .. {most}", steps]
         table.add_row(str(place), *label(entry.step), *cells, f"{entry.predicted_s / entry.median_s:.2f}")
     console.print(f"\nAll {len(entries)} layouts, really run (< is the fastest)")
     console.print(table)
+    if not all(entry.is_enough for entry in entries):
+        console.print(f"* the least disturbed ones: in most, other programs took over {FOREIGN:.0%} of the machine")
     (chosen,) = (entry for entry in entries if (entry.step.run, entry.step.order) == (first.run, first.order))
     regret = chosen.median_s / fastest.median_s - 1
     order = rank_correlation([e.predicted_s for e in entries], [e.median_s for e in entries])
@@ -293,7 +295,7 @@ def main() -> None:
     parser.add_argument("--cluster", type=Path, help="a cluster file of an earlier run, not to profile again")
     parser.add_argument("--plan-only", action="store_true", help="say what is predicted, and run nothing")
     options = parser.parse_args()
-    console = Console(width=120, highlight=False)
+    console = Console(width=150, highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         file = options.cluster or Path(folder) / "here.toml"
         if options.cluster is None:

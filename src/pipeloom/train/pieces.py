@@ -253,6 +253,7 @@ class _Measurement:
         for (tp, recompute, size), parts in self._subjects.items():
             for subject in parts.values():
                 self._world.wait_for_all()
+                subject.run(self._clock)  # memory and caches are then as they are after the micro-batch before
                 times = subject.run(self._clock)
                 if is_counted:
                     subject.times.append(times)
