@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,18 +27,16 @@ from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli import main as pipeloom
 from pipeloom.config import (
     CheckpointConfig,
-    DataConfig,
     ModelConfig,
     OutputConfig,
     RunConfig,
-    ScheduleConfig,
     TrainingConfig,
 )
 from pipeloom.cost.shape import shape_of
 from pipeloom.execute.world import World
-from pipeloom.layout import Layout
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
 from pipeloom.planner.settle import settle
 from pipeloom.planner.space import Leaf, arrangements
@@ -164,29 +162,8 @@ def label(chosen: Candidate | SimulatedStep) -> tuple[str, ...]:
 
 def config_of(step: SimulatedStep, folder: Path) -> RunConfig:
     """A layout as something that runs."""
-    run, order = step.run, step.order
-    assert run.layers_by_stage is not None
-    pieces = [*run.layers_by_stage]
-    pieces[0] += 1
-    pieces[-1] += 1
-    layout = Layout(
-        pp=run.pp,
-        loops=run.loops,
-        num_microbatches=run.num_microbatches,
-        microbatch_size=run.micro_batch,
-        partition=tuple(pieces),
-        tp=run.tp,
-        dp=run.dp,
-        shard=run.shard,
-    )
-    schedule = ScheduleConfig(
-        family=order.choice.family, placement=run.placement, receive_buffers=order.receive_buffers
-    )
-    return RunConfig(
-        model=MODEL,
-        data=DataConfig(seq_len=SEQ),
-        layout=layout,
-        schedule=schedule,
+    return replace(
+        run_config(step, None, step.cluster.name, step.software.name),
         training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False),
         checkpoint=CheckpointConfig(final="none"),
         output=OutputConfig(folder=folder),
