@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import UserError
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Leaf, arrangements, why_not
@@ -80,7 +80,7 @@ def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | N
     return None
 
 
-def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
+def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     """The error for a question that no layout divides: why, and which numbers near it would be divided."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
     if question.limits.names:
@@ -92,7 +92,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
     what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
-    return ConfigError(problems, f"no layout divides {what}")
+    return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
 
 
 def _data_axes(question: Question, num_devices: int) -> set[int]:

@@ -83,12 +83,25 @@ def kind_of(run: Run, family: str) -> Kind:
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
 
 
+SAME = 1e-8
+"""Relative difference of two step times that is rounding."""
+
+
 class Rank(NamedTuple):
-    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
+    """What comes first in an answer: the faster, then the smaller, then what loops less; then anything unique."""
 
     step_s: float
     held_bytes: float
+    loops: int
     layout: str
+
+    @classmethod
+    def of(cls, step: SimulatedStep) -> "Rank":
+        """The rank of a step; what differs by rounding is the same."""
+        step_s, held = (
+            float(f"{value:.9g}") for value in (step.prediction.step_time_s, step.prediction.memory.total_bytes)
+        )
+        return cls(step_s, held, step.run.loops, repr((step.run, step.order)))
 
 
 @dataclass(frozen=True)
@@ -207,9 +220,7 @@ class Search:
             self._push(goal, closer_s, settled)
             return
         self._counts.simulated += 1
-        prediction = settled.candidate.simulate(self._question.cluster).prediction
-        layout = repr((settled.candidate.run, settled.candidate.order))
-        rank = Rank(prediction.step_time_s, prediction.memory.total_bytes, layout)
+        rank = Rank.of(settled.candidate.simulate(self._question.cluster))
         self._simulated.append((rank, settled))
         goal.add(rank, settled)
 
@@ -251,7 +262,8 @@ class _Goal:
         if known is None or rank < known[0]:
             self._of_kind[kind] = rank, settled
             if len(self._of_kind) >= self._count:
-                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+                slowest_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+                self.limit_s = slowest_s * (1 + SAME)
 
     @property
     def best(self) -> list[Settled]:
@@ -264,7 +276,7 @@ class _Goal:
         if isinstance(node, Arrangement | Cut):
             return False
         known = self._of_kind.get(_kind(node.leaf if isinstance(node, Settled) else node))
-        return known is not None and bound_s > known[0].step_s
+        return known is not None and bound_s > known[0].step_s * (1 + SAME)
 
 
 def _kind(leaf: Leaf) -> Kind:
