@@ -57,3 +57,13 @@ def test_a_busy_first_choice_is_told_as_a_miss(capsys):
 
     assert not plan_demo.print_answer(Console(width=120), ranked, ranked[0].step)
     assert "regret of the first choice: 100.0%, to be at most 5%: missed" in capsys.readouterr().out
+
+
+def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
+    crowded = replace(ASKED.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
+    asked = replace(ASKED, cluster=crowded)
+    pruned, every = search(asked), search(asked, prunes=False)
+    assert [(step.run, step.order) for step in pruned.steps] == [(step.run, step.order) for step in every.steps]
+    assert every.counts.simulated > pruned.counts.simulated
+    alone = search(ASKED).steps[0].prediction.step_time_s
+    assert pruned.steps[0].prediction.step_time_s > 1.5 * alone
