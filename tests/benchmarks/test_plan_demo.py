@@ -64,6 +64,5 @@ def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
     asked = replace(ASKED, cluster=crowded)
     pruned, every = search(asked), search(asked, prunes=False)
     assert [(step.run, step.order) for step in pruned.steps] == [(step.run, step.order) for step in every.steps]
-    assert every.counts.simulated > pruned.counts.simulated
     alone = search(ASKED).steps[0].prediction.step_time_s
     assert pruned.steps[0].prediction.step_time_s > 1.5 * alone
