@@ -24,13 +24,16 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test predict reproduce plan-speed bench-network bench-overhead speed check format clean
+.PHONY: demo test plan-demo predict reproduce plan-speed bench-network bench-overhead speed check format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
 
 test: check
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+plan-demo: $(STAMP)
+	$(BIN)/python benchmarks/plan_demo.py $(ARGS)
 
 predict: $(STAMP)
 	$(BIN)/python benchmarks/predict.py

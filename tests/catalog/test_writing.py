@@ -6,13 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.catalog import load_cluster, names
+from pipeloom.catalog import load_cluster, load_model, names
 from pipeloom.catalog.writing import UNBREAKABLE, cluster_to_toml
 from pipeloom.cost.hardware import CollectiveCurve, Link
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.shape import Run
+from pipeloom.errors import ConfigError
 
 A100 = load_cluster("dgx-a100")
+KEY = PieceKey.of(Run(shape=load_model("llama-13b"), seq=128, tp=2, micro_batch=4, sequence_parallel=True))
+PIECES = MeasuredPieces(
+    key=KEY,
+    embedding=(1e-6, 0.0),
+    layer=(2e-3, 4e-3),
+    head=(1.5e-3, 2.5e-3),
+    stage=(10 * 1e-6, 20 * 1e-6),
+    message_s=1e-3,
+)
 MEASURED = replace(
     A100,
+    cores_per_node=2,
+    pieces=(PIECES, replace(PIECES, key=replace(KEY, recompute="full"), message_s=0.0)),
+    update=MeasuredUpdate(fixed_s=1e-3, parameter_s=8e-9, precision="fp32"),
     name='the "best" \\ one, größer',
     device=replace(A100.device, matmul_curves={"fp32": tuple((x, y / 2) for x, y in A100.device.matmul_curve)}),
     collective_curves={
@@ -80,3 +95,24 @@ def test_a_long_comment_is_wrapped_and_keeps_together_what_belongs_together():
 def test_a_comment_on_nothing_is_a_bug():
     with pytest.raises(AssertionError, match="device.color"):
         cluster_to_toml(A100, {"device.color": ["blue"]})
+
+
+def test_everything_that_is_wrong_with_measured_pieces_is_told_at_once(tmp_path):
+    file = tmp_path / "cluster.toml"
+    text = cluster_to_toml(replace(MEASURED, pieces=(PIECES,)))
+    wrong = {
+        "layer_us = [2000, 4000]": "layer_us = [2000]",
+        '"swiglu"': '"relu"',
+        "fixed_us = 1000": "fixed_us = -1",
+    }
+    for right, changed in wrong.items():
+        assert right in text
+        text = text.replace(right, changed)
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    assert caught.value.problems == (
+        "mlp must be one of gelu, swiglu, found 'relu'",
+        "layer_us must be a list of two numbers of at least 0, found [2000]",
+        "fixed_us must be a number of at least 0, found -1",
+    )

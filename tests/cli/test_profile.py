@@ -6,9 +6,13 @@ import pytest
 from machines import findings
 
 import pipeloom.machine
-from pipeloom.catalog import load_cluster
+import pipeloom.train.pieces
+from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
 from pipeloom.cost.hardware import Group
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.shape import Run
+from pipeloom.train.pieces import PieceFindings
 
 QUICK = ["--device", "cpu", "--budget-s", "1"]
 
@@ -85,4 +89,63 @@ def test_a_file_that_may_not_be_written_is_told_before_anything_is_measured(meas
     monkeypatch.setattr("os.access", lambda path, mode: False)
     assert main(["profile", "--device", "cpu", "--output", str(tmp_path / "mine.toml")]) == 2
     assert "no permission; choose another place with --output" in capsys.readouterr().err
+    assert not measured[0]
+
+
+MODEL = """
+name = "tiny"
+layers = 2
+hidden = 16
+heads = 2
+ffn = 32
+mlp = "swiglu"
+vocab = 11
+tied = false
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A model's file."""
+    file = tmp_path / "tiny.toml"
+    file.write_text(MODEL)
+    return file
+
+
+def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, monkeypatch, tiny, tmp_path, capsys):
+    asked = []
+
+    def answer(request):
+        asked.append(request)
+        shape = load_model(str(tiny))
+        key = PieceKey.of(Run(shape=shape, seq=request.seq_len, tp=2, micro_batch=4, precision="fp32"))
+        pieces = MeasuredPieces(key=key, embedding=(1e-3, 0), layer=(2e-3, 4e-3), head=(1e-3, 1e-3), message_s=5e-4)
+        return PieceFindings((pieces,), MeasuredUpdate(fixed_s=1e-3, parameter_s=1e-9, precision="fp32"), 7)
+
+    monkeypatch.setattr(pipeloom.train.pieces, "measure_pieces", answer)
+    file = tmp_path / "mine.toml"
+    words = ["profile", *QUICK, "--processes", "2", "--output", str(file), "--model", str(tiny), "--seq", "64"]
+    assert main([*words, "--micro-batches", "4", "--tp", "2", "--recompute", "none", "full"]) == 0
+    (request,) = asked
+    assert (request.model.hidden_size, request.model.vocab_size, request.seq_len) == (16, 11, 64)
+    assert (request.micro_batches, request.tp, request.recompute) == ((4,), (2,), ("none", "full"))
+    assert request.budget_s + measured[0][0].budget_s == pytest.approx(1)
+    cluster = load_cluster(str(file))
+    assert cluster.pieces[0].layer == pytest.approx((2e-3, 4e-3))
+    assert cluster.update.parameter_s == pytest.approx(1e-9)
+    assert cluster.cores_per_node == 2
+    assert "The lower quartile of 7 rounds." in file.read_text()
+    out = capsys.readouterr().out
+    assert "layer, micro-batch 4, tp 2" in out
+    assert "2.00 + 4.00 ms" in out
+
+
+def test_everything_that_cannot_be_measured_of_a_model_is_told_before_anything_is(measured, tiny, tmp_path, capsys):
+    words = ["profile", *QUICK, "--processes", "2", "--output", str(tmp_path / "mine.toml"), "--model", str(tiny)]
+    assert main([*words, "--micro-batches", "0", "--tp", "1", "4"]) == 2
+    err = capsys.readouterr().err
+    assert "--micro-batches must be one whole number of at least 1 or more of them, found 0" in err
+    assert "--tp must divide 2 processes, 128 tokens and 2 key and value heads, found 4" in err
+    assert main([*words[:-1], "gpt-7000b"]) == 2
+    assert "gpt-7000b" in capsys.readouterr().err
     assert not measured[0]

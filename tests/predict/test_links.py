@@ -4,15 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.catalog import load_cluster, load_model
+from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.measured import MeasuredPieces, PieceKey
 from pipeloom.cost.shape import Run
+from pipeloom.generate import Choice
 from pipeloom.predict.links import shared_links
+from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
 from pipeloom.simulate import simulate
 
 CLUSTER = load_cluster("dgx-a100")
 RUN = Run(shape=load_model("gpt-52b"), seq=1024, pp=4, tp=8, dp=2)
+SMALL = Run(shape=replace(RUN.shape, layers=2, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=16, tied=False), seq=16)
 
 
 def resources(run, placement=None):
@@ -93,3 +97,44 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     # the reduction has 20 - 6 left when the transfer begins at 19; both run at half speed, the transfer takes 8
     assert shared["0RECV_B0"].end_s == pytest.approx(27)
     assert shared["2REDUCE_GRAD"].end_s == pytest.approx(37)
+
+
+def test_ranks_that_share_the_cores_of_a_node_compute_as_much_slower():
+    pieces = MeasuredPieces(key=PieceKey.of(SMALL), embedding=(0, 0), layer=(1, 2), head=(0, 0))
+    host = replace(CLUSTER, name="host", devices_per_node=4, pieces=(pieces,))
+    shared = replace(host, name="shared host", cores_per_node=2)
+    gloo = load_software("pipeloom-gloo")
+
+    def pipeline_s(run, cluster):
+        choice = Choice(family="gpipe", pp=run.pp, loops=1, num_microbatches=run.num_microbatches)
+        return simulate_step(run, cluster, gloo, Order(choice=choice)).prediction.pipeline_s
+
+    alone = replace(SMALL, dp=4, pp=1, global_batch=8)  # two micro-batches of two layers each
+    assert pipeline_s(alone, host) == pytest.approx(12, rel=1e-3)
+    assert pipeline_s(alone, shared) == pytest.approx(24, rel=1e-3)
+    two = replace(SMALL, pp=2, global_batch=2)  # a rank for each core
+    assert pipeline_s(two, shared) == pipeline_s(two, host)
+
+
+def test_a_short_pipeline_fills_while_cores_are_free():
+    schedule = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n")
+    run = replace(SMALL, pp=3)
+    cluster = replace(CLUSTER, name="three on two", cores_per_node=2)
+    sharing = shared_links(run, cluster, schedule.placement)
+    spans = {str(s.action): s for s in simulate(schedule, UniformCosts(1, 1), sharing).spans}
+    assert spans["1F0"].end_s == 2  # two ranks, two cores
+    assert spans["0B1"].end_s == 8  # never more than two at once
+    one = shared_links(run, replace(cluster, name="three on one", cores_per_node=1), schedule.placement)
+    assert max(s.end_s for s in simulate(schedule, UniformCosts(1, 1), one).spans) == 12  # all the work, one core
+
+
+def test_what_stays_on_a_node_draws_on_its_cores_and_what_leaves_it_on_its_adapter():
+    cluster = replace(CLUSTER, name="crowded", cores_per_node=4, adapters_per_node=1)
+    links = shared_links(replace(RUN, tp=2, dp=2), cluster, Placement.looped(4, 2))
+    crossing = links.resource_of(Action(Kind.RECV_F, 2, 0), 2)
+    staying = links.resource_of(Action(Kind.RECV_F, 1, 0), 1)
+    assert (links.capacity[crossing], links.capacity[staying]) == (1.0, 1.0)  # four devices of a rank, four cores
+    assert crossing == (1, 0)
+    assert staying == links.resource_of(Action(Kind.FORWARD, 0, 0), 0) == links.resource_of(Action(Kind.UNSHARD, 1), 1)
+    assert staying != links.resource_of(Action(Kind.FORWARD, 2, 0), 2)
+    assert links.resource_of(Action(Kind.SEND_F, 0, 0), 0) is None

@@ -12,12 +12,13 @@ from typing import Any, cast, get_args
 
 from pipeloom.catalog.reading import Reader, names, read_toml
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
-from pipeloom.cost.shape import Mlp, ModelShape
+from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
-from pipeloom.layout import Shard
+from pipeloom.layout import Recompute, Shard
 
 __all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
 
@@ -50,6 +51,9 @@ def _cluster(reader: Reader) -> Cluster:
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
+        cores_per_node=int(reader.number("cores_per_node", 0)),
+        pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
+        update=_update(reader.table("update", is_optional=True)),
     )
 
 
@@ -143,6 +147,31 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
                 points = reader.curve("message_bytes", key, y_scale=GIGA)
                 curves.setdefault(kind, []).append(CollectiveCurve(ranks=ranks, points=points))
     return {kind: tuple(found) for kind, found in curves.items()}
+
+
+def _pieces(reader: Reader) -> MeasuredPieces:
+    key = PieceKey(
+        **{
+            name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")
+        },
+        mlp=reader.text("mlp", among=get_args(Mlp)),
+        tp=reader.integer("tp", 1),
+        sequence_parallel=reader.flag("sequence_parallel", default=False),
+        recompute=cast("Recompute", reader.text("recompute", "none", among=get_args(Recompute))),
+        precision=cast("Precision", reader.text("precision", among=get_args(Precision))),
+    )
+    both = {name: reader.pair(f"{name}_us", scale=MICRO) for name in ("embedding", "layer", "head", "stage")}
+    return MeasuredPieces(key=key, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
+
+
+def _update(reader: Reader) -> MeasuredUpdate | None:
+    if not reader.names():
+        return None
+    return MeasuredUpdate(
+        fixed_s=reader.number("fixed_us", scale=MICRO),
+        parameter_s=reader.number("parameter_ns", scale=1e-9),
+        precision=cast("Precision", reader.text("precision", among=get_args(Precision))),
+    )
 
 
 def load_model(name_or_path: str) -> ModelShape:

@@ -80,6 +80,15 @@ class Reader:
             return [1.0]
         return [float(item) * scale for item in value]
 
+    def pair(self, key: str, *, scale: float = 1.0) -> tuple[float, float]:
+        """Two numbers of at least 0, times ``scale``."""
+        value = self._find(key, None)
+        is_pair = isinstance(value, list) and len(value) == 2
+        if not is_pair or not all(isinstance(item, int | float) and item >= 0 for item in value):
+            self._problems.append(f"{key} must be a list of two numbers of at least 0, found {value!r}")
+            return 0.0, 0.0
+        return float(value[0]) * scale, float(value[1]) * scale
+
     def curve(
         self, x_key: str, y_key: str, *, x_scale: float = 1.0, y_scale: float = 1.0, within: "Reader | None" = None
     ) -> Curve:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster, CollectiveCurve, Device, Link
+from pipeloom.cost.measured import MeasuredPieces
 from pipeloom.cost.mixed import MixedCluster
 
 DIGITS = 6
@@ -48,6 +50,8 @@ def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str
     top: list[_Line] = [("name", cluster.name), *more, ("devices_per_node", cluster.devices_per_node)]
     if cluster.adapters_per_node:
         top.append(("adapters_per_node", cluster.adapters_per_node))
+    if cluster.cores_per_node:
+        top.append(("cores_per_node", cluster.cores_per_node))
     if cluster.price_per_device_hour is not None:
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
     yield _lines("", top, told)
@@ -65,6 +69,12 @@ def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str
         ]
         note = _comment(told.pop(f"{prefix}collectives.{ranks}", ()))
         yield [*note, f"[[{prefix}collectives]]", *_lines("", lines, told)]
+    if cluster.update is not None:
+        update = cluster.update
+        seconds = [("fixed_us", update.fixed_s / 1e-6), ("parameter_ns", update.parameter_s / 1e-9)]
+        yield _table(f"{prefix}update", [("precision", update.precision), *seconds], told)
+    for one in cluster.pieces:
+        yield [*_comment(told.pop(f"{prefix}pieces", ())), f"[[{prefix}pieces]]", *_lines("", _pieces(one), told)]
 
 
 def _device(device: Device) -> list[_Line]:
@@ -84,6 +94,13 @@ def _device(device: Device) -> list[_Line]:
         own = {key: [fraction for _, fraction in curve] for key, curve in device.matmul_curves.items()}
         lines.append(("matmul_fraction_of", own))
     return lines
+
+
+def _pieces(found: MeasuredPieces) -> list[_Line]:
+    seconds = {"embedding": found.embedding, "layer": found.layer, "head": found.head, "stage": found.stage}
+    lines: list[_Line] = [*asdict(found.key).items()]
+    lines += [(f"{name}_us", [value / 1e-6 for value in both]) for name, both in seconds.items()]
+    return [*lines, ("message_us", found.message_s / 1e-6)] if found.message_s else lines
 
 
 def _link(link: Link) -> list[_Line]:
@@ -123,6 +140,8 @@ def _comment(lines: Sequence[str]) -> list[str]:
 
 def _value(value: Any) -> str:
     """A TOML value on one line."""
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):

@@ -4,17 +4,25 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import tyro
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.layout import Recompute
 
 if TYPE_CHECKING:
+    from pipeloom.config import ModelConfig
+    from pipeloom.machine import Request
     from pipeloom.machine.findings import Collectives, Findings, Messages, Product, Timing
+    from pipeloom.train.pieces import PieceRequest
+
+
+_MACHINE = 1 / 3
+"""Part of the time that the machine gets where a model is measured as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,18 @@ class Options:
     """How many compute and exchange messages. None: as many as cores or GPUs, at most 8. With 1, links are skipped."""
     budget_s: float = 40.0
     """Seconds for all measurements; each is repeated until its median is steady or its share of these is spent."""
+    model: str | None = None
+    """Also measure the pieces of a model as they train: one of the catalog, or a file (see model.file of a run)."""
+    seq: int = 128
+    """Tokens of a sequence, for --model."""
+    micro_batches: tuple[int, ...] = (1, 2, 4)
+    """Sequences of a micro-batch, each number that is to be measured, for --model."""
+    tp: tuple[int, ...] = (1,)
+    """Tensor axes that are to be measured, for --model; each divides the processes."""
+    recompute: tuple[Recompute, ...] = ("none",)
+    """What backwards compute again, each kind that is to be measured, for --model."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the tokens of the residual stream, for --model."""
     json: bool = False
     """Print JSON: the cluster and every measurement, in SI units."""
 
@@ -41,7 +61,9 @@ def run(words: list[str]) -> int:
     from pipeloom.machine import Request, describe_cluster, measure_machine
     from pipeloom.progress import restore_terminal
 
-    request = Request.make(options.device, options.processes, options.budget_s)
+    share = 1.0 if options.model is None else _MACHINE
+    request = Request.make(options.device, options.processes, options.budget_s * share)
+    asked = None if options.model is None else _asked(options, request)
     if is_first():
         check_writable(options.output)
     try:
@@ -52,6 +74,8 @@ def run(words: list[str]) -> int:
     if findings is None:
         return 0
     cluster, notes = describe_cluster(options.output.stem, findings)
+    if asked is not None:
+        cluster, notes = _with_pieces(cluster, notes, asked)
     try:
         options.output.write_text(cluster_to_toml(cluster, notes), encoding="utf-8")
     except OSError as error:
@@ -62,6 +86,78 @@ def run(words: list[str]) -> int:
         _print_table(cluster, findings)
         _print_end(options.output, findings)
     return 0
+
+
+def _asked(options: Options, request: "Request") -> "PieceRequest":
+    """What is to be measured of a model.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    from pipeloom.catalog import names
+    from pipeloom.config import ModelConfig, RunConfig
+    from pipeloom.machine.host import num_devices
+    from pipeloom.predict.describe import with_model_sizes
+    from pipeloom.train.pieces import PieceRequest
+
+    name = options.model or ""
+    source = ModelConfig(preset=name) if name in names("models") else ModelConfig(file=Path(name))
+    config, problems = with_model_sizes(RunConfig(model=source))
+    model = config.model.resolve(1)
+    problems += _piece_problems(options, request, model)
+    if problems:
+        raise ConfigError(problems, "the command line")
+    return PieceRequest(
+        model=model,
+        seq_len=options.seq,
+        micro_batches=options.micro_batches,
+        tp=options.tp,
+        recompute=options.recompute,
+        sequence_parallel=options.sequence_parallel,
+        kind=request.kind,
+        num_processes=request.num_processes,
+        num_cores=num_devices("cpu"),
+        budget_s=options.budget_s - request.budget_s,
+    )
+
+
+def _piece_problems(options: Options, request: "Request", model: "ModelConfig") -> list[str]:
+    from pipeloom.execute.world import is_launched
+
+    sizes = {"--seq": (options.seq,), "--micro-batches": options.micro_batches, "--tp": options.tp}
+    found = [
+        f"{flag} must be one whole number of at least 1 or more of them, found {' '.join(map(str, values)) or 'none'}"
+        for flag, values in sizes.items()
+        if not values or min(values) < 1
+    ]
+    kv_heads = model.num_kv_heads or 1
+    found += [
+        f"--tp must divide {request.num_processes} processes, {options.seq} tokens and {kv_heads} key and value heads, "
+        f"found {tp}"
+        for tp in options.tp
+        if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
+    ]
+    if model.num_layers < 2:
+        found.append(f"--model must have 2 layers or more, to tell a layer from a stage, found {model.num_layers}")
+    if is_launched():
+        found.append("--model is measured by processes of its own, found those of a launcher; start without one")
+    return found
+
+
+def _with_pieces(
+    cluster: Cluster, notes: dict[str, list[str]], asked: "PieceRequest"
+) -> tuple[Cluster, dict[str, list[str]]]:
+    """The cluster with a model's pieces, measured now, and what its file says about them."""
+    from pipeloom.train.pieces import measure_pieces
+
+    found = measure_pieces(asked)
+    how = "CPU time of a process" if asked.shares_cores else "Seconds"
+    about = [
+        f"{how}, forward and backward of one micro-batch, while all of {asked.num_processes} processes computed.",
+        f"The lower quartile of {found.rounds} rounds.",
+    ]
+    told = {"pieces": about, "update": ["Gradients to zero, their norm, clipping and AdamW, of one rank."]}
+    return replace(cluster, pieces=found.pieces, update=found.update), {**notes, **told}
 
 
 def check_writable(path: Path) -> None:
@@ -110,6 +206,18 @@ def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
     yield from _message_rows("two hosts", findings.inter)
     for found in findings.collectives:
         yield from _collective_rows(found)
+    yield from _piece_rows(cluster)
+
+
+def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
+    for found in cluster.pieces:
+        key = found.key
+        name = f"micro-batch {key.micro_batch}, tp {key.tp}"
+        name += "" if key.recompute == "none" else f", {key.recompute} recomputation"
+        for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
+            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
+        if found.message_s:
+            yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", "", ""
 
 
 def _product_rows(products: "tuple[Product, ...]") -> Iterator[tuple[str, ...]]:

@@ -96,8 +96,8 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the layout),
-    ``cluster``, ``software``, ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the
-    step, which add up to ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``,
+    ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline rank the
+    seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``,
     ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank
     ``total_bytes`` and what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting
     that lowers the fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each
@@ -120,6 +120,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "cluster": step.cluster.name,
         "places": [asdict(place) for place in step.places],
         "software": step.software.name,
+        "has_measured_pieces": step.has_measured_pieces,
         "run": asdict(step.run),
         "accounts": [account.to_dict() for account in step.accounts],
         "communication": _communication(step),

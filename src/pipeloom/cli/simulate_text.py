@@ -74,6 +74,9 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
+    console.print(
+        f"seconds of embedding, layer and head: {'measured there' if step.has_measured_pieces else 'from closed forms'}"
+    )
     after_s = prediction.step_time_s - prediction.pipeline_s
     lines = {
         "step time": f"{seconds(prediction.step_time_s)}: pipeline {seconds(prediction.pipeline_s)}, "

@@ -11,7 +11,7 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.ranks import (
     fastest_pieces,
     placement_named,
@@ -170,7 +170,10 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
     for direction in (0, 1):
-        seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
+        own_s = fixed_s * (0.4, 0.6)[direction]
+        seconds = [
+            both_s[direction] + own_s + piece.stage[direction] for both_s, piece in zip(layers_s, pieces, strict=True)
+        ]
         seconds[0] += pieces[0].embedding[direction]
         seconds[head] += pieces[head].head[direction]
         if software.is_blocking:
@@ -256,6 +259,9 @@ def _transfer_s(run: Run, way: Cluster, software: Software) -> float:
     if run.pp == 1:
         return 0.0
     is_inside = run.num_devices <= way.devices_per_node
+    measured_s = piece_seconds(run, way, software).message_s
+    if is_inside and measured_s:
+        return measured_s
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
@@ -358,14 +364,23 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         pair = Group(2, 2 if run.num_devices <= way.devices_per_node else 1, way.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = way.collective_s("all_reduce", message, pair, use.data_bus)
-    sharded = run.shard_size if run.shard != "none" else 1
-    optimizer_s = max(
-        part.device.memory_s(use.optimizer_bytes * (held / sharded) + 8 * held) for part, held in most.items()
-    )
-    return StepTerms(exposed_s, tied_s, optimizer_s, use.step_s)
+    crowding = cluster.crowding(run.num_devices)
+    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(run, cluster, software), use.step_s)
 
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
     """Seconds of a rank's collectives after the pipeline that nothing hides."""
     whole_s = reduce_s(run, part, software, parameters)
     return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
+
+
+def _update_s(run: Run, cluster: Cluster, software: Software) -> float:
+    """Seconds of updating the weights: of the rank that has most to do, or, where cores are shared, of all of them."""
+    shards = run.shard_size if run.shard != "none" else 1
+    each_s: list[float] = []
+    for part, held in zip(rank_parts(run, cluster), rank_parameters(run, software), strict=True):
+        if part.update is not None and part.update.precision == run.precision:
+            each_s.append(part.update.seconds(held / shards))
+        else:
+            each_s.append(part.device.memory_s(software.efficiency.optimizer_bytes * (held / shards) + 8 * held))
+    return max(*each_s, cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from math import log
 from typing import Literal
 
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import UserError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -194,6 +195,10 @@ class Cluster:
             more numbers of ranks. Empty: from ``bus_curves`` or the links.
         price_per_device_hour: in dollars; ``None`` where nobody publishes one.
         adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
+        cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: every device
+            computes by itself.
+        pieces: what was measured of models; where nothing was, closed forms tell.
+        update: what was measured of updating weights.
     """
 
     name: str
@@ -205,6 +210,9 @@ class Cluster:
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
     price_per_device_hour: float | None = None
     adapters_per_node: int = 0
+    cores_per_node: int = 0
+    pieces: tuple[MeasuredPieces, ...] = ()
+    update: MeasuredUpdate | None = None
 
     def __hash__(self) -> int:
         """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
@@ -290,6 +298,11 @@ class Cluster:
         """Network adapters of a node."""
         return min(self.adapters_per_node or self.devices_per_node, self.devices_per_node)
 
+    def crowding(self, num_ranks: int) -> float:
+        """Ranks on each core of a node while so many are on the cluster; 1 where each has one to itself."""
+        on_node = min(num_ranks, self.devices_per_node)
+        return max(1.0, on_node / self.cores_per_node) if self.cores_per_node else 1.0
+
     def sharing(self, copies: int) -> int:
         """Devices that the network of a node has to be divided by, while ``copies`` neighboring devices send.
 
@@ -313,7 +326,7 @@ class Cluster:
     def collective_s(
         self, collective: Collective, message_bytes: float, group: Group, efficiency: float = 1.0
     ) -> float:
-        """Seconds of one collective.
+        """Seconds of one collective; where ranks share cores, seconds of a core.
 
         Inside a node it is the measured curve of the number of ranks that is closest in ratio, where there is one;
         otherwise, and between nodes, a latency and the bytes that a link carries over its bandwidth.
@@ -329,7 +342,7 @@ class Cluster:
         curves = self.collective_curves.get(collective)
         if curves and group.num_nodes == 1:
             closest = min(curves, key=lambda curve: (abs(log(curve.ranks / group.size)), -curve.ranks))
-            return closest.seconds(collective, message_bytes, group.size) / efficiency
+            return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
         latency = self.intra.latency_s + (
             self.inter.latency_s * (group.num_nodes - 1) ** 0.5 if group.num_nodes > 1 else 0

@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.layers import Parts, Pieces
+from pipeloom.cost.measured import Both, MeasuredPieces, PieceKey
 from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Recompute
-
-Both = tuple[float, float]
-"""Seconds of a forward and of a backward."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +19,25 @@ class PieceSeconds:
     Attributes:
         embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel exchanges.
         weight_s: the part of a layer's backward that a split leaves to the gradients of the weights.
+        stage: of a stage beside its pieces, where that was measured.
+        message_s: seconds of a core for a message between two stages; 0 where the link tells.
+        is_measured: whether the cluster's file tells them; otherwise closed forms do.
     """
 
     embedding: Both
     layer: Both
     head: Both
     weight_s: float
+    stage: Both = (0.0, 0.0)
+    message_s: float = 0.0
+    is_measured: bool = False
 
 
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
 
-    They depend on the model, the tokens, the kernels and the tensor axis, not on how the pipeline is cut.
+    Where the cluster's file has measured exactly these, they are those. They depend on the model, the tokens, the
+    kernels and the tensor axis, not on how the pipeline is cut.
     """
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
     alike = Alike(
@@ -69,14 +74,31 @@ class Alike(NamedTuple):
 def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceSeconds:
     told = alike._asdict()
     is_dragged = told.pop("is_dragged")
-    pieces = Pieces(Run(**told), cluster, software, is_dragged=is_dragged)
+    run = Run(**told)
+    pieces = Pieces(run, cluster, software, is_dragged=is_dragged)
 
     def both(forward: Parts, backward: Parts) -> Both:
         return pieces.seconds(forward), pieces.seconds(backward)
 
-    return PieceSeconds(
+    counted = PieceSeconds(
         embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),
         layer=both(pieces.layer_forward(), pieces.layer_backward()),
         head=both(pieces.head_forward(), pieces.head_backward()),
         weight_s=pieces.layer_weight_s(),
+    )
+    key = PieceKey.of(run)
+    found = next((one for one in cluster.pieces if one.key == key), None)
+    return counted if found is None else _measured(found, counted)
+
+
+def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
+    """What was measured; how a backward splits was not, so that its shares are those of the closed forms."""
+    return PieceSeconds(
+        embedding=found.embedding,
+        layer=found.layer,
+        head=found.head,
+        weight_s=found.layer[1] * counted.weight_s / counted.layer[1],
+        stage=found.stage,
+        message_s=found.message_s,
+        is_measured=True,
     )

@@ -32,6 +32,7 @@ def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, 
         intra=intra,
         inter=inter,
         collective_curves=curves,
+        cores_per_node=findings.host.num_devices if findings.host.kind == "cpu" else 0,
     )
     return cluster, {**_head(findings), **_device_notes(findings), **link_notes, **_collective_notes(findings)}
 
@@ -42,16 +43,23 @@ def _device(findings: Findings) -> Device:
     peaks = {name: peaks.get(name, max(rate for _, rate in curve)) for name, curve in rates.items()}
     curves = {name: tuple((flops, rate / peaks[name]) for flops, rate in curve) for name, curve in rates.items()}
     first, *others = curves
+    share = _core_share(findings)
     return Device(
         name=findings.host.device_name + (", one core" if findings.host.kind == "cpu" else ""),
-        peak_flops_per_s=peaks,
+        peak_flops_per_s={name: peak / share for name, peak in peaks.items()},
         matmul_curve=curves[first],
-        kernel_s=findings.kernel.median_s,
+        kernel_s=findings.kernel.median_s * share,
         memory_bytes=findings.host.memory_bytes,
-        memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s),
-        launch_s=findings.launch.median_s,
+        memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s) / share,
+        launch_s=findings.launch.median_s * share,
         matmul_curves={name: curves[name] for name in others},
     )
+
+
+def _core_share(findings: Findings) -> float:
+    """Part of a core that a process had, where processes share cores: a device then stands for a whole core."""
+    is_shared = findings.host.kind == "cpu" and findings.per_host > findings.host.num_devices
+    return min(1.0, findings.core_share) if is_shared else 1.0
 
 
 def product_rates(findings: Findings) -> dict[str, Curve]:

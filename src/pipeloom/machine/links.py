@@ -1,6 +1,7 @@
 """Links: messages between processes, and collectives, over their sizes. gloo on CPUs, NCCL on CUDA devices."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -9,8 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
+from pipeloom.execute.collectives import Finish, Group
+from pipeloom.execute.process_collectives import GlooGroup, NcclGroup
 from pipeloom.execute.world import World
 from pipeloom.machine.findings import Collectives, Messages, Timing
+from pipeloom.machine.host import num_devices
 from pipeloom.machine.stopwatch import Run, Sample, Stopwatch, now
 
 SIZES = {
@@ -65,10 +69,16 @@ def _there_and_back(tensor: Tensor, rank: int, pair: tuple[int, int], group: Any
         dist.send(tensor, first, group=group)
 
 
-def measure_collectives(watch: Stopwatch, num_ranks: int) -> tuple[Collectives, ...]:
-    """All collectives among the first ``num_ranks`` ranks; the others only keep time."""
+def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tuple[Collectives, ...]:
+    """All collectives among the first ``num_ranks`` ranks, as a run makes them; the others only keep time.
+
+    Args:
+        watch: repeats them.
+        num_ranks: that take part.
+        per_host: processes of a host.
+    """
     world = watch.world
-    group = _new_group(world, range(num_ranks))
+    handle = _new_group(world, range(num_ranks))
     found: list[Collectives] = []
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
@@ -76,27 +86,42 @@ def measure_collectives(watch: Stopwatch, num_ranks: int) -> tuple[Collectives, 
             shard = -(-wanted // (4 * num_ranks))
             sample: Sample = _nothing
             if world.rank < num_ranks:
-                sample = _together(world, _collective(kind, shard, num_ranks, world.device, group))
+                group = (NcclGroup if world.device.type == "cuda" else GlooGroup)(handle, num_ranks, world.rank)
+                run = _collective(kind, shard, num_ranks, world.device, group)
+                num_cores = num_devices("cpu")
+                is_shared = world.device.type == "cpu" and per_host > num_cores
+                sample = _on_cores(run, max(1.0, num_ranks / num_cores)) if is_shared else _together(world, run)
             timing = watch.time(f"{kind} of {_bytes(wanted)} among {num_ranks}", sample)
             points.append((4.0 * shard * num_ranks, timing))
         found.append(Collectives(kind, num_ranks, tuple(points)))
     return tuple(found)
 
 
-def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.device, group: Any) -> Run:
+def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.device, group: Group) -> Run:
     whole, part = torch.zeros(shard * num_ranks, device=device), torch.zeros(shard, device=device)
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole, group=group)
-    if kind == "all_gather":
-        gather = _renamed("all_gather_single", "all_gather_into_tensor")
-        return lambda: gather(whole, part, group=group)
-    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
-    return lambda: scatter(part, whole, group=group)
+    starts: dict[Collective, Callable[[], Finish]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.gather(whole, part),
+        "reduce_scatter": lambda: group.reduce_scatter(part, whole),
+    }
+
+    def run() -> None:
+        finish = starts[kind]()
+        finish()
+
+    return run
 
 
-def _renamed(name: str, old_name: str) -> Any:
-    """A function of torch.distributed that got another name in PyTorch 2.13."""
-    return getattr(dist, name, None) or getattr(dist, old_name)
+def _on_cores(run: Run, crowding: float) -> Sample:
+    """Times what a run takes of the cores, so that other programs do not count: CPU time, on cores that ranks share."""
+
+    def sample(runs: int) -> float:
+        begin_s = time.process_time()
+        for _ in range(runs):
+            run()
+        return crowding * (time.process_time() - begin_s) / runs
+
+    return sample
 
 
 def _together(world: World, run: Run, part: float = 1.0) -> Sample:

@@ -127,7 +127,7 @@ def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str
     inter = measure_messages(watch, between, "two hosts") if world.size > per_host else None
     collectives: list[Collectives] = []
     for num_ranks in group_sizes(per_host):
-        collectives += measure_collectives(watch, num_ranks)
+        collectives += measure_collectives(watch, num_ranks, per_host)
     return Findings(
         host=host,
         num_processes=world.size,

@@ -1,44 +1,71 @@
-"""Which actions of a step draw on the same network adapter."""
+"""Which actions of a step draw on the same network adapter, or on the cores of the same node."""
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.ranks import rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action, Kind, Placement
-from pipeloom.schedule.action import RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.depend import tied_partner
 from pipeloom.simulate import Sharing
 
 
 def shared_links(run: Run, cluster: Cluster, placement: Placement) -> Sharing | None:
-    """The nodes' network adapters, as far as anything could compete for one.
+    """The nodes' network adapters and cores, as far as anything could compete for them.
 
     Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device tells its node and its adapter. Alone, a
     transfer between nodes or a collective over nodes has that adapter for itself and its copies on the neighboring
     devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its share.
 
+    Where a node has more ranks than cores (``Cluster.cores_per_node``), what ranks compute there, and the messages and
+    collectives that stay there, which processes on a CPU move themselves, take their shares of its cores.
+
     Returns:
-        Sharing with a resource for each adapter, the receives and collectives on it; ``None`` where there is nothing
-        to share.
+        Sharing with a resource for each adapter, the receives and collectives on it, and one for the cores of each
+        node; ``None`` where there is nothing to share.
     """
     parts = rank_parts(run, cluster)
     adapter = [_adapter(rank * run.dp * run.tp, cluster) for rank in range(run.pp)]
     is_wide = [_is_wide(run, part) for part in parts]
     crosses = any(adapter[a][0] != adapter[b][0] for a, b in _edges(placement))
-    if not crosses or (not any(is_wide) and len(set(adapter)) == run.pp):
+    has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < run.pp)
+    has_shared_cores = cluster.crowding(run.num_devices) > 1
+    if not has_shared_links and not has_shared_cores:
         return None
     owner = placement.rank_by_stage
 
-    def resource_of(action: Action, rank: int) -> Hashable | None:
+    def link_of(action: Action, rank: int) -> Hashable | None:
         if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
             is_tied = action.kind in TIED_RECEIVE_KINDS
             before = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
             sender = owner[tied_partner(action, len(owner)).stage if is_tied else before]
             return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
-        return adapter[rank] if is_wide[rank] and action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD) else None
+        return adapter[rank] if is_wide[rank] and action.kind in COLLECTIVES else None
 
-    return Sharing(resource_of, dict.fromkeys(adapter, 1.0))
+    def resource_of(action: Action, rank: int) -> Hashable | None:
+        link = link_of(action, rank)
+        if link is not None or not has_shared_cores:
+            return link
+        return _Cores(adapter[rank][0]) if action.kind in ON_CORES else None
+
+    capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
+    if has_shared_cores:
+        copies = min(run.dp * run.tp, cluster.devices_per_node)  # of a pipeline rank on a node, doing the same at once
+        capacity |= {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
+    return Sharing(resource_of, capacity)
+
+
+class _Cores(NamedTuple):
+    """The cores of a node."""
+
+    node: int
+
+
+COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
+ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
+"""What processes on a CPU do with its cores; a receive stands for both ends of a message."""
 
 
 def _adapter(device: int, cluster: Cluster) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, st
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
@@ -116,6 +117,12 @@ class SimulatedStep:
         return rank_places(self.run, self.cluster)
 
     @property
+    def has_measured_pieces(self) -> bool:
+        """Whether the seconds of all pieces were measured on the cluster; otherwise closed forms tell some or all."""
+        alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
+        return all(piece_seconds(run, self.cluster, self.software).is_measured for run in alike)
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
         return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
@@ -171,7 +178,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
-    links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
+    has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
+    links = shared_links(run, cluster, schedule.placement) if has_shared else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
