@@ -95,13 +95,14 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     """What ``--json`` prints, in SI units.
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
-    ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the layout),
-    ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline rank the
-    seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``,
-    ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank
-    ``total_bytes`` and what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting
-    that lowers the fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each
-    rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
+    ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
+    layout), ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline
+    rank the seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each rank
+    and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
+    ``memory`` (for each pipeline rank ``total_bytes`` and what it is made of), ``device_memory_bytes``,
+    ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the fullest rank -> its bytes then). With
+    ``--memory-over-time`` also ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and
+    ``points``, (seconds, bytes held from then on).
 
     ``places`` says for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of

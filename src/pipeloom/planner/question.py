@@ -91,7 +91,7 @@ class Question:
         lack = self.cluster.lack(self.num_devices)
         if lack is not None:
             found.append(lack)
-        elif not found and not self.clusters:
+        elif not self.clusters:
             known, name = ", ".join(self.cluster.device.peak_flops_per_s), self.cluster.device.name
             found.append(f"the precision must be one that {name} computes in: {known}, found {self.precision}")
         offered = self._offered
@@ -134,7 +134,7 @@ class Question:
         found: dict[tuple[str, ...], Cluster] = {}
         for order in self.cluster.orders():
             cluster = self.cluster.reordered(order)
-            kinds = [kind for kind, _ in cluster.kinds(self.num_devices)]
+            kinds = [kind for kind, _ in cluster.kinds(max(1, self.num_devices))]
             if all(self.precision in kind.device.peak_flops_per_s for kind in kinds):
                 found.setdefault(tuple(kind.name for kind in kinds), cluster)
         return tuple(found.values())
