@@ -1,10 +1,13 @@
 """docs/reproduction: its data files are what the code computes, its tables are the data files, its sentences hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.catalog import load_software, names
 from reproduction import batch, facts, loops, tables
-from reproduction.machine import MODELS, OWN
+from reproduction.fastest import fastest, loop_counts
+from reproduction.machine import CLUSTER, MEGATRON, MODELS, OWN, base_run, candidate
 
 DATA = {name: tables.read_rows(name) for name in tables.NAMES}
 
@@ -131,3 +134,26 @@ def test_the_published_gain_lies_between_the_two_kinds_of_messages_against_1f1b(
         if row["change"] == "as in the catalog" and row["batch"] == "8"
     }
     assert found["whole"] < 0.43 < found["cut"]
+
+
+# ------------------------------------------------------------------------------------------ the fastest of candidates
+
+
+@pytest.mark.parametrize("method", batch.METHODS)
+def test_the_fastest_candidate_is_that_of_simulating_everything(method):
+    candidates = list(batch.METHODS[method]("gpt-6.6b", 12, OWN, MEGATRON))
+    steps = [candidate.simulate(CLUSTER) for candidate in candidates]
+    fitting = [step.prediction.step_time_s for step in steps if step.prediction.fits]
+    found = fastest(candidates, CLUSTER)
+    assert found is not None
+    assert found.prediction.step_time_s == min(fitting)
+
+
+def test_nothing_is_fastest_where_nothing_fits():
+    run = replace(base_run("gpt-52b"), global_batch=8)
+    assert fastest([candidate(run, OWN, "breadth-first")], CLUSTER) is None
+
+
+def test_loops_divide_the_layers():
+    assert loop_counts(12, 4) == [1, 3]
+    assert loop_counts(12, 5) == []

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
-from pipeloom.planner.search import Candidate, axes, divisors, fastest, loop_counts
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.question import axes, divisors
+from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import (
     CLUSTER,
     MEGATRON,
@@ -21,7 +23,7 @@ from reproduction.machine import (
 )
 
 BATCHES = (8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MOST_TP = CLUSTER.devices_per_node
+TPS = divisors(CLUSTER.devices_per_node)
 REPLICATED: tuple[Shard, ...] = ("none", "optimizer")
 SHARDED: tuple[Shard, ...] = ("none", "optimizer", "full")
 
@@ -29,7 +31,7 @@ SHARDED: tuple[Shard, ...] = ("none", "optimizer", "full")
 def runs(model: str, batch: int, shards: tuple[Shard, ...]) -> Iterator[Run]:
     """Every way to lay a batch out on all devices, with one stage for each rank."""
     base = base_run(model)
-    for tp, pp, dp in axes(NUM_DEVICES, MOST_TP):
+    for tp, pp, dp in axes(NUM_DEVICES, TPS):
         if batch % dp == 0:
             for size in divisors(batch // dp):
                 for shard in shards if dp > 1 else ("none",):

@@ -6,8 +6,8 @@ from functools import cache
 
 from pipeloom.cost.hardware import Group
 from pipeloom.cost.software import Software
-from pipeloom.planner.search import fastest
 from reproduction.batch import METHODS
+from reproduction.fastest import fastest
 from reproduction.machine import CLUSTER, MEGATRON, OWN, Row, base_run, tflop_per_s, with_efficiency, with_messages
 
 PUBLISHED_GAIN = 0.43
