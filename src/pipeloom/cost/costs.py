@@ -102,18 +102,24 @@ class StageCosts:
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
-        stage, backward_s = action.stage, self.backward_s[action.stage]
-        match action.kind:
-            case Kind.BACKWARD_INPUT:
-                return backward_s * (1 - self.weight_share)
-            case Kind.BACKWARD_WEIGHT:
-                return backward_s * self.weight_share
+        stage, kind = action.stage, action.kind
+        backward_s = self.backward_s[stage]
+        match kind:
             case Kind.FORWARD:
                 return self.forward_s[stage]
             case Kind.BACKWARD:
                 return backward_s
+            case Kind.BACKWARD_INPUT:
+                return backward_s * (1 - self.weight_share)
+            case Kind.BACKWARD_WEIGHT:
+                return backward_s * self.weight_share
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s
+        return self._of_stage(kind, stage)
+
+    def _of_stage(self, kind: Kind, stage: int) -> float:
+        """Seconds of what concerns a stage or its tied matrix as a whole."""
+        match kind:
             case Kind.UNSHARD:
                 return self.unshard_s[stage] if self.unshard_s else 0.0
             case Kind.REDUCE_GRAD:

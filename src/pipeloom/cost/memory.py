@@ -16,7 +16,7 @@ the first line by t as well. Full recomputation keeps each layer's input, and on
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
@@ -70,7 +70,9 @@ class Memory:
     @property
     def total_bytes(self) -> float:
         """Everything."""
-        return sum(astuple(self))
+        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        working = self.activations_bytes + self.head_bytes + self.buffers_bytes
+        return state + working + self.reserve_bytes + self.fragmentation_bytes
 
 
 def layer_activation_bytes(

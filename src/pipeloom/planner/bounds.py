@@ -93,8 +93,15 @@ class Bounds:
 
     def after_s(self, shard: Shard, replicate: int = 1) -> float:
         """Seconds of what follows the pipeline."""
-        run = replace(self.run, shard=shard, replicate=replicate)
-        return step_terms(run, self.cluster, self.software, max(self.costs.backward_s)).total_s
+        known = self._after.get((shard, replicate))
+        if known is None:
+            terms = step_terms(self._with(shard, replicate), self.cluster, self.software, max(self.costs.backward_s))
+            known = self._after[shard, replicate] = terms.total_s
+        return known
+
+    @cached_property
+    def _after(self) -> dict[tuple[Shard, int], float]:
+        return {}
 
     def step_s(self, shard: Shard, replicate: int = 1) -> float:
         """Seconds that the step takes at least.
@@ -109,8 +116,17 @@ class Bounds:
             shard: what is sharded.
             replicate: copies of that.
         """
-        run = replace(self.run, shard=shard, replicate=replicate)
-        after_s = self.after_s(shard, replicate)
+        known = self._step.get((shard, replicate))
+        if known is None:
+            known = self._step[shard, replicate] = self._step_s(self._with(shard, replicate))
+        return known
+
+    @cached_property
+    def _step(self) -> dict[tuple[Shard, int], float]:
+        return {}
+
+    def _step_s(self, run: Run) -> float:
+        after_s = self.after_s(run.shard, run.replicate)
         if not self.software.has_reduction_lane or run.dp == 1:
             return max(work.there_s + work.own_s + work.back_s for work in self._work) + after_s
         gathers, reductions = self._collectives_s(run)
@@ -141,36 +157,68 @@ class Bounds:
         reductions = {held: reduce_s(run, self.cluster, self.software, held) for held in sizes}
         return [gathers[held] for held in self.parameters], [reductions[held] for held in self.parameters]
 
-    def held_bytes(self, shard: Shard, replicate: int = 1, in_flight: Sequence[float] | None = None) -> list[float]:
-        """For each rank the bytes that a device holds at least, with room for one gathered stage.
+    def held_bytes(
+        self, shard: Shard, replicate: int = 1, in_flight: Sequence[float] | None = None, gathered: int = 1
+    ) -> list[float]:
+        """For each rank the bytes that a device holds at least.
 
         Args:
             shard: what is sharded.
             replicate: copies of that.
             in_flight: for each rank how many stage inputs it holds at once; ``None`` for one of each of its stages.
+            gathered: stages that are gathered at once, where weights are sharded at all times.
         """
-        run, software = replace(self.run, shard=shard, replicate=replicate), self.software
-        alone = replace(self.run, shard="none", replicate=1)
+        software = self.software
+        always = self._always_bytes(shard, replicate, gathered)
+        if in_flight is None:
+            in_flight = [len(stages) for stages in stages_by_rank(self.placement)]
+        kept = [
+            self._least_kept(stages, count)
+            for stages, count in zip(stages_by_rank(self.placement), in_flight, strict=True)
+        ]
+        return [held + bytes_ * (1 + software.fragmentation) for held, bytes_ in zip(always, kept, strict=True)]
+
+    def _always_bytes(self, shard: Shard, replicate: int, gathered: int) -> list[float]:
+        """For each rank what it holds beside stage inputs."""
+        known = self._always.get((shard, replicate, gathered))
+        if known is not None:
+            return known
+        run, software = self._with(shard, replicate), self.software
+        alone = self._with("none", 1)
         _, head = stage_layers(run, software)
         working, logits = working_bytes(run, software), logits_bytes(run, software)
         found: list[float] = []
-        for rank, stages in enumerate(stages_by_rank(self.placement)):
+        for stages in stages_by_rank(self.placement):
             held = state_bytes(run, sum(self.parameters[stage] for stage in stages), software).total_bytes
             held += lent_bytes(run, software, stages).total_bytes
             if shard == "full" and run.dp > 1:
-                largest = max(self.parameters[stage] for stage in stages)
-                held += state_bytes(alone, largest, software).weights_bytes
-            count = len(stages) if in_flight is None else in_flight[rank]
-            kept = self._least_kept(stages, count) + working + (logits if head in stages else 0.0)
-            found.append(held + kept * (1 + software.fragmentation) + software.reserve_bytes)
+                largest = sorted((self.parameters[stage] for stage in stages), reverse=True)[:gathered]
+                held += state_bytes(alone, sum(largest), software).weights_bytes
+            own = working + (logits if head in stages else 0.0)
+            found.append(held + own * (1 + software.fragmentation) + software.reserve_bytes)
+        self._always[shard, replicate, gathered] = found
         return found
+
+    @cached_property
+    def _always(self) -> dict[tuple[Shard, int, int], list[float]]:
+        return {}
+
+    def _with(self, shard: Shard, replicate: int) -> Run:
+        """The run with that sharding."""
+        return replace(self.run, shard=shard, replicate=replicate)
 
     def _least_kept(self, stages: Sequence[int], count: float) -> float:
         """Bytes of so many stage inputs at least: one of each stage, and no stage has more than micro-batches."""
-        most, left, kept = self.run.num_microbatches, count - len(stages), 0.0
-        for each in sorted(self.input_bytes[stage] for stage in stages):
-            more = min(most - 1, left)
-            kept += each * (1 + more)
+        most, left = self.run.num_microbatches - 1, count - len(stages)
+        each = [self.input_bytes[stage] for stage in stages]
+        kept = sum(each)
+        if left >= most * len(stages):
+            return kept * (1 + most)
+        for size in sorted(each):
+            if left <= 0:
+                break
+            more = min(most, left)
+            kept += size * more
             left -= more
         return kept
 

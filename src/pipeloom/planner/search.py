@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from typing import NamedTuple
 
 from pipeloom.cost.shape import Run
@@ -94,27 +94,24 @@ class Best:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._of_kind: dict[Kind, SimulatedStep] = {}
-        self._limit_s: float | None = None
+        self._of_kind: dict[Kind, tuple[_Rank, SimulatedStep]] = {}
+        self.limit_s = float("inf")
+        """What is slower than this is not among the best."""
 
     def add(self, step: SimulatedStep) -> None:
         """Keep it if it is the best of its kind."""
-        kind = kind_of(step.run, step.order.choice.family)
+        kind, rank = kind_of(step.run, step.order.choice.family), _rank(step)
         known = self._of_kind.get(kind)
-        if known is None or _rank(step) < _rank(known):
-            self._of_kind[kind] = step
-            steps = self.steps
-            self._limit_s = steps[-1].prediction.step_time_s if len(steps) == self._count else None
+        if known is None or rank < known[0]:
+            self._of_kind[kind] = rank, step
+            if len(self._of_kind) >= self._count:
+                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
 
     @property
     def steps(self) -> list[SimulatedStep]:
         """The fastest first; of equals the one with more memory left."""
-        return sorted(self._of_kind.values(), key=_rank)[: self._count]
-
-    @property
-    def limit_s(self) -> float:
-        """What is slower than this is not among the best."""
-        return float("inf") if self._limit_s is None else self._limit_s
+        ranked = sorted(self._of_kind.values(), key=lambda one: one[0])
+        return [step for _, step in ranked[: self._count]]
 
     def beats(self, node: "Node", bound_s: float) -> bool:
         """Whether something that takes at least that long cannot be the best of its kind."""
@@ -122,7 +119,7 @@ class Best:
             return False
         leaf = node.leaf if isinstance(node, Settled) else node
         known = self._of_kind.get(leaf_kind(leaf))
-        return known is not None and bound_s > known.prediction.step_time_s
+        return known is not None and bound_s > known[0].step_s
 
 
 @dataclass(frozen=True)
@@ -137,8 +134,17 @@ class Settled:
 Node = Arrangement | Cut | Leaf | Settled
 
 
-def _rank(step: SimulatedStep) -> tuple[float, float, str]:
-    return step.prediction.step_time_s, step.prediction.memory.total_bytes, repr((step.run, step.order))
+class _Rank(NamedTuple):
+    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
+
+    step_s: float
+    held_bytes: float
+    layout: str
+
+
+def _rank(step: SimulatedStep) -> _Rank:
+    layout = repr((step.run, step.order))
+    return _Rank(step.prediction.step_time_s, step.prediction.memory.total_bytes, layout)
 
 
 def search(

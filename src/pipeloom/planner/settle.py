@@ -35,10 +35,18 @@ def settle(leaf: Leaf) -> Candidate | None:
         return _with_some_layers(leaf)
     for shard in leaf.sharding.levels:
         for room in _rooms(shard, leaf.cut.run.loops):
+            if _is_hopeless(leaf, shard, room):
+                continue
             chosen = _candidate(leaf, leaf.run(shard), room)
             if min(_free_bytes(chosen, leaf)) >= 0:
                 return chosen
     return None
+
+
+def _is_hopeless(leaf: Leaf, shard: Shard, room: Room) -> bool:
+    """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
+    held = leaf.cut.memory.held_bytes(shard, leaf.sharding.replicate, leaf.stage_inputs, room.residency)
+    return max(held) > leaf.cut.arrangement.question.cluster.device.memory_bytes
 
 
 def _rooms(shard: Shard, loops: int) -> list[Room]:
@@ -82,6 +90,8 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
     for shard in leaf.sharding.levels:
         sizes = _rooms(shard, leaf.cut.run.loops)
         room = next((room for room in sizes if room.gradient_buffers == 2), sizes[-1])
+        if _is_hopeless(leaf, shard, room):
+            continue
         plain = _candidate(leaf, leaf.run(shard), room)
         free = _free_bytes(plain, leaf)
         if min(free) >= 0:

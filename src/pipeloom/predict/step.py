@@ -215,18 +215,20 @@ class _Lowering:
     sharding: tuple[Shard, int, int, int | None] | None = None
 
     def make(self) -> Schedule:
+        if self.sharding is not None:
+            shard, residency, prefetch, gradient_buffers = self.sharding
+            return add_data_parallel(
+                _LOWERED.get(replace(self, sharding=None)),
+                shard,
+                residency=residency,
+                prefetch=prefetch,
+                gradient_buffers=gradient_buffers,
+            )
         schedule = self.choice.make()
         if self.receive_buffers is None:
             return schedule
         schedule = lower(schedule, self.receive_buffers)
-        if self.is_lent:
-            schedule = add_tied(schedule)
-        if self.sharding is None:
-            return schedule
-        shard, residency, prefetch, gradient_buffers = self.sharding
-        return add_data_parallel(
-            schedule, shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers
-        )
+        return add_tied(schedule) if self.is_lent else schedule
 
 
 class _Remembered:

@@ -12,7 +12,7 @@ from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.row import Row
+from pipeloom.schedule.row import KINDS, Row
 from pipeloom.schedule.verify import verify
 
 
@@ -105,13 +105,12 @@ class Schedule:
     @cached_property
     def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """For each stage how often its weights are gathered in a step, and how often its gradients are reduced."""
-        kinds = (Kind.UNSHARD, Kind.REDUCE_GRAD)
-        each = [
-            [np.bincount(row.stage[row.is_kind(kind)], minlength=self.num_stages) for row in self.rows]
-            for kind in kinds
-        ]
-        gathers, reductions = (tuple(int(number) for number in sum(counts)) for counts in each)
-        return gathers, reductions
+        kind, stage = self.facts.columns[:2]
+        gathers, reductions = (
+            np.bincount(stage[kind == KINDS.index(one)], minlength=self.num_stages).tolist()
+            for one in (Kind.UNSHARD, Kind.REDUCE_GRAD)
+        )
+        return tuple(gathers), tuple(reductions)
 
     def input_gradient(self, stage: int, microbatch: int, part: int = 0) -> Action:
         """The action that makes the gradient for a stage's input: the backward, or its first half."""
