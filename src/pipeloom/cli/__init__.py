@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a finished run as one HTML page: predicted beside measured",
     "simulate": "say what a step of a described run will look like on a cluster",
+    "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "profile": "measure this machine and write what it can do as a cluster file",
     "validate": "hold predictions of step time and memory against measurements",
