@@ -141,7 +141,7 @@ def test_the_published_gain_lies_between_the_two_kinds_of_messages_against_1f1b(
 
 @pytest.mark.parametrize("method", batch.METHODS)
 def test_the_fastest_candidate_is_that_of_simulating_everything(method):
-    candidates = list(batch.METHODS[method]("gpt-6.6b", 16, OWN, MEGATRON))
+    candidates = list(batch.METHODS[method](batch.Setting("gpt-6.6b", 16), OWN, MEGATRON))
     steps = [candidate.simulate(CLUSTER) for candidate in candidates]
     fitting = [step.prediction.step_time_s for step in steps if step.prediction.fits]
     found = fastest(candidates, CLUSTER)

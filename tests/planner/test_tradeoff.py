@@ -129,6 +129,16 @@ def test_a_smaller_critical_batch_costs_more_and_never_asks_for_larger_batches(c
             assert tight.best(count, method).batch_per_device <= curves.best(count, method).batch_per_device
 
 
+def test_searching_every_size_is_never_slower_than_scaling(curves):
+    asked = replace(ASKED, searches_every_size=True)
+    for scaled, searched in zip(curves.points, tradeoff(asked).points, strict=True):
+        assert (scaled.method, scaled.num_devices) == (searched.method, searched.num_devices)
+        assert scaled.reference_mfu == searched.reference_mfu
+        if scaled.num_devices == 16:
+            assert searched == scaled
+        assert searched.step_time_s <= scaled.step_time_s
+
+
 def test_progress_is_told_after_every_method_and_batch_and_what_fits_nowhere_is_said():
     told = []
     asked = replace(

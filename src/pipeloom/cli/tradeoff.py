@@ -62,6 +62,8 @@ class Options:
     """Cluster sizes."""
     reference: int | None = None
     """Devices on which layouts are searched; each is then scaled by its data axis. None: the smallest cluster."""
+    every_size: bool = False
+    """Search all layouts of each cluster instead, which takes some times as long."""
     batch_per_device: tuple[str, ...] = ()
     """Sequences of a batch for each device, such as 1/8 or 0.125. Empty: powers of two from 1/8 to 8."""
     methods: tuple[str, ...] = METHODS
@@ -152,6 +154,7 @@ def asked_by(options: Options) -> Tradeoff:
         methods=methods,
         device_counts=tuple(sorted(set(options.devices))),
         batches_per_device=batches or whole_batches(reference),
+        searches_every_size=options.every_size,
     )
 
 

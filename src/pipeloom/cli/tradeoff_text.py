@@ -25,7 +25,7 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
         console.print(table)
     console.print(
         "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "
-        f"recomputed\non {curves.asked.question.num_devices}: MFU of the same axes and batch per device there"
+        f"recomputed\non {curves.asked.question.num_devices}: MFU of the method with that batch per device"
     )
     _print_notes(console, curves)
 
@@ -43,7 +43,9 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
         "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
-        "layouts": f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
+        "layouts": "searched on every cluster"
+        if asked.searches_every_size
+        else f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
     }
     for name, text in lines.items():
         console.print(f"{name:<10}{text}")
@@ -71,7 +73,7 @@ def _best_table(curves: Curves) -> Table:
                 layout(point),
                 f"{point.run.global_batch:,}",
                 f"{point.mfu:.1%}",
-                f"{point.reference_mfu:.1%}",
+                "-" if point.reference_mfu is None else f"{point.reference_mfu:.1%}",
                 days(point.days),
                 dollars(point.dollars),
             )

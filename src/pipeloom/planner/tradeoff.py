@@ -3,10 +3,10 @@
 A larger batch needs more samples for the same loss, ``1 + B / B_crit`` times those of a small one (arXiv 1812.06162,
 section 2.2), and more devices need a larger batch or waste more time. So for each method and each batch per device the
 search finds the best layouts on a reference number of devices; each is scaled by its data axis to every cluster size,
-at the same batch per device, and simulated there again.
+at the same batch per device, and simulated there again. Or it searches every size from the start.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import isfinite
@@ -27,7 +27,7 @@ BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
 """Sequences of a batch for each device, 1/8 to 8."""
 DEVICE_COUNTS = tuple(64 * 4**power for power in range(5))
 """64 to 16,384 devices."""
-ALTERNATIVES = 3
+ALTERNATIVES = 10
 """Layouts of the reference that are scaled: the fastest there need not be the fastest on more devices."""
 
 
@@ -156,6 +156,7 @@ class Tradeoff:
         device_counts: cluster sizes, multiples of the reference's devices.
         batches_per_device: sequences; a multiple of the reference's devices of them is whole.
         alternatives: layouts of the reference that are scaled, for each method and batch.
+        searches_every_size: whether all layouts of each cluster are searched instead, which takes longer.
     """
 
     question: Question
@@ -164,6 +165,7 @@ class Tradeoff:
     device_counts: tuple[int, ...] = DEVICE_COUNTS
     batches_per_device: tuple[Fraction, ...] = BATCHES_PER_DEVICE
     alternatives: int = ALTERNATIVES
+    searches_every_size: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be asked.
@@ -241,8 +243,8 @@ class Point:
         step_time_s: of a step.
         tokens_per_s: of the cluster.
         mfu: model FLOPs utilization, a fraction.
-        reference_mfu: that of the same axes on the reference's devices; were utilization a matter of the batch per
-            device alone, as the paper assumes, it would be the same.
+        reference_mfu: the method's on the reference's devices with the same batch per device, which the paper takes for
+            all sizes; ``None`` where nothing fits there.
         memory_bytes: of the fullest device.
         tokens: that are needed with this batch.
         seconds: of the whole training.
@@ -257,7 +259,7 @@ class Point:
     step_time_s: float
     tokens_per_s: float
     mfu: float
-    reference_mfu: float
+    reference_mfu: float | None
     memory_bytes: float
     tokens: float
     seconds: float
@@ -336,34 +338,32 @@ def tradeoff(asked: Tradeoff, progress: Progress | None = None) -> Curves:
     work = [(method, batch) for method in asked.methods for batch in asked.batches_per_device]
     for number, (method, batch) in enumerate(work):
         question = replace(asked.asked(method), global_batch=int(batch * asked.question.num_devices))
-        steps = search(question, asked.alternatives).steps
+        steps = search(question, 1 if asked.searches_every_size else asked.alternatives).steps
         if not steps:
             missing.append((method, batch))
         for count in asked.device_counts:
-            found = list(_scaled(question, steps, count // question.num_devices))
-            if found:
-                step, mfu = min(found, key=lambda pair: pair[0].prediction.step_time_s)
-                points.append(_point(asked.training, method, step, mfu))
+            larger = _with_more(question, count // question.num_devices)
+            step = search(larger, 1).best if asked.searches_every_size else _best_scaled(larger, steps)
+            if step is not None:
+                points.append(_point(asked.training, method, step, steps[0].mfu if steps else None))
         if progress is not None:
             progress(number + 1, len(work))
     return Curves(asked, tuple(points), tuple(missing))
 
 
-def _scaled(question: Question, steps: Sequence[SimulatedStep], factor: int) -> Iterator[tuple[SimulatedStep, float]]:
-    """Each layout with a data axis that is so many times larger, and its utilization on the reference.
+def _with_more(question: Question, factor: int) -> Question:
+    return replace(question, num_devices=question.num_devices * factor, global_batch=question.global_batch * factor)
+
+
+def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> SimulatedStep | None:
+    """The fastest of some layouts with a data axis that takes all devices.
 
     What is sharded and recomputed is decided again, since more replicas leave more memory and have more to exchange.
     """
-    mfus: dict[Layout, float] = {}
-    for step in steps:
-        mfus.setdefault(Layout.of(step), step.mfu)  # the fastest first
-    for layout, mfu in mfus.items():
-        larger = replace(
-            question, num_devices=question.num_devices * factor, global_batch=question.global_batch * factor
-        )
-        found = search(larger.limited(**_limits(layout)), 1).best
-        if found is not None:
-            yield found, mfu
+    layouts = dict.fromkeys(map(Layout.of, steps))
+    found = (search(question.limited(**_limits(layout)), 1).best for layout in layouts)
+    fitting = [step for step in found if step is not None]
+    return min(fitting, key=lambda step: step.prediction.step_time_s, default=None)
 
 
 def _limits(layout: Layout) -> dict[str, Any]:
@@ -371,7 +371,7 @@ def _limits(layout: Layout) -> dict[str, Any]:
     return {**kept, "families": (layout.family,)}
 
 
-def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float) -> Point:
+def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:
     run = step.run
     seconds = training.seconds(run.global_batch, step.tokens_per_s)
     return Point(
