@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_software, names
-from reproduction import batch, facts, loops, tables
+from pipeloom.cost.flops import hardware_flops
+from reproduction import batch, cost_time, facts, kept, loops, tables
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import CLUSTER, MEGATRON, MODELS, OWN, base_run, candidate
 
@@ -134,6 +135,56 @@ def test_the_published_gain_lies_between_the_two_kinds_of_messages_against_1f1b(
         if row["change"] == "as in the catalog" and row["batch"] == "8"
     }
     assert found["whole"] < 0.43 < found["cut"]
+
+
+# --------------------------------------------------------------------------------- cost and time; nothing recomputed
+
+SCALED = cost_time.with_devices(DATA["batch"], DATA["scaled"])
+
+
+@pytest.mark.parametrize(
+    ("model", "messages", "method", "devices", "sequences"),
+    [
+        ("gpt-52b", "whole", "breadth-first", 4096, 16),
+        ("gpt-52b", "cut", "1F1B", 1024, 64),
+        ("gpt-6.6b", "cut", "depth-first", 256, 8),
+        ("gpt-6.6b", "cut", "no pipeline", 4096, 64),
+    ],
+)
+def test_points_of_larger_clusters_are_searched_again(model, messages, method, devices, sequences):
+    row = cost_time.scaled(model, messages, method, devices, sequences)
+    assert row in DATA["scaled"]
+    assert int(row["tp"]) * int(row["pp"]) * int(row["dp"]) == devices
+
+
+@pytest.mark.parametrize(("model", "method", "sequences"), [("gpt-52b", "1F1B", 512), ("gpt-6.6b", "GPipe", 8)])
+def test_configurations_without_recomputation_are_searched_again(model, method, sequences):
+    assert kept.kept(model, method, sequences) in DATA["kept"]
+
+
+def test_days_and_device_days_follow_from_utilization_and_batch():
+    row = {"model": "gpt-52b", "messages": "cut", "method": "1F1B", "devices": "64", "batch_per_device": "2"}
+    (found,) = cost_time.curve([{**row, "tflop_per_s": "40"}], "gpt-52b", "cut", "1F1B", "recalled", is_simulated=True)
+    shape = MODELS["gpt-52b"]
+    tokens = 20 * shape.parameters * (1 + 128 / 6780)
+    seconds = tokens * hardware_flops(shape, 1024, "full") / (64 * 40e12)
+    assert found.days == pytest.approx(seconds / 86400)
+    assert found.device_days == 64 * found.days
+
+
+@pytest.mark.parametrize("method", batch.METHODS)
+def test_the_papers_assumption_is_the_simulation_on_64_and_costs_the_samples_elsewhere(method):
+    for model in MODELS:
+        simulated, assumed = (
+            cost_time.curve(SCALED, model, "cut", method, "recalled", is_simulated=is_simulated)
+            for is_simulated in (True, False)
+        )
+        assert simulated[0] == assumed[0]
+        assert [best.devices for best in assumed] == list(cost_time.SIZES)
+        costs = [best.device_days for best in assumed]
+        assert costs == sorted(costs)
+        batches = [best.batch_per_device for best in assumed]
+        assert batches == sorted(batches, reverse=True)
 
 
 # ------------------------------------------------------------------------------------------ the fastest of candidates

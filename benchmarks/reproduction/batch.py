@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-
 from itertools import product
 
 from pipeloom.cost.shape import Run

@@ -23,7 +23,7 @@ def loop_counts(layers: int, pp: int) -> list[int]:
     return divisors(layers // pp) if layers % pp == 0 else []
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=8192)
 def _bounds(run: Run, cluster: Cluster, software: Software) -> Bounds:
     return Bounds(run, cluster, software, placement_of(run.placement, run.pp, run.loops))
 
