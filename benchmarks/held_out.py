@@ -1,23 +1,32 @@
 """How good predictions are on rows that no calibration has seen: the table of docs/accuracy.md, computed anew.
 
-    python benchmarks/held_out.py TABLE.csv [PART ...]
+    python benchmarks/held_out.py TABLE.csv [PART ...] [--write]
 
 Each line fits a program, from general values, on some rows of a table of measurements, as ``pipeloom validate --fit``
-does, and predicts others. A PART keeps the lines whose name contains it. Some minutes for all of them.
+does, and predicts others. A PART keeps the lines whose name contains it. Some minutes for all of them. ``--write``
+writes the error bars of the catalog (``pipeloom.catalog.accuracy``): for each program those of all its lines together,
+and for each device those of the general values on all of its rows.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import tomli_w
 from rich.console import Console
 from rich.table import Table
 
 from pipeloom.validate.compare import cluster_of, compare, program_of
 from pipeloom.validate.fit import first_guess, fit
-from pipeloom.validate.measures import Measures, measure
+from pipeloom.validate.measures import Outcome, measure, rankings
 from pipeloom.validate.rows import Row, read_rows
+
+ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"
 
 Choice = Callable[[Row], bool]
 
@@ -83,8 +92,26 @@ def _nanotron(fitted: str, held_out: str, above: int, most: int, tested: int) ->
     )
 
 
-def held_out(split: Split, rows: list[Row]) -> tuple[int, tuple[Measures, Measures]]:
-    """Rows fitted; measures of the held-out rows with general values and with those that were fitted."""
+@dataclass(frozen=True)
+class Held:
+    """What a split gave.
+
+    Attributes:
+        split: which rows.
+        device: of the rows.
+        num_fitted: rows that were fitted.
+        before, after: predictions of the held-out rows with general values, and with those that were fitted.
+    """
+
+    split: Split
+    device: str
+    num_fitted: int
+    before: tuple[Outcome, ...]
+    after: tuple[Outcome, ...]
+
+
+def held_out(split: Split, rows: list[Row]) -> Held:
+    """Fit one part of a split and predict the other."""
     own = [row for row in rows if program_of(row)[0] == split.program]
     fitted = [row for row in own if split.is_fitted(row) and row.is_ok and row.step_time_s is not None]
     if split.program == "vtrain-single":
@@ -93,26 +120,120 @@ def held_out(split: Split, rows: list[Row]) -> tuple[int, tuple[Measures, Measur
     start = first_guess(program_of(fitted[0])[1])
     cluster = cluster_of(fitted[0], start)
     result = fit(fitted, cluster, start)
-    before, after = (measure(compare(tested, cluster, program).outcomes) for program in (start, result.software))
-    return len(fitted), (before, after)
+    before, after = (compare(tested, cluster, program).outcomes for program in (start, result.software))
+    return Held(split, cluster.device.name, len(fitted), before, after)
+
+
+def cells(held: Held) -> list[str]:
+    """A line of the table."""
+    before, after = measure(held.before), measure(held.after)
+    shares = (before.mean_abs_error, after.mean_abs_error, after.bias)
+    ranks = "-" if after.rank_correlation is None else f"{after.rank_correlation:.3f}"
+    regret = "-" if after.mean_top1_regret is None else f"{after.mean_top1_regret:.1%}"
+    split = held.split
+    counts = [str(held.num_fitted), split.held_out, str(after.timed_rows)]
+    return [split.program, split.fitted, *counts, *(f"{share or 0:.1%}" for share in shares), ranks, regret]
+
+
+def errors_of(outcomes: Sequence[Outcome], regrets: Sequence[float], weights: Sequence[float] = ()) -> dict[str, Any]:
+    """The fields that every entry of the file has; weighted as told, otherwise every prediction counts the same."""
+    errors = np.array([outcome.error for outcome in outcomes])
+    weight = np.array(weights) if weights else np.ones(len(errors))
+    order = np.argsort(np.abs(errors))
+    share = np.cumsum(weight[order]) / weight.sum()
+    found = {
+        "mean_abs_error": float(np.average(np.abs(errors), weights=weight)),
+        "p90_abs_error": float(np.abs(errors)[order][np.searchsorted(share, 0.9 - 1e-9)]),
+        "bias": float(np.average(errors, weights=weight)),
+    }
+    if regrets:
+        found |= {"median_regret": float(np.median(regrets)), "worst_regret": max(regrets)}
+    rounded = {name: round(value, 4) for name, value in found.items()}
+    return {"rows": len({id(outcome.row) for outcome in outcomes}), "groups": len(regrets), **rounded}
+
+
+def _timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.error is not None]
+
+
+def programs(answers: Sequence[Held]) -> list[dict[str, Any]]:
+    """For each program and device the errors of everything that was held out."""
+    entries = []
+    for name in dict.fromkeys(held.split.program for held in answers):
+        own = [held for held in answers if held.split.program == name]
+        outcomes = _timed(outcome for held in own for outcome in held.after)
+        regrets = [ranking.regret for held in own for ranking in rankings(held.after)]
+        entries.append(
+            {
+                "program": name,
+                "device": own[0].device,
+                "predictions": len(outcomes),
+                "splits": [f"{held.split.fitted} -> {held.split.held_out}" for held in own],
+                **errors_of(outcomes, regrets),
+            }
+        )
+    return entries
+
+
+def general(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For each device the errors of the general values on all rows; every program counts as much as another."""
+    found: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        name, program = program_of(row)
+        start = first_guess(program)
+        found[row.device][name] += compare([row], cluster_of(row, start), start).outcomes
+    entries = []
+    for device, parts in sorted(found.items()):
+        timed = {name: _timed(part) for name, part in parts.items()}
+        means = {name: round(measure(part).mean_abs_error or 0.0, 4) for name, part in sorted(timed.items()) if part}
+        outcomes = [outcome for part in timed.values() for outcome in part]
+        weights = [1 / len(part) for part in timed.values() for _ in part]
+        regrets = [ranking.regret for part in parts.values() for ranking in rankings(part)]
+        entries.append({"device": device, **errors_of(outcomes, regrets, weights), "mean_abs_error_of": means})
+    return entries
+
+
+HEAD = """\
+# How far predictions were off, as fractions of the measured step time: what `planner/error_bar.py` reads. Written by
+# the command below and not by hand. [[program]]: rows that the fit that predicted them had not seen, of all splits
+# together; [[general]]: the general efficiencies, fitted on nothing, on all rows of a device, every program weighing
+# the same.
+
+"""
+
+
+def write(table: Path, rows: Sequence[Row], answers: Sequence[Held], file: Path = ACCURACY) -> None:
+    """Write the error bars."""
+    provenance = {
+        "by": f"python benchmarks/held_out.py {table.name} --write",
+        "table": table.name,
+        "rows": len(rows),
+        "date": str(date.today()),
+    }
+    values = {"provenance": provenance, "program": programs(answers), "general": general(rows)}
+    file.write_text(HEAD + tomli_w.dumps(values), encoding="utf-8")
 
 
 def main(words: list[str]) -> None:
     """Compute and print the lines that were asked for."""
-    rows = read_rows(Path(words[0]))
+    table, parts = Path(words[0]), [word for word in words[1:] if word != "--write"]
+    if parts and "--write" in words:
+        sys.exit("--write needs every line: leave out " + ", ".join(parts))
+    rows = read_rows(table)
+    chosen = [split for split in splits() if not parts or any(part in split.program for part in parts)]
     console = Console(width=150)
-    table = Table("program", "fitted on", "rows", "predicted", "rows", "unfitted", "error", "bias", "ranks", "regret")
-    for split in splits():
-        if words[1:] and not any(part in split.program for part in words[1:]):
-            continue
-        count, (before, after) = held_out(split, rows)
-        shares = (before.mean_abs_error, after.mean_abs_error, after.bias)
-        ranks = "-" if after.rank_correlation is None else f"{after.rank_correlation:.3f}"
-        regret = "-" if after.mean_top1_regret is None else f"{after.mean_top1_regret:.1%}"
-        cells = [str(count), split.held_out, str(after.timed_rows), *(f"{share or 0:.1%}" for share in shares)]
-        table.add_row(split.program, split.fitted, *cells, ranks, regret)
-        console.print(f"{split.program}: {split.fitted} -> {split.held_out}: {after.mean_abs_error or 0:.1%}")
-    console.print(table)
+    answers = []
+    for split in chosen:
+        answers.append(held_out(split, rows))
+        error = measure(answers[-1].after).mean_abs_error or 0
+        console.print(f"{split.program}: {split.fitted} -> {split.held_out}: {error:.1%}")
+    lines = Table("program", "fitted on", "rows", "predicted", "rows", "unfitted", "error", "bias", "ranks", "regret")
+    for held in answers:
+        lines.add_row(*cells(held))
+    console.print(lines)
+    if "--write" in words:
+        write(table, rows, answers)
+        console.print(f"written to {ACCURACY}")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.planner.bounds import Bounds, placement_of
+from pipeloom.planner.bounds import Bounds, Sharded, placement_of
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import divisors
 from pipeloom.predict.step import SimulatedStep
@@ -28,21 +30,23 @@ def _bounds(run: Run, cluster: Cluster, software: Software) -> Bounds:
     return Bounds(run, cluster, software, placement_of(run.placement, run.pp, run.loops))
 
 
-def bounds_of(candidate: Candidate, cluster: Cluster) -> Bounds:
-    """Its bounds; layouts that differ in what is sharded share them."""
-    return _bounds(replace(candidate.run, shard="none", replicate=1), cluster, candidate.software)
+def bounds_of(candidate: Candidate, cluster: Cluster) -> Sharded:
+    """Its bounds; layouts that differ in what is sharded share most of them."""
+    run = candidate.run
+    return _bounds(replace(run, shard="none", replicate=1), cluster, candidate.software).sharded(run.shard)
 
 
 def may_fit(candidate: Candidate, cluster: Cluster) -> bool:
     """Whether the least that it holds fits a device."""
-    held = bounds_of(candidate, cluster).held_bytes(candidate.run.shard, in_flight=candidate.order.choice.stage_inputs)
-    return max(held) <= cluster.device.memory_bytes
+    inputs = candidate.order.choice.stage_inputs
+    held = bounds_of(candidate, cluster).held_bytes(None if inputs is None else np.array(inputs, np.float64))
+    return float(held.max()) <= cluster.device.memory_bytes
 
 
 def fastest(candidates: Iterable[Candidate], cluster: Cluster) -> SimulatedStep | None:
     """The step that is simulated fastest among those that fit; ``None`` if none does."""
     open_ones = [candidate for candidate in candidates if may_fit(candidate, cluster)]
-    bounds_s = [bounds_of(candidate, cluster).step_s(candidate.run.shard) for candidate in open_ones]
+    bounds_s = [bounds_of(candidate, cluster).step_s for candidate in open_ones]
     best: SimulatedStep | None = None
     for bound_s, number in sorted(zip(bounds_s, range(len(open_ones)), strict=True)):
         if best is not None and bound_s >= best.prediction.step_time_s:

@@ -33,6 +33,8 @@ LIGHT = [
     "pipeloom.cli.validate",
     "pipeloom.cli.report",
     "pipeloom.cli.export",
+    "pipeloom.launch",
+    "pipeloom.cli.launch",
     "pipeloom.catalog.writing",
     "pipeloom.cli.profile",
 ]

@@ -142,6 +142,25 @@ def test_stage_times_test_the_simulation_alone(capsys, tmp_path):
     assert "line 3" in err
 
 
+def test_groups_are_listed_with_the_layout_that_was_ranked_first(capsys):
+    assert main(["validate", EXAMPLE, "--groups"]) == 0
+    out = capsys.readouterr().out
+    assert "gpt-22b, 2048 tokens, 8 devices, batch 4, fused-softmax, fused norm, fp16: 2 layouts, regret 0.0%" in out
+    assert "first    1.100 s: dp 1 tp 8 pp 1" in out
+    assert "(1 group)" in out
+
+
+@needs_data
+@pytest.mark.parametrize(
+    ("sets", "most_devices", "num_groups", "regret"), [("layouts", 128, 11, 0.01), ("nanotron", 16, 2, 0.03)]
+)
+def test_the_layout_ranked_first_is_nearly_the_fastest_measured(capsys, sets, most_devices, num_groups, regret):
+    groups = answer(capsys, str(MEASURED), "--sets", sets)["groups"]
+    regrets = [group["regret"] for group in groups if group["devices"] <= most_devices]
+    assert len(regrets) == num_groups
+    assert sum(regrets) / len(regrets) <= regret
+
+
 @needs_data
 def test_measured_stage_times_give_the_measured_step_within_one_and_a_half_percent(capsys):
     found = answer(capsys, "--stage-times", str(MEASURED.with_name("stage_times.csv")))

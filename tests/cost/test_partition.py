@@ -12,13 +12,23 @@ from pipeloom.errors import UserError
 from pipeloom.schedule import PLACEMENTS, Placement
 
 
+def is_by_rounds(seconds, placement):
+    """Whether layers are uneven and a rank has several stages."""
+    return placement.num_stages > placement.num_ranks and len(set(seconds[1:-1])) > 1
+
+
 def judged(seconds, placement, slowness, sizes):
-    """Seconds of the slowest rank, of the slowest stage, and the sum of the stages' squares."""
+    """Slowest rank, slowest stage and the stages' squares; where rounds count: those, slowest rank and squares."""
     cuts = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
     owner = placement.rank_by_stage
     stages = [slowness[rank] * sum(seconds[a:b]) for rank, (a, b) in zip(owner, pairwise(cuts), strict=True)]
     ranks = [sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
-    return max(ranks), max(stages), sum(value * value for value in stages)
+    squares = sum(value * value for value in stages)
+    if not is_by_rounds(seconds, placement):
+        return max(ranks), max(stages), squares
+    number = [owner[:stage].count(rank) for stage, rank in enumerate(owner)]
+    rounds = [max(s for s, n in zip(stages, number, strict=True) if n == this) for this in set(number)]
+    return sum(rounds), max(ranks), squares
 
 
 def best_by_trying(seconds, placement, slowness):
@@ -81,28 +91,36 @@ def test_equal_layers_in_every_number(placement, ends, slowness):
 
 @settings(deadline=None, max_examples=60)
 @given(question=questions(are_equal=False))
-def test_the_search_for_many_pieces_is_never_worse_than_even_stages(monkeypatch_few, question):
+def test_the_search_for_many_pieces_is_never_worse_than_even_stages(nothing_is_tried, question):
     seconds, placement, slowness = question
     slow = slowness or [1] * placement.num_ranks
     found = judged(seconds, placement, slow, fastest_partition(seconds, placement, slowness))
     alone = Placement(tuple(range(placement.num_stages)))
-    by_stage = [slow[rank] for rank in placement.rank_by_stage]
-    assert found[0] <= judged(seconds, placement, slow, fastest_partition(seconds, alone, by_stage))[0]
+    even_stages = fastest_partition(seconds, alone, [slow[rank] for rank in placement.rank_by_stage])
+    assert found[0] <= judged(seconds, placement, slow, even_stages)[0]
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_few():
-    """Nothing is tried, as where there are too many cuts."""
+def nothing_is_tried():
+    """As where there are too many cuts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uneven, "FEW", 0)
         yield
 
 
-def test_the_search_finds_an_even_partition_that_is_there(monkeypatch_few):
-    # every rank can have exactly 32: two stages of [1, 3, 1, 3, ...] and the ends' 2 and 6 count as layers
-    seconds = [2, *[1, 3] * 32, 6]
+def test_the_search_finds_an_even_partition_that_is_there(nothing_is_tried):
+    # every stage can have exactly 8: the ends count as 4 each
+    seconds = [4, *[1, 3] * 30, 4]
     placement = Placement.looped(4, 4)
-    assert judged(seconds, placement, [1] * 4, fastest_partition(seconds, placement))[0] == sum(seconds) / 4
+    found = judged(seconds, placement, [1] * 4, fastest_partition(seconds, placement))
+    assert found[:2] == (32, 32)
+
+
+def test_long_stages_come_at_the_same_time():
+    # two ranks could have 8 each as (2, 6), (6, 2); a round would wait for its 6 each time
+    seconds = [0, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 0]
+    sizes = fastest_partition(seconds, Placement.looped(2, 2))
+    assert judged(seconds, Placement.looped(2, 2), [1, 1], sizes)[:2] == (8, 8)
 
 
 def test_layers_left_over_go_to_different_ranks():

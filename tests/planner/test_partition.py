@@ -52,7 +52,13 @@ def test_it_beats_even_layers(case, gain):
     assert step_s(even) >= gain * step_s(fastest)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("pp", "loops", "recomputed"), [(8, 2, 0.5), (4, 4, 0.25)])
+def test_with_loops_and_some_layers_that_recompute_ranks_have_their_long_stages_together(pp, loops, recomputed):
+    even = Case("llama-13b", pp, loops, recomputed=recomputed).even()
+    assert step_s(even) >= 1.1 * step_s(with_fastest_layers(even, CLUSTER, PROGRAM))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.loops == 1 or case.recomputed in (0, 1)])
 def test_no_rank_is_slower_than_with_even_layers(case):
     even = case.even()
     fastest = with_fastest_layers(even, CLUSTER, PROGRAM)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.validate.rows import read_rows
+from pipeloom.validate.rows import Group, read_rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "measured.csv"
 
@@ -28,7 +28,9 @@ def test_the_example_is_read():
     assert rows[0].memory_bytes is None
     assert rows[3].run.tp == 8
     assert rows[3].run.num_microbatches == 4
-    assert rows[0].group == ("megatron-2104.04473-table1", "gpt-1.7b", 2048, 32, 512)
+    assert rows[0].group == Group(
+        *("megatron-2104.04473-table1", "gpt-1.7b", 2048, 32, 512, "fused-softmax"), fused_norm=True, precision="fp16"
+    )
 
 
 @pytest.mark.parametrize(

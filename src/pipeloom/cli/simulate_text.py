@@ -1,12 +1,13 @@
 """The answer of ``pipeloom simulate`` for people: headline figures and three tables."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
 from pipeloom.cost.shape import Run
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
@@ -44,9 +45,9 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool) -> No
         tables.insert(2, _every_lane_table(step))
     if with_peaks:
         tables.append(_peak_table(step, is_wide=is_wide))
-    for title, table in tables:
+    for title, rows in tables:
         console.print(f"\n[bold]{title}[/]")
-        console.print(table)
+        console.print(rows)
     if step.run.pp > _MOST_RANKS:
         console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
     _print_fit(console, step)
@@ -64,7 +65,7 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     peak = step.cluster.device.peak_flops_per_s[run.precision] / 1e12
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     console.print(
-        f"{run.shape.name or 'model'}, {_amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
+        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
         f"{run.precision}, {_recomputation(run)}{shard}"
@@ -73,8 +74,8 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")
     after_s = prediction.step_time_s - prediction.pipeline_s
     lines = {
-        "step time": f"{_seconds(prediction.step_time_s)}: pipeline {_seconds(prediction.pipeline_s)}, "
-        f"then {_seconds(after_s)}",
+        "step time": f"{seconds(prediction.step_time_s)}: pipeline {seconds(prediction.pipeline_s)}, "
+        f"then {seconds(after_s)}",
         "tokens/s": f"{step.tokens_per_s:,.0f}",
         "MFU": f"{step.mfu:.1%} of {peak:,.4g} TFLOP/s on each device",
         "HFU": f"{step.hfu:.1%}, what is recomputed counted",
@@ -85,54 +86,46 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
         console.print(f"{name:<18}{text}")
 
 
-def _table(first: str, columns: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(first, overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _account_table(step: SimulatedStep) -> tuple[str, Table]:
     """Parts of the step: mean over the ranks, share, least and most."""
     accounts = [account.to_dict() for account in step.accounts]
-    unit, name = _unit_s(step.prediction.step_time_s)
-    table = _table("", ["mean", "share", "least", "most"])
+    unit, name = unit_s(step.prediction.step_time_s)
+    rows = table("", ["mean", "share", "least", "most"])
     for part, label in _PARTS.items():
         values = [account[part] / unit for account in accounts]
         mean = sum(values) / len(values)
         if max(values) > 0:
             share = mean * unit / step.prediction.step_time_s
-            table.add_row(label, _short(mean), f"{share:.1%}", _short(min(values)), _short(max(values)))
+            rows.add_row(label, short(mean), f"{share:.1%}", short(min(values)), short(max(values)))
     whole = step.prediction.step_time_s / unit
-    table.add_row("step", _short(whole), "100.0%", _short(whole), _short(whole), end_section=True)
-    return f"Where the step goes ({name})", table
+    rows.add_row("step", short(whole), "100.0%", short(whole), short(whole), end_section=True)
+    return f"Where the step goes ({name})", rows
 
 
 def _lane_table(step: SimulatedStep) -> tuple[str, Table]:
     """Lanes of communication, those of one kind together: seconds of a rank in the mean."""
-    unit, name = _unit_s(step.prediction.step_time_s)
-    table = _table("", ["busy", "hidden", "exposed", "hidden %"])
+    unit, name = unit_s(step.prediction.step_time_s)
+    rows = table("", ["busy", "hidden", "exposed", "hidden %"])
     for label, busy, hidden in _lanes(step):
-        cells = [_short(seconds / unit) for seconds in (busy, hidden, busy - hidden)]
-        table.add_row(label, *cells, f"{hidden / busy:.1%}")
-    if not table.rows:
-        table.add_row("none", "", "", "", "")
-    return f"Communication beside compute ({name}, mean of the ranks)", table
+        cells = [short(seconds / unit) for seconds in (busy, hidden, busy - hidden)]
+        rows.add_row(label, *cells, f"{hidden / busy:.1%}")
+    if not rows.rows:
+        rows.add_row("none", "", "", "", "")
+    return f"Communication beside compute ({name}, mean of the ranks)", rows
 
 
 def _every_lane_table(step: SimulatedStep) -> tuple[str, Table]:
     """Every lane of communication of the ranks that are shown."""
-    unit, name = _unit_s(step.prediction.step_time_s)
-    table = _table("lane", ["actions", "busy", "hidden", "exposed"])
+    unit, name = unit_s(step.prediction.step_time_s)
+    rows = table("lane", ["actions", "busy", "hidden", "exposed"])
     shown = _shown_ranks(step.run.pp, step.prediction.fullest_rank)
     for use in communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []:
         if use.rank in shown:
-            cells = [_short(seconds / unit) for seconds in (use.busy_s, use.hidden_s, use.exposed_s)]
-            table.add_row(f"{use.rank}: {use.lane}", str(use.num_actions), *cells)
-    if not table.rows:
-        table.add_row("none", "", "", "", "")
-    return f"Lanes of communication by rank ({name})", table
+            cells = [short(seconds / unit) for seconds in (use.busy_s, use.hidden_s, use.exposed_s)]
+            rows.add_row(f"{use.rank}: {use.lane}", str(use.num_actions), *cells)
+    if not rows.rows:
+        rows.add_row("none", "", "", "", "")
+    return f"Lanes of communication by rank ({name})", rows
 
 
 def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
@@ -165,17 +158,17 @@ _MEMORY = {
 
 def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
     memories = step.prediction.memory_by_rank
-    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
+    unit, name = unit_bytes(step.cluster.device.memory_bytes)
     limit = step.cluster.device.memory_bytes / unit
     parts = [part for part in _MEMORY if is_wide and any(asdict(memory)[part] for memory in memories)]
     columns = [*(_MEMORY[part] for part in parts), "total"]
-    table = _table("rank", columns)
+    rows = table("rank", columns)
     for rank in _shown_ranks(len(memories), step.prediction.fullest_rank):
         memory = memories[rank]
         style = "" if memory.total_bytes <= step.cluster.device.memory_bytes else "red"
-        cells = [_short(asdict(memory)[part] / unit) for part in parts]
-        table.add_row(str(rank), *cells, _short(memory.total_bytes / unit), style=style)
-    return f"Peak memory of each device ({name} of {limit:.4g})", table
+        cells = [short(asdict(memory)[part] / unit) for part in parts]
+        rows.add_row(str(rank), *cells, short(memory.total_bytes / unit), style=style)
+    return f"Peak memory of each device ({name} of {limit:.4g})", rows
 
 
 _PEAK_PARTS = {
@@ -189,16 +182,16 @@ _PEAK_PARTS = {
 
 
 def _peak_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
-    unit, name = _unit_bytes(step.cluster.device.memory_bytes)
-    unit_s, name_s = _unit_s(step.prediction.step_time_s)
+    unit, name = unit_bytes(step.cluster.device.memory_bytes)
+    time_unit, name_s = unit_s(step.prediction.step_time_s)
     curves = step.memory_over_time
     parts = [part for part in _PEAK_PARTS if is_wide and any(curve.peak_parts[part] for curve in curves)]
-    table = _table("rank", ["peak", "at", *(_PEAK_PARTS[part] for part in parts)])
+    rows = table("rank", ["peak", "at", *(_PEAK_PARTS[part] for part in parts)])
     for rank in _shown_ranks(len(curves), step.prediction.fullest_rank):
         curve = curves[rank]
-        cells = [_short(curve.peak_parts[part] / unit) for part in parts]
-        table.add_row(str(rank), _short(curve.peak_bytes / unit), _short(curve.peak_s / unit_s), *cells)
-    return f"Memory over time: the peak ({name}), when ({name_s}) and of what", table
+        cells = [short(curve.peak_parts[part] / unit) for part in parts]
+        rows.add_row(str(rank), short(curve.peak_bytes / unit), short(curve.peak_s / time_unit), *cells)
+    return f"Memory over time: the peak ({name}), when ({name_s}) and of what", rows
 
 
 def _shown_ranks(num_ranks: int, fullest: int) -> list[int]:
@@ -213,44 +206,18 @@ def _print_fit(console: Console, step: SimulatedStep) -> None:
     prediction, limit = step.prediction, step.cluster.device.memory_bytes
     if prediction.fits:
         return
-    unit, name = _unit_bytes(limit)
+    unit, name = unit_bytes(limit)
     memory = prediction.memory
     parts = {label: asdict(memory)[part] for part, label in _MEMORY.items()}
     largest = sorted(parts, key=lambda label: -parts[label])[:3]
-    made_of = ", ".join(f"{label} {_short(parts[label] / unit)}" for label in largest)
+    made_of = ", ".join(f"{label} {short(parts[label] / unit)}" for label in largest)
     console.print(
         f"\n[bold red]does not fit[/]: pipeline rank {prediction.fullest_rank} needs "
-        f"{_short(memory.total_bytes / unit)} {name} of {limit / unit:.4g}; most of it: {made_of}"
+        f"{short(memory.total_bytes / unit)} {name} of {limit / unit:.4g}; most of it: {made_of}"
     )
     lower = memory_that_would_fit(step)
     for setting, total in lower.items():
         verdict = "fits" if total <= limit else "still too much"
-        console.print(f"  {setting}: {_short(total / unit)} {name}, {verdict}")
+        console.print(f"  {setting}: {short(total / unit)} {name}, {verdict}")
     if not any(total <= limit for total in lower.values()):
         console.print("  none of these is enough: more layout.pp or layout.tp, or fewer micro-batches in flight")
-
-
-def _unit_s(seconds: float) -> tuple[float, str]:
-    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
-
-
-def _unit_bytes(size: float) -> tuple[float, str]:
-    return (1e9, "GB") if size >= 1e10 else (1e6, "MB")
-
-
-def _seconds(seconds: float) -> str:
-    unit, name = _unit_s(seconds)
-    return f"{_short(seconds / unit)} {name}"
-
-
-def _short(value: float) -> str:
-    """Three or four digits."""
-    if not value:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f}"
-
-
-def _amount(number: float) -> str:
-    """A number of parameters: 3.6 M, 51.8 B, 1.01 T."""
-    scale, letter = next(pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if number >= pair[0])
-    return f"{number / scale:.3g} {letter}".strip()

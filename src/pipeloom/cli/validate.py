@@ -11,7 +11,7 @@ import tyro
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.errors import UserError
 from pipeloom.validate.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
-from pipeloom.validate.measures import Measures, measure
+from pipeloom.validate.measures import Measures, measure, rankings
 from pipeloom.validate.rows import Row, read_rows
 
 
@@ -39,6 +39,8 @@ class Options:
     are met, and write them to this file, with where they come from. --software takes the file."""
     parameters: tuple[str, ...] = ()
     """With --fit: only these efficiencies. None: all that the rows depend on."""
+    groups: bool = False
+    """Also print each group of layouts that compete with each other, and the layout that was ranked first."""
     json: bool = False
     """Print JSON: summary, sets, and rows that were not predicted."""
     plot: Path | None = None
@@ -77,6 +79,8 @@ def run(words: list[str]) -> int:
         print(json.dumps(answer.to_json(), indent=2))
     else:
         _print_table(answer)
+        if options.groups:
+            _print_groups(answer)
     return 0
 
 
@@ -121,6 +125,11 @@ def _fit(options: Options, chosen: list[Row]) -> int:
     return 0
 
 
+def _counted(part: Measures) -> str:
+    oom = "" if not part.oom_first else f"; in {part.oom_first} a layout that ran out of memory was ranked before it"
+    return f"{part.groups} group{'s' * (part.groups != 1)}{oom}"
+
+
 _HEADER = ("rows", "timed", "mean", "median", "p90", "bias", "ranks", "regret", "oom", "memory")
 
 
@@ -130,9 +139,35 @@ def _print_table(answer: Comparison) -> None:
     print(" " * width + "".join(f"{name:>9}" for name in _HEADER))
     for name, part in parts.items():
         print(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in _cells(part)))
-    print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: of the layout ranked first")
+    print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: how much slower, as measured, the")
+    print("# layout ranked first is than the fastest, mean over groups of one set, model, sequence length, number of")
+    print(f"# devices, batch, precision and kernels ({_counted(parts['all'])})")
     for reason, count in answer.skipped.items():
         print(f"# {count} row{'s' * (count > 1)} not predicted: {reason}")
+
+
+def _print_groups(answer: Comparison) -> None:
+    for ranking in rankings(answer.outcomes):
+        group, first, best = ranking.group, ranking.first, ranking.fastest
+        norm = "fused norm" if group.fused_norm else "plain norm"
+        print(
+            f"{group.set_name}/{group.model}, {group.seq} tokens, {group.devices} devices, batch {group.global_batch}, "
+            f"{group.attention}, {norm}, {group.precision}: {ranking.layouts} layouts, regret {ranking.regret:.1%}"
+        )
+        print(f"  first    {_layout(first)}")
+        if ranking.regret > 0:
+            print(f"  fastest  {_layout(best)}")
+        if ranking.is_first_oom:
+            print("  one that ran out of memory was predicted to fit and to be faster")
+
+
+def _layout(row: Row) -> str:
+    run = row.run
+    more = (" sequence parallel" * run.sequence_parallel, f" {run.recompute} recomputation" * (run.recompute != "none"))
+    return (
+        f"{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} micro-batch {run.micro_batch} "
+        f"{run.schedule} shard {run.shard}{''.join(more)}"
+    )
 
 
 def _cells(part: Measures) -> list[str]:

@@ -220,7 +220,8 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """
     shape = run.shape
     counts, head = stage_layers(run, software)
-    held = [count * (shape.layer_matrix_parameters / run.tp + 2 * shape.hidden) for count in counts]
+    each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
+    held = [count * each for count in counts]
     held[0] += shape.embedding_parameters / run.tp
     if not (shape.tied and (run.pp == 1 or software.lends_tied)):
         held[head] += shape.embedding_parameters / run.tp

@@ -19,9 +19,15 @@ def fastest_partition(
 ) -> tuple[int, ...]:
     """Cut the pieces into one run of at least one piece for each stage.
 
-    Minimises, in this order: the seconds of the slowest rank, which has the work of all its stages; those of the
-    slowest stage; the sum of the stages' squared seconds, so that the rest is even too. Where equal layers may go to
-    several stages all the same, the later ones get them: the first ones keep what they need for more micro-batches.
+    With equal layers, or one stage for each rank, it minimises, in this order: the seconds of the slowest rank, which
+    has the work of all its stages; those of the slowest stage; the sum of the stages' squared seconds, so that the rest
+    is even too. Where layers may go to several stages all the same, the later ones get them: the first ones keep what
+    they need for more micro-batches, and ranks have their longer stages at the same time.
+
+    With uneven layers and several stages on a rank the ranks' sums can be even while ranks wait for each other all
+    the time, because their long stages come at different times. The first stages of all ranks are one round, the second
+    ones the next; micro-batches go through a round at the pace of its slowest stage. So there the sum of the rounds'
+    slowest stages comes first, which is never below the slowest rank; then the slowest rank, then the squares.
 
     Exact
 
@@ -31,8 +37,8 @@ def fastest_partition(
     - where every rank has one stage: dynamic programming over (stages, pieces);
     - where there are at most ``uneven.FEW`` ways to cut: all are tried.
 
-    Otherwise (uneven pieces and several stages on a rank, which bin packing can be written as) even stages are
-    improved by a tabu search: good, and not always the best (docs/plan.md says how often it is on small cases).
+    Otherwise even stages are improved by a tabu search: good, and not always the best (docs/plan.md says how often it
+    is on small cases).
 
     Args:
         seconds: of each piece, in order, not negative; for one micro-batch or for the whole step.

@@ -1,12 +1,14 @@
 """Seconds of a model's pieces for one micro-batch, remembered: a search asks for the same ones again and again."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.layers import Parts, Pieces
-from pipeloom.cost.shape import Run
+from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
+from pipeloom.layout import Recompute
 
 Both = tuple[float, float]
 """Seconds of a forward and of a backward."""
@@ -33,25 +35,41 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
     They depend on the model, the tokens, the kernels and the tensor axis, not on how the pipeline is cut.
     """
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
-    alike = replace(
-        run,
-        pp=1,
-        dp=1,
-        loops=1,
-        shard="none",
-        global_batch=1,
-        replicate=1,
-        schedule="none",
-        layers_by_stage=None,
-        recompute_layers=None,
-        placement="looped",
+    alike = Alike(
+        run.shape,
+        run.seq,
+        run.micro_batch,
+        run.tp,
+        run.sequence_parallel,
+        run.recompute,
+        run.attention,
+        run.fused_norm,
+        run.precision,
+        is_dragged,
     )
-    return _piece_seconds(alike, cluster, software, is_dragged=is_dragged)
+    return _piece_seconds(alike, cluster, software)
+
+
+class Alike(NamedTuple):
+    """Everything of a run that its pieces depend on."""
+
+    shape: ModelShape
+    seq: int
+    micro_batch: int
+    tp: int
+    sequence_parallel: bool
+    recompute: Recompute
+    attention: Attention
+    fused_norm: bool
+    precision: Precision
+    is_dragged: bool
 
 
 @lru_cache(maxsize=4096)
-def _piece_seconds(run: Run, cluster: Cluster, software: Software, *, is_dragged: bool) -> PieceSeconds:
-    pieces = Pieces(run, cluster, software, is_dragged=is_dragged)
+def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceSeconds:
+    told = alike._asdict()
+    is_dragged = told.pop("is_dragged")
+    pieces = Pieces(Run(**told), cluster, software, is_dragged=is_dragged)
 
     def both(forward: Parts, backward: Parts) -> Both:
         return pieces.seconds(forward), pieces.seconds(backward)

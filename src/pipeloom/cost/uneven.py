@@ -18,10 +18,10 @@ SAME = 1e-9
 FEW = 5000
 """Cuts that are tried one by one: some milliseconds."""
 
-STARTS = 3
+STARTS = 2
 """Cuts that are improved where the best is not known."""
 
-PATIENCE = 1200
+PATIENCE = 600
 """Moves in a row that find nothing better before a search ends, times stages: with few stages moves take less time."""
 
 
@@ -29,7 +29,9 @@ PATIENCE = 1200
 class Uneven:
     """Pieces of any seconds for stages on ranks.
 
-    A *cut* is the index of a stage's first piece; 0 and the number of pieces are cuts, too.
+    A *cut* is the index of a stage's first piece; 0 and the number of pieces are cuts, too. The first stages of all
+    ranks are the first *round*, the second ones the second round, and so on. What is minimised is the sum of the
+    rounds' slowest stages, then the slowest rank, then the sum of the stages' squares.
 
     Attributes:
         seconds: of each piece.
@@ -42,7 +44,7 @@ class Uneven:
     slow: Sequence[float]
 
     def best(self) -> tuple[int, ...]:
-        """Pieces of each stage: slowest rank, slowest stage, squares of stages as small as can be, in that order."""
+        """Pieces of each stage."""
         pieces, stages = len(self.seconds), len(self.owner)
         if len(self.slow) == stages:
             cuts = self._even(self._stage_slow)
@@ -58,7 +60,13 @@ class Uneven:
 
     def searched(self) -> Cuts:
         """The best cuts that a search finds, which may not be the best there are."""
-        return self._best_of(np.array([self._improved(start)[1:-1] for start in self._starts()]))
+        return self._best_of(np.array([self._walked(start)[1:-1] for start in self._starts()]))
+
+    def judged(self, stages: Floats) -> tuple[Floats, Floats, Floats]:
+        """For each line of stages' seconds: the rounds, the slowest rank, the sum of squares; the less, the better."""
+        order, starts = self._rounds
+        rounds = np.maximum.reduceat(stages[:, order], starts, axis=1).sum(1)
+        return rounds, (stages @ self._on_rank).max(1), (stages * stages).sum(1)
 
     @cached_property
     def _total(self) -> Floats:
@@ -74,16 +82,24 @@ class Uneven:
 
     @cached_property
     def _on_rank(self) -> Floats:
-        """(stages, ranks): the slowness where a stage is on a rank, else 0."""
-        return (np.asarray(self.owner)[:, None] == np.arange(len(self.slow))) * self._stage_slow[:, None]
+        """(stages, ranks): 1 where a stage is on a rank."""
+        return (np.asarray(self.owner)[:, None] == np.arange(len(self.slow))).astype(np.float64)
+
+    @cached_property
+    def _rounds(self) -> tuple[Cuts, Cuts]:
+        """The stages in the order of their rounds, and where each round begins there."""
+        number = [self.owner[:stage].count(rank) for stage, rank in enumerate(self.owner)]
+        return np.argsort(number, kind="stable"), np.searchsorted(np.sort(number), np.arange(max(number) + 1))
+
+    def _stages(self, cuts: Cuts) -> Floats:
+        """Seconds of the stages, for cuts or lines of them."""
+        return np.diff(self._total[cuts], axis=-1) * self._stage_slow
 
     def _best_of(self, inner: Cuts) -> Cuts:
         """The best of lines of cuts, which come without both ends."""
         ends = np.zeros((len(inner), 1), dtype=np.int64)
         cuts = np.hstack([ends, inner, ends + len(self.seconds)])
-        work = np.diff(self._total[cuts], axis=1)
-        stages = work * self._stage_slow
-        return cuts[_first([(work @ self._on_rank).max(1), stages.max(1), (stages * stages).sum(1)])]
+        return cuts[_first(self.judged(self._stages(cuts)))]
 
     def _even(self, weight: Floats) -> Cuts:
         """The cuts with the smallest largest ``weight x work`` of a stage, then with the least sum of squares."""
@@ -112,14 +128,8 @@ class Uneven:
         for _ in range(STARTS):
             cuts = self._even(weight)
             yield cuts
-            loads = np.diff(self._total[cuts]) @ self._on_rank
+            loads = self._stages(cuts) @ self._on_rank
             weight = weight * np.clip(loads / (loads.mean() or 1.0), 0.5, 2.0)[np.asarray(self.owner)]
-
-    def _improved(self, cuts: Cuts) -> Cuts:
-        """Better cuts: for the slowest rank and the ranks' squares, then, within that, for the slowest stage."""
-        cuts = self._descend(cuts, self._on_rank, None)
-        limit_s = (np.diff(self._total[cuts]) @ self._on_rank).max() * (1 + SAME)
-        return self._descend(cuts, np.diag(self._stage_slow), limit_s)
 
     @cached_property
     def _moves(self) -> tuple[Cuts, Cuts, Cuts]:
@@ -127,23 +137,16 @@ class Uneven:
         begin, end = np.triu_indices(len(self.owner) - 1)
         return np.repeat([0, 1], len(begin)), np.tile(begin, 2), np.tile(end + 1, 2)
 
-    def _descend(self, cuts: Cuts, groups: Floats, limit_s: float | None) -> Cuts:
+    def _walked(self, cuts: Cuts) -> Cuts:
         """The best cuts on a walk that takes, each time, the best move to cuts where it has not been (tabu search).
 
-        Best is the smallest largest of the groups' seconds, then the least sum of their squares. A piece goes over
-        each boundary whose cut a move shifts; only moves that take seconds from the slowest group are looked at. The
-        walk ends when moves have found nothing better for long (``PATIENCE``).
-
-        Args:
-            cuts: to begin with.
-            groups: (stages, groups): the slowness where a stage is in a group.
-            limit_s: for ranks, which no move may pass; ``None`` without limit.
+        A piece goes over each boundary whose cut a move shifts; only moves that take seconds from the slowest stage of
+        a round are looked at. The walk ends when moves have found nothing better for long (``PATIENCE``).
         """
-        best, best_key = cuts, self._key(cuts, groups)
+        best, best_key = cuts, tuple(float(key[0]) for key in self.judged(self._stages(cuts)[None]))
         seen, since = {cuts.tobytes()}, 0
         while since * len(self.owner) < PATIENCE:
-            moves = self._moves_from(cuts, groups, limit_s)
-            found = next(((key, then) for key, then in moves if then.tobytes() not in seen), None)
+            found = next(((key, then) for key, then in self._moves_from(cuts) if then.tobytes() not in seen), None)
             if found is None:
                 break
             key, cuts = found
@@ -153,34 +156,22 @@ class Uneven:
                 best, best_key, since = cuts, key, 0
         return best
 
-    def _key(self, cuts: Cuts, groups: Floats) -> tuple[float, float]:
-        now = np.diff(self._total[cuts]) @ groups
-        return float(now.max()), float(now @ now)
-
-    def _moves_from(
-        self, cuts: Cuts, groups: Floats, limit_s: float | None
-    ) -> Iterator[tuple[tuple[float, float], Cuts]]:
-        """Moves that take seconds from the slowest group, best first: what they lead to, its key and cuts."""
-        work = np.diff(self._total[cuts])
-        now = work @ groups
+    def _moves_from(self, cuts: Cuts) -> Iterator[tuple[tuple[float, ...], Cuts]]:
+        """Moves that take seconds from the slowest stage of a round, best first: how the cuts are judged, the cuts."""
+        now = self._stages(cuts)
         over = np.array([self._pieces[cuts[1:-1]], -self._pieces[cuts[1:-1] - 1]])
-        gained = _sums(over, groups)
-        slowest = gained[..., now.argmax()]
+        gained = _sums(over, np.diag(self._stage_slow))
         way, begin, end = self._moves
-        helps = (slowest[way, end] < slowest[way, begin]) & (np.diff(cuts)[np.where(way, begin, end)] > 1)
+        order, starts = self._rounds
+        slowest = [part[now[part].argmax()] for part in np.split(order, starts[1:])]
+        helps = (gained[way, end][:, slowest] < gained[way, begin][:, slowest]).any(1)
+        helps &= np.diff(cuts)[np.where(way, begin, end)] > 1
         way, begin, end = way[helps], begin[helps], end[helps]
-        after = now + gained[way, end] - gained[way, begin]
-        most, squares = after.max(1), (after * after).sum(1)
-        if limit_s is not None:
-            on_rank = _sums(over, self._on_rank)
-            ranks = work @ self._on_rank + on_rank[way, end] - on_rank[way, begin]
-            most = np.where(ranks.max(1) <= limit_s, most, np.inf)
-        for move in np.lexsort((squares, most)):
-            if most[move] == np.inf:
-                return
+        rounds, ranks, squares = self.judged(now + gained[way, end] - gained[way, begin])
+        for move in np.lexsort((squares, rounds)):
             then = cuts.copy()
             then[begin[move] + 1 : end[move] + 1] += -1 if way[move] else 1
-            yield (float(most[move]), float(squares[move])), then
+            yield (float(rounds[move]), float(ranks[move]), float(squares[move])), then
 
 
 def _sums(over: Floats, groups: Floats) -> Floats:
@@ -197,8 +188,9 @@ def _first(keys: Sequence[Floats]) -> int:
     return int(left[0])
 
 
-def _is_less(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    """Whether the first numbers are less, or they are equal and the second ones are."""
-    if abs(one[0] - other[0]) > SAME * other[0]:
-        return one[0] < other[0]
-    return one[1] < other[1] * (1 - SAME)
+def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the first numbers that differ are less in ``one``."""
+    for mine, theirs in zip(one, other, strict=True):
+        if abs(mine - theirs) > SAME * theirs:
+            return mine < theirs
+    return False

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from pipeloom.generate.family import FAMILIES, Choice, Family, Request, Rows, family, make_schedule
+from pipeloom.generate.family import FAMILIES, Choice, Family, HeldInputs, Request, Rows, family, make_schedule
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FAMILIES", "Choice", "Family", "Request", "Rows", "family", "make_schedule"]
+__all__ = ["FAMILIES", "Choice", "Family", "HeldInputs", "Request", "Rows", "family", "make_schedule"]

@@ -4,8 +4,8 @@ from pipeloom.generate.family import Request, Rows, family
 from pipeloom.schedule import Kind, Row
 
 
-def _all_inputs(request: Request) -> list[int]:
-    return [request.num_microbatches * request.loops] * request.placement.num_ranks
+def _all_inputs(request: Request) -> list[list[int]]:
+    return [[request.num_microbatches] * request.loops] * request.placement.num_ranks
 
 
 @family("gpipe", is_looped=False, instead="breadth-first", stage_inputs=_all_inputs)
@@ -29,7 +29,7 @@ def breadth_first(request: Request) -> Rows:
         forwards = Row.grid(Kind.FORWARD, stages, microbatches)
         backwards = Row.grid(Kind.BACKWARD, stages[::-1], microbatches)
         rows.append(forwards + backwards)
-    return Rows(rows, _all_inputs(request))
+    return Rows(rows, [sum(held) for held in _all_inputs(request)])
 
 
 @family("forward-only", is_looped=True, has_backward=False)

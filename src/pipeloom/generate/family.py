@@ -56,8 +56,10 @@ class Rows:
 
 
 Rule = Callable[[Request], Rows]
-StageInputs = Callable[[Request], Sequence[int] | None]
-"""For each rank the most stage inputs that it holds at once, without making the rows; ``None`` if only they tell."""
+HeldInputs = Sequence[Sequence[int]]
+"""For each rank, for each of its stages, the stage inputs that it holds when it holds the most."""
+StageInputs = Callable[[Request], HeldInputs | None]
+"""What ranks hold, without making the rows; ``None`` if only they tell."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ class Choice:
         return Request(self.placed(), self.num_microbatches, self.group_size or self.pp)
 
     @property
-    def stage_inputs(self) -> Sequence[int] | None:
-        """For each rank the most stage inputs that it holds at once; ``None`` without a closed form for it."""
+    def stage_inputs(self) -> HeldInputs | None:
+        """What ranks hold when they hold the most, stage by stage; ``None`` without a closed form for it."""
         closed_form = FAMILIES[self.family].stage_inputs
         return closed_form(self._request) if closed_form else None
 

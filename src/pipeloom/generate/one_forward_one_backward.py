@@ -1,6 +1,7 @@
 """One forward, one backward in turn: 1F1B, depth-first (interleaved 1F1B) and the hybrid between the two ends."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
 
 from pipeloom.errors import ScheduleError
@@ -11,12 +12,27 @@ from pipeloom.schedule import Kind, Row, Schedule
 def _stage_inputs(hops_back: int) -> StageInputs:
     """The closed form; where the placement asks for more warm-up there is none."""
 
-    def inputs(request: Request) -> list[int] | None:
+    def inputs(request: Request) -> list[list[int]] | None:
         if request.group_size == 1:
-            return [request.loops]
-        return _most_inputs(request, hops_back, 0) if request.is_looped else None
+            return [[1] * request.loops]
+        if not request.is_looped:
+            return None
+        sizes = [len(group) for group in _groups(request.num_microbatches, request.group_size)]
+        return [_taken(sizes, request.loops, most) for most in _most_inputs(request, hops_back, 0)]
 
     return inputs
+
+
+def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
+    """How many of a rank's first forwards are on each of its stages."""
+    held, left = [0] * loops, number
+    for size in group_sizes:
+        for local in range(loops):
+            held[local] += min(size, left)
+            left -= min(size, left)
+        if left == 0:
+            break
+    return held
 
 
 def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:

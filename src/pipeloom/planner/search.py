@@ -2,7 +2,8 @@
 
 What is open lies in a queue by its bound. The first is opened, or simulated if it is a single layout. Once the best
 ones that were simulated are faster than the first bound in the queue, nothing that is left can be among them: the
-answer is that of simulating everything (``tests/planner/test_search.py``).
+answer is that of simulating everything (``tests/planner/test_search.py``). What one goal leaves open, the next one goes
+on with.
 """
 
 import time
@@ -14,8 +15,8 @@ from typing import NamedTuple
 
 from pipeloom.cost.shape import Run
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.question import Question
-from pipeloom.planner.settle import settle
+from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep
 
@@ -29,10 +30,9 @@ class Counts:
 
     Attributes:
         layouts: in all.
-        too_large: ruled out since they need more memory than a device has, by a bound or once simulated.
+        too_large: ruled out since they need more memory than a device has, or fit with less recomputed.
         too_slow: ruled out by the bound of their step time.
         simulated: whose step was simulated.
-        spare: that fit without what they recompute, or differ from a simulated one in nothing.
         excluded: what is no layout, by cause: combinations of axes.
         seconds: that the search took.
     """
@@ -41,7 +41,6 @@ class Counts:
     too_large: int = 0
     too_slow: int = 0
     simulated: int = 0
-    spare: int = 0
     excluded: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -84,42 +83,12 @@ def kind_of(run: Run, family: str) -> Kind:
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
 
 
-def leaf_kind(leaf: Leaf) -> Kind:
-    """The kind of a layout that is not decided yet."""
-    return kind_of(leaf.cut.run, leaf.choice.family)._replace(recompute=leaf.cut.arrangement.kept)
+class Rank(NamedTuple):
+    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
 
-
-class Best:
-    """The best layouts so far, one of each kind."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._of_kind: dict[Kind, tuple[_Rank, SimulatedStep]] = {}
-        self.limit_s = float("inf")
-        """What is slower than this is not among the best."""
-
-    def add(self, step: SimulatedStep) -> None:
-        """Keep it if it is the best of its kind."""
-        kind, rank = kind_of(step.run, step.order.choice.family), _rank(step)
-        known = self._of_kind.get(kind)
-        if known is None or rank < known[0]:
-            self._of_kind[kind] = rank, step
-            if len(self._of_kind) >= self._count:
-                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
-
-    @property
-    def steps(self) -> list[SimulatedStep]:
-        """The fastest first; of equals the one with more memory left."""
-        ranked = sorted(self._of_kind.values(), key=lambda one: one[0])
-        return [step for _, step in ranked[: self._count]]
-
-    def beats(self, node: "Node", bound_s: float) -> bool:
-        """Whether something that takes at least that long cannot be the best of its kind."""
-        if isinstance(node, Arrangement | Cut):
-            return False
-        leaf = node.leaf if isinstance(node, Settled) else node
-        known = self._of_kind.get(leaf_kind(leaf))
-        return known is not None and bound_s > known[0].step_s
+    step_s: float
+    held_bytes: float
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -134,128 +103,193 @@ class Settled:
 Node = Arrangement | Cut | Leaf | Settled
 
 
-class _Rank(NamedTuple):
-    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
-
-    step_s: float
-    held_bytes: float
-    layout: str
-
-
-def _rank(step: SimulatedStep) -> _Rank:
-    layout = repr((step.run, step.order))
-    return _Rank(step.prediction.step_time_s, step.prediction.memory.total_bytes, layout)
-
-
-def search(
-    question: Question,
-    count: int = 10,
-    *,
-    budget_s: float | None = None,
-    progress: Progress | None = None,
-    prunes: bool = True,
-) -> Found:
+def search(question: Question, count: int = 10, *, budget_s: float | None = None, prunes: bool = True) -> Found:
     """The best layouts of a question.
 
     Args:
         question: what is asked.
         count: how many.
         budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
-        progress: is told now and then.
         prunes: whether bounds rule layouts out; ``False`` simulates all of them, for tests.
     """
-    return _Search(question, count, budget_s, progress, prunes=prunes).run()
+    return Search(question, prunes=prunes).best(count, budget_s=budget_s)
 
 
-class _Search:
-    def __init__(
-        self,
-        question: Question,
-        count: int,
-        budget_s: float | None,
-        progress: Progress | None,
-        *,
-        prunes: bool,
-    ) -> None:
-        self._question = question
-        self._best = Best(count)
+class Search:
+    """A question's layouts, as far as they are decided.
+
+    Args:
+        question: what is asked.
+        prunes: whether bounds rule layouts out.
+        progress: is told now and then.
+    """
+
+    def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
+        self._question, self._prunes, self._progress = question, prunes, progress
         self._counts = Counts()
-        self._begin = time.monotonic()
-        self._budget_s, self._progress, self._prunes = budget_s, progress, prunes
-        self._queue: list[tuple[float, int, Node]] = []
+        self._queue: list[_Entry] = []
         self._pushed = 0
-
-    @property
-    def _room(self) -> float:
-        return self._question.cluster.device.memory_bytes
-
-    def run(self) -> Found:
-        """Open what has the lowest bound until nothing open can be among the best."""
-        found, self._counts.excluded = arrangements(self._question)
+        self._simulated: list[tuple[Rank, Settled]] = []
+        found, self._counts.excluded = arrangements(question)
         self._counts.layouts = sum(arrangement.count for arrangement in found)
+        everything = _Goal(1, Limits())
         for arrangement in found:
-            self._push(arrangement.bound_s, arrangement, arrangement.least_bytes)
+            self._push(everything, arrangement.bound_s, arrangement, arrangement.least_bytes)
+        self._queue = everything.queue
+
+    def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
+        """The best layouts, each of another kind.
+
+        Args:
+            count: how many.
+            limits: what they may be; ``None`` for all.
+            budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
+        """
+        begin, goal = time.monotonic(), _Goal(count, limits or Limits())
+        for rank, settled in self._simulated:
+            goal.add(rank, settled)
+        for entry in self._queue:
+            goal.take(entry)
         open_bound_s = None
-        while self._queue:
-            bound_s, _, node = heappop(self._queue)
-            if self._prunes and bound_s > self._best.limit_s:
-                self._counts.too_slow += node.count + sum(other.count for _, _, other in self._queue)
+        while goal.queue:
+            entry = heappop(goal.queue)
+            is_late = budget_s is not None and time.monotonic() - begin > budget_s
+            if is_late or (self._prunes and entry.bound_s > goal.limit_s):
+                goal.aside.append(entry)
+                open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
                 break
-            if self._budget_s is not None and time.monotonic() - self._begin > self._budget_s:
-                open_bound_s = bound_s
-                break
-            if self._prunes and self._best.beats(node, bound_s):
-                self._counts.too_slow += 1
-                continue
-            self._open(node, bound_s)
+            if self._prunes and goal.beats(entry.node, entry.bound_s):
+                goal.aside.append(entry)
+            else:
+                self._open(goal, entry)
             if self._progress is not None:
-                self._progress(self._decided, self._counts.layouts)
-        self._counts.seconds = time.monotonic() - self._begin
-        return Found(tuple(self._best.steps), self._counts, open_bound_s)
-
-    @property
-    def _decided(self) -> int:
+                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
+        self._queue = goal.aside + goal.queue
         counts = self._counts
-        return counts.too_large + counts.too_slow + counts.simulated + counts.spare
+        counts.seconds += time.monotonic() - begin
+        counts.too_slow = counts.layouts - counts.too_large - counts.simulated
+        steps = tuple(settled.candidate.simulate(self._question.cluster) for settled in goal.best)
+        return Found(steps, counts, open_bound_s)
 
-    def _push(self, bound_s: float, node: Node, least_bytes: float) -> None:
-        """Keep it open, unless a bound rules it out."""
-        if self._prunes and least_bytes > self._room:
+    def _push(self, goal: "_Goal", bound_s: float, node: Node, least_bytes: float = 0.0) -> None:
+        """Keep it open, unless it cannot fit."""
+        if self._prunes and least_bytes > self._question.cluster.device.memory_bytes:
             self._counts.too_large += node.count
-        elif self._prunes and bound_s > self._best.limit_s:
-            self._counts.too_slow += node.count
         else:
             self._pushed += 1
-            heappush(self._queue, (bound_s, self._pushed, node))
+            goal.take(_Entry(bound_s, self._pushed, node))
 
-    def _open(self, node: Node, bound_s: float) -> None:
+    def _open(self, goal: "_Goal", entry: "_Entry") -> None:
+        node = entry.node
         if isinstance(node, Arrangement):
             for cut in node.cuts():
-                self._push(cut.bound_s, cut, cut.least_bytes)
+                self._push(goal, cut.bound_s, cut, cut.least_bytes)
         elif isinstance(node, Cut):
-            for sharding in node.shardings:
-                for choice in node.choices:
-                    self._push_leaf(Leaf(node, sharding, choice))
+            for leaf in node.leaves():
+                narrowed = leaf.narrowed() if self._prunes else leaf
+                if narrowed is None:
+                    self._counts.too_large += 1
+                else:
+                    self._push(goal, narrowed.bound_s, narrowed)
         elif isinstance(node, Leaf):
-            self._settle(node, bound_s)
+            chosen = settle(node)
+            if chosen is None:
+                self._counts.too_large += 1
+            else:
+                self._push(goal, max(entry.bound_s, settled_bound_s(node, chosen)), Settled(node, chosen))
         else:
-            self._simulate(node.candidate)
+            self._simulate(goal, entry.bound_s, node)
 
-    def _push_leaf(self, leaf: Leaf) -> None:
-        narrowed = leaf.narrowed() if self._prunes else leaf
-        if narrowed is None:
-            self._counts.too_large += 1
-        else:
-            self._push(narrowed.bound_s, narrowed, 0.0)
-
-    def _settle(self, leaf: Leaf, bound_s: float) -> None:
-        """Decide the rest of it, and with its schedule at hand bound it once more."""
-        chosen = settle(leaf)
-        if chosen is None:
-            self._counts.too_large += 1
+    def _simulate(self, goal: "_Goal", bound_s: float, settled: Settled) -> None:
+        """With its schedule at hand it is bounded once more first, which takes less than to simulate it."""
+        closer_s = max(bound_s, scheduled_bound_s(settled.leaf, settled.candidate))
+        if self._prunes and closer_s > bound_s and (closer_s > goal.limit_s or goal.beats(settled, closer_s)):
+            self._push(goal, closer_s, settled)
             return
-        self._push(max(bound_s, leaf.cut.time.collectives_s(chosen.run, chosen.schedule)), Settled(leaf, chosen), 0.0)
-
-    def _simulate(self, chosen: Candidate) -> None:
         self._counts.simulated += 1
-        self._best.add(chosen.simulate(self._question.cluster))
+        prediction = settled.candidate.simulate(self._question.cluster).prediction
+        layout = repr((settled.candidate.run, settled.candidate.order))
+        rank = Rank(prediction.step_time_s, prediction.memory.total_bytes, layout)
+        self._simulated.append((rank, settled))
+        goal.add(rank, settled)
+
+
+class _Entry(NamedTuple):
+    """Something open: its bound, a number that settles ties, and what it is."""
+
+    bound_s: float
+    number: int
+    node: Node
+
+
+class _Goal:
+    """What is looked for: the best layouts that limits allow, one of each kind."""
+
+    def __init__(self, count: int, limits: Limits) -> None:
+        self._count, self._limits = count, limits
+        self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
+        self.limit_s = float("inf")
+        """What is slower than this is not among the best."""
+        self.queue: list[_Entry] = []
+        """What is open and allowed."""
+        self.aside: list[_Entry] = []
+        """What is open for other goals."""
+
+    def take(self, entry: _Entry) -> None:
+        """Something open: to be looked at if it is allowed."""
+        if _admits(self._limits, entry.node):
+            heappush(self.queue, entry)
+        else:
+            self.aside.append(entry)
+
+    def add(self, rank: Rank, settled: Settled) -> None:
+        """Something that was simulated: kept if it is allowed, and the best of its kind."""
+        if not _admits(self._limits, settled):
+            return
+        kind = _kind(settled.leaf)
+        known = self._of_kind.get(kind)
+        if known is None or rank < known[0]:
+            self._of_kind[kind] = rank, settled
+            if len(self._of_kind) >= self._count:
+                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+
+    @property
+    def best(self) -> list[Settled]:
+        """The fastest first; of equals the one with more memory left."""
+        ranked = sorted(self._of_kind.values(), key=lambda one: one[0])
+        return [settled for _, settled in ranked[: self._count]]
+
+    def beats(self, node: Node, bound_s: float) -> bool:
+        """Whether something that takes at least that long cannot be the best of its kind."""
+        if isinstance(node, Arrangement | Cut):
+            return False
+        known = self._of_kind.get(_kind(node.leaf if isinstance(node, Settled) else node))
+        return known is not None and bound_s > known[0].step_s
+
+
+def _kind(leaf: Leaf) -> Kind:
+    """The kind of a layout that may not be decided yet."""
+    return kind_of(leaf.cut.run, leaf.choice.family)._replace(recompute=leaf.cut.arrangement.kept)
+
+
+def _admits(limits: Limits, node: Node) -> bool:
+    """Whether there may be something below the node that the limits allow."""
+    if not limits.names:
+        return True
+    if isinstance(node, Settled):
+        return _admits(limits, node.leaf) and limits.allows(shards=node.candidate.run.shard)
+    if isinstance(node, Leaf):
+        is_shared = any(limits.allows(shards=level) for level in node.sharding.levels)
+        return is_shared and limits.allows(families=node.choice.family) and _admits(limits, node.cut)
+    if isinstance(node, Cut):
+        return limits.allows(loops=node.run.loops) and _admits(limits, node.arrangement)
+    run = node.run
+    axes = limits.allows(tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch)
+    return axes and limits.allows(sequence_parallel=run.sequence_parallel) and _keeps(limits, node)
+
+
+def _keeps(limits: Limits, node: Arrangement) -> bool:
+    """Whether what is recomputed is allowed; some of the layers are where both nothing and all are."""
+    if limits.recompute is None:
+        return True
+    return {"none", "full"} <= set(limits.recompute) if node.kept == "some" else node.kept in limits.recompute

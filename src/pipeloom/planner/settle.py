@@ -5,28 +5,20 @@ that fits is taken.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.memory import kept_bytes
-from pipeloom.cost.shape import Run
+from pipeloom.generate import Choice
 from pipeloom.layout import Recompute, Shard
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
-from pipeloom.predict.memory import memory_by_rank
-from pipeloom.predict.step import Order
+from pipeloom.predict.memory import Room, memory_with_room
+from pipeloom.predict.step import Order, compute_schedule
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """Stages whose weights, and stages whose unreduced gradients, a rank has room for; ``None`` for all gradients."""
-
-    residency: int
-    gradient_buffers: int | None
 
 
 def settle(leaf: Leaf) -> Candidate | None:
@@ -34,72 +26,76 @@ def settle(leaf: Leaf) -> Candidate | None:
     if leaf.cut.arrangement.kept == "some":
         return _with_some_layers(leaf)
     for shard in leaf.sharding.levels:
-        for room in _rooms(shard, leaf.cut.run.loops):
-            if _is_hopeless(leaf, shard, room):
+        for order in _orders(leaf.choice, shard):
+            if _is_hopeless(leaf, shard, order):
                 continue
-            chosen = _candidate(leaf, leaf.run(shard), room)
+            chosen = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
             if min(_free_bytes(chosen, leaf)) >= 0:
                 return chosen
     return None
 
 
-def _is_hopeless(leaf: Leaf, shard: Shard, room: Room) -> bool:
+def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
-    held = leaf.cut.memory.held_bytes(shard, leaf.sharding.replicate, leaf.stage_inputs, room.residency)
-    return max(held) > leaf.cut.arrangement.question.cluster.device.memory_bytes
+    memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
+    held = memory.held_bytes(leaf.stage_inputs, order.residency)
+    return bool(held.max() > leaf.cut.arrangement.question.cluster.device.memory_bytes)
 
 
-def _rooms(shard: Shard, loops: int) -> list[Room]:
-    """What a rank may have room for, the most first.
+def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
+    """Seconds of the step at least, with the layers that are recomputed."""
+    run = chosen.run
+    time = leaf.cut.time if run.recompute_layers is None else leaf.cut.bounds(run)
+    return time.sharded(run.shard, run.replicate).step_s
+
+
+def scheduled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
+    """Seconds of the step at least, with the gathers and reductions that its schedule has."""
+    return leaf.cut.time.sharded(chosen.run.shard, chosen.run.replicate).lane_s(chosen.schedule)
+
+
+def _orders(choice: Choice, shard: Shard) -> list[Order]:
+    """A schedule with what a rank may have room for, the most first; gathers start as early as there is room.
 
     With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
     gathered ``full`` would hold as much as ``gradients``, and both have more to exchange.
     """
+    loops = choice.loops
     two, half = min(2, loops), max(1, loops // 2)
     sizes: list[tuple[int, int | None]] = [(loops, None)]
     if shard == "gradients":
         sizes = [(loops, two), (loops, 1)]
     elif shard == "full":
         sizes = [(half, two), (two, two), (two, 1), (1, 1)]
-    return [Room(*size) for size in dict.fromkeys(sizes)]
-
-
-def _candidate(leaf: Leaf, run: Run, room: Room) -> Candidate:
-    """The leaf's schedule with room for that much; gathers start as early as there is room."""
-    order = Order(
-        choice=leaf.choice,
-        residency=room.residency,
-        prefetch=max(1, room.residency - 1),
-        gradient_buffers=room.gradient_buffers,
-    )
-    return Candidate(run, leaf.cut.arrangement.question.software, order)
+    return [
+        Order(choice=choice, residency=gathered, prefetch=max(1, gathered - 1), gradient_buffers=unreduced)
+        for gathered, unreduced in dict.fromkeys(sizes)
+    ]
 
 
 def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
     """For each rank the bytes that are left on a device of it; below 0 what is missing."""
+    order, software, loops = chosen.order, chosen.software, chosen.run.loops
+    room = Room(
+        receive_buffers=0 if software.is_blocking else order.receive_buffers,
+        gathered=min(order.residency, loops),
+        unreduced=min(order.gradient_buffers or loops, loops),
+    )
+    held = memory_with_room(chosen.run, software, compute_schedule(order.choice), room)
     capacity = leaf.cut.arrangement.question.cluster.device.memory_bytes
-    held = memory_by_rank(chosen.run, chosen.software, chosen.schedule, chosen.order.receive_buffers)
     return [capacity - memory.total_bytes for memory in held]
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
-    """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough.
-
-    Less is shared out rather than less recomputed, if both would fit: an exchange costs less than a layer.
-    """
-    for shard in leaf.sharding.levels:
-        sizes = _rooms(shard, leaf.cut.run.loops)
-        room = next((room for room in sizes if room.gradient_buffers == 2), sizes[-1])
-        if _is_hopeless(leaf, shard, room):
-            continue
-        plain = _candidate(leaf, leaf.run(shard), room)
-        free = _free_bytes(plain, leaf)
-        if min(free) >= 0:
-            return None
-        chosen = _recomputing(leaf, plain, free)
-        if chosen is not None:
-            return chosen
-    return None
+    """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
+    (shard,) = leaf.sharding.levels
+    orders = _orders(leaf.choice, shard)
+    order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
+    if _is_hopeless(leaf, shard, order):
+        return None
+    plain = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
+    free = _free_bytes(plain, leaf)
+    return None if min(free) >= 0 else _recomputing(leaf, plain, free)
 
 
 def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candidate | None:
@@ -128,7 +124,7 @@ def _saved_bytes(chosen: Candidate) -> list[float]:
     """For each rank about what one recomputed layer saves."""
     run, software = chosen.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
-    peaks = chosen.schedule.peak_stage_inputs
+    peaks = compute_schedule(chosen.order.choice).peak_stage_inputs
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 

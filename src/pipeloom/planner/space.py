@@ -10,11 +10,13 @@ Each knows a bound for the step time and the number of leaves below it.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, gcd
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
@@ -23,7 +25,7 @@ from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.layout import Shard
-from pipeloom.planner.bounds import Bounds, placement_of
+from pipeloom.planner.bounds import Bounds, Floats, placement_of
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 
@@ -123,14 +125,16 @@ class Arrangement:
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
         inside = gcd(self.question.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
-        return found + [Sharding(levels, dp // size) for size in among] if levels else found
+        parts = [levels] if self.kept != "some" else [(level,) for level in levels]
+        return found + [Sharding(part, dp // size) for part in parts for size in among if part]
 
 
 class Sharding(NamedTuple):
     """What data parallelism shares out.
 
     Attributes:
-        levels: that may be, the least first; the first that fits is taken, since it has least to exchange.
+        levels: that may be, the least first; the first that fits is taken, since it has least to exchange. Where fewer
+            layers have to be recomputed the more is shared out, each level is a choice of its own.
         replicate: copies of what is shared out.
     """
 
@@ -176,8 +180,9 @@ def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=65536)
-def _stage_inputs(choice: Choice) -> Sequence[int] | None:
-    return choice.stage_inputs
+def _stage_inputs(choice: Choice) -> Floats | None:
+    held = choice.stage_inputs
+    return None if held is None else np.array(held, np.float64)
 
 
 @dataclass(frozen=True)
@@ -195,15 +200,16 @@ class Cut:
     @cached_property
     def time(self) -> Bounds:
         """Bounds of the step time; with nothing recomputed where that is only settled later."""
-        return self._bounds(self.run)
+        return self.bounds(self.run)
 
     @cached_property
     def memory(self) -> Bounds:
         """Bounds of the memory; with everything recomputed where that is only settled later."""
         is_open = self.arrangement.kept == "some"
-        return self._bounds(replace(self.run, recompute="full")) if is_open else self.time
+        return self.bounds(replace(self.run, recompute="full")) if is_open else self.time
 
-    def _bounds(self, run: Run) -> Bounds:
+    def bounds(self, run: Run) -> Bounds:
+        """Of a run that is cut like this."""
         return Bounds(run, self.arrangement.question.cluster, self.arrangement.question.software, self.placement)
 
     @property
@@ -224,7 +230,11 @@ class Cut:
     @property
     def least_bytes(self) -> float:
         """Bytes of the fullest device at least, with everything shared out that can be."""
-        return max(self.memory.held_bytes(self.shardings[-1].levels[-1]))
+        return float(self.memory.sharded(self.shardings[-1].levels[-1]).held_bytes().max())
+
+    def leaves(self) -> Iterator["Leaf"]:
+        """With every sharding and every schedule."""
+        return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
 
     @property
     def bound_s(self) -> float:
@@ -261,28 +271,26 @@ class Leaf:
         return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
 
     @property
-    def stage_inputs(self) -> Sequence[int] | None:
-        """For each rank how many stage inputs it holds at once, where a closed form tells it."""
+    def stage_inputs(self) -> Floats | None:
+        """[rank, number of its stage] what ranks hold when they hold the most, where a closed form tells it."""
         return _stage_inputs(self.choice)
 
     def narrowed(self) -> "Leaf | None":
         """Without the levels of sharding that cannot fit; ``None`` if none can."""
-        held, room = self.cut.memory.held_bytes, self.cut.arrangement.question.cluster.device.memory_bytes
+        memory, room = self.cut.memory, self.cut.arrangement.question.cluster.device.memory_bytes
         for number, shard in enumerate(self.sharding.levels):
-            if max(held(shard, self.sharding.replicate, self.stage_inputs)) <= room:
+            if memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs).max() <= room:
                 return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
         return None
 
     @property
     def bound_s(self) -> float:
         """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
-        time, in_flight = self.cut.time, self.stage_inputs
-        shard, most, replicate = self.sharding.levels[0], self.sharding.levels[-1], self.sharding.replicate
-        bound_s = time.step_s(shard, replicate)
+        time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
         if self.cut.arrangement.kept != "some" or in_flight is None:
-            return bound_s
-        layers = time.layers_to_recompute(time.held_bytes(most, replicate, in_flight), in_flight)
-        return max(bound_s, time.recomputing_s(layers) + time.after_s(shard, replicate))
+            return time.step_s
+        layers = time.layers_to_recompute(in_flight)
+        return max(time.step_s, self.cut.time.recomputing_s(layers) + time.after_s)
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
@@ -292,7 +300,7 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
         if not limits.allows(tp=tp, pp=pp, dp=dp):
             continue
-        cause = _why_not(question, tp, pp, dp)
+        cause = why_not(question, tp, pp, dp)
         if cause is not None:
             excluded[cause] += 1
             continue
@@ -304,7 +312,8 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
     return found, excluded
 
 
-def _why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
+    """Why axes are no layout; ``None`` if they are one."""
     shape = question.shape
     if shape.heads % tp or shape.kv_heads % tp:
         return "the heads do not divide by the tensor axis"

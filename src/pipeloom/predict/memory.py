@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,33 +37,72 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         schedule: as it is simulated.
         receive_buffers: for each directed edge, where the schedule has its communication.
     """
+    _, unreduced = _whole_bytes(run, software)
+    stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
+    received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
+    rooms = [
+        Room(
+            received,
+            min(schedule.max_gathered or len(own), len(own)),
+            _most_unreduced(schedule, rank) if any(unreduced) else 0,
+        )
+        for rank, own in enumerate(stages)
+    ]
+    return _memory(run, software, schedule, rooms)
+
+
+class Room(NamedTuple):
+    """What a rank will have room for once communication is added to its schedule.
+
+    Attributes:
+        receive_buffers: for each directed edge.
+        gathered: stages that it has gathered at once, where weights are sharded at all times.
+        unreduced: stages whose unreduced gradients it holds, where gradients are sharded.
+    """
+
+    receive_buffers: int
+    gathered: int
+    unreduced: int
+
+
+def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Room) -> tuple[Memory, ...]:
+    """The same of a schedule whose communication is not added yet, for a search that need not add it to see it.
+
+    Args:
+        run: what is trained.
+        software: with what.
+        schedule: compute actions.
+        room: of every rank.
+    """
+    return _memory(run, software, schedule, [room] * schedule.num_ranks)
+
+
+def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room]) -> tuple[Memory, ...]:
+    """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     only_head = [float(stage == head) for stage in range(schedule.num_stages)]
-    received = receive_buffers * stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0
     found: list[Memory] = []
-    for rank in range(schedule.num_ranks):
+    for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
         activations = _most_held(schedule, rank, inputs) + working
         logits = 0.0
         if head in stages:
             logits = logits_each + (_most_held(schedule, rank, only_head) - 1) * kept_logits(run, software)
-        most_gathered = min(schedule.max_gathered or len(stages), len(stages))
-        most_unreduced = _most_unreduced(schedule, rank) if any(unreduced) else 0
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
             Memory(
-                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, most_gathered),
+                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, room.gathered),
                 gradients_bytes=state.gradients_bytes
                 + lent.gradients_bytes
-                + _largest(unreduced, stages, most_unreduced),
+                + _largest(unreduced, stages, room.unreduced),
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages) * received,
+                buffers_bytes=_num_peers(schedule, stages) * room.receive_buffers * stage_input_bytes(run),
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
             )

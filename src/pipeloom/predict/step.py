@@ -190,12 +190,21 @@ def lowered(run: Run, software: Software, order: Order) -> Schedule:
         UserError: the schedule cannot be made.
     """
     if software.is_blocking:
-        return _LOWERED.get(_Lowering(order.choice))
+        return compute_schedule(order.choice)
     is_lent = run.shape.tied and software.lends_tied
     if not software.has_reduction_lane or run.dp == 1:
         return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent))
     sharding = (run.shard, order.residency, order.prefetch, order.gradient_buffers)
     return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent, sharding=sharding))
+
+
+def compute_schedule(choice: Choice) -> Schedule:
+    """The schedule before anything is added to it; the last few are remembered.
+
+    Raises:
+        UserError: the schedule cannot be made.
+    """
+    return _LOWERED.get(_Lowering(choice))
 
 
 @dataclass(frozen=True)
@@ -224,10 +233,9 @@ class _Lowering:
                 prefetch=prefetch,
                 gradient_buffers=gradient_buffers,
             )
-        schedule = self.choice.make()
         if self.receive_buffers is None:
-            return schedule
-        schedule = lower(schedule, self.receive_buffers)
+            return self.choice.make()
+        schedule = lower(compute_schedule(self.choice), self.receive_buffers)
         return add_tied(schedule) if self.is_lent else schedule
 
 

@@ -13,7 +13,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.fast import CLOSED, FAMILY_OF, pipeline_s, predict
-from pipeloom.validate.measures import Measures, Outcome, measure
+from pipeloom.validate.measures import Measures, Outcome, measure, rankings
 from pipeloom.validate.rows import Row, read_table
 
 DEFAULT_SOFTWARE = "megatron-2021"
@@ -98,10 +98,11 @@ class Comparison:
         return {name: measure(part) for name, part in sorted(parts.items())}
 
     def to_json(self) -> dict[str, Any]:
-        """``summary``, the same under ``sets``, and what was skipped."""
+        """``summary``, the same under ``sets``, the ranking of each of the ``groups``, and what was skipped."""
         return {
             "summary": measure(self.outcomes).to_json(),
             "sets": {name: part.to_json() for name, part in self.by_set.items()},
+            "groups": [ranking.to_json() for ranking in rankings(self.outcomes)],
             "skipped": self.skipped,
         }
 

@@ -4,7 +4,7 @@ import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
 from pipeloom.errors import ConfigError, UserError
@@ -45,6 +45,23 @@ BLANKS: dict[str, str] = {
 ``devices`` dp x tp x pp, ``schedule`` 1f1b where there is a pipeline, ``status`` ok where something was measured."""
 
 
+class Group(NamedTuple):
+    """What layouts that compete with each other have in common.
+
+    Kernels are part of it: a faster attention kernel is no layout. Sequence parallelism, recomputation, sharding and
+    the schedule are not, since they are chosen with the axes.
+    """
+
+    set_name: str
+    model: str
+    seq: int
+    devices: int
+    global_batch: int
+    attention: str
+    fused_norm: bool
+    precision: str
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured layout.
@@ -68,10 +85,19 @@ class Row:
     note: str
 
     @property
-    def group(self) -> tuple[str, str, int, int, int]:
-        """What stays the same while somebody looks for the best layout: set, model, sequence, devices, batch."""
+    def group(self) -> Group:
+        """What stays the same while somebody looks for the best layout."""
         run = self.run
-        return self.set_name, run.shape.name, run.seq, run.num_devices, run.global_batch
+        return Group(
+            set_name=self.set_name,
+            model=run.shape.name,
+            seq=run.seq,
+            devices=run.num_devices,
+            global_batch=run.global_batch,
+            attention=run.attention,
+            fused_norm=run.fused_norm,
+            precision=run.precision,
+        )
 
 
 def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:

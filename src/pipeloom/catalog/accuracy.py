@@ -1,0 +1,73 @@
+"""How far predictions were off where they were held against measurements: ``accuracy.toml`` of the catalog."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """Errors of predicted step times; all but counts are fractions.
+
+    Attributes:
+        rows: measured steps.
+        mean_abs_error, p90_abs_error: of |predicted / measured - 1|.
+        bias: mean of predicted / measured - 1.
+        groups: of layouts that competed with each other.
+        median_regret, worst_regret: over the groups, how much slower the layout ranked first was, as measured, than the
+            fastest; ``None`` without groups.
+    """
+
+    rows: int
+    mean_abs_error: float
+    p90_abs_error: float
+    bias: float
+    groups: int
+    median_regret: float | None
+    worst_regret: float | None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What ``benchmarks/held_out.py`` found.
+
+    Attributes:
+        table, date: which measurements, and when.
+        by_program: (program, device) -> errors on rows that the fit which predicted them had not seen.
+        by_device: device -> errors of the general efficiencies on all its rows, every program weighing the same.
+        general_of: device -> program -> mean absolute error of the general efficiencies.
+    """
+
+    table: str
+    date: str
+    by_program: dict[tuple[str, str], Errors]
+    by_device: dict[str, Errors]
+    general_of: dict[str, dict[str, float]]
+
+
+@lru_cache(maxsize=1)
+def load_accuracy() -> Accuracy:
+    """The packaged file."""
+    text = files("pipeloom.catalog").joinpath("accuracy.toml").read_text(encoding="utf-8")
+    told = tomllib.loads(text)
+    return Accuracy(
+        table=told["provenance"]["table"],
+        date=told["provenance"]["date"],
+        by_program={(entry["program"], entry["device"]): _errors(entry) for entry in told["program"]},
+        by_device={entry["device"]: _errors(entry) for entry in told["general"]},
+        general_of={entry["device"]: entry["mean_abs_error_of"] for entry in told["general"]},
+    )
+
+
+def _errors(entry: dict[str, Any]) -> Errors:
+    return Errors(
+        rows=entry["rows"],
+        mean_abs_error=entry["mean_abs_error"],
+        p90_abs_error=entry["p90_abs_error"],
+        bias=entry["bias"],
+        groups=entry["groups"],
+        median_regret=entry.get("median_regret"),
+        worst_regret=entry.get("worst_regret"),
+    )

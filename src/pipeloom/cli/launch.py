@@ -1,0 +1,71 @@
+"""``pipeloom launch``: what starts a run on a cluster, or in another program."""
+
+import shutil
+import textwrap
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from pipeloom.catalog import load_cluster
+from pipeloom.cli.run_config import parse_config
+from pipeloom.config import RunConfig
+from pipeloom.errors import UserError
+from pipeloom.launch import HandedOver, hand_over
+from pipeloom.predict.describe import machine_problems
+
+_SUMMARY = (
+    "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "
+    "say why where a program cannot express it. The nodes are those of machine.cluster."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunConfig):
+    """A run, and for whom it is written down."""
+
+    out: Path | None = None
+    """Folder that the files go to; made if it is not there."""
+    to: tuple[Literal["torchrun", "slurm", "torch", "torchtitan", "megatron"], ...] = ()
+    """For whom; asking for one that cannot express the run is an error. Nothing: for all that can."""
+    time_limit: str = "24:00:00"
+    """Of a Slurm job, as sbatch --time takes it."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the configuration, write the files, say which, and what was refused."""
+    options = parse_config(words, "launch", _SUMMARY, Options(), _problems)
+    if options.out is None:
+        raise UserError("--out FOLDER is missing: where the files go")
+    done = hand_over(
+        options, load_cluster(options.machine.cluster), options.out, options.to, time_limit=options.time_limit
+    )
+    print_handed_over(done)
+    return 2 if done.refused and (options.to or not done.written) else 0
+
+
+def print_handed_over(done: HandedOver) -> None:
+    """Say what was written and how it is started, and what was refused and why."""
+    for written in done.written:
+        print(f"\n{written.target}: {written.program}")
+        _print_item("files", ", ".join(map(str, written.files)))
+        _print_item("start", written.start)
+        for sentence in written.differs:
+            _print_item("differs", sentence)
+        for sentence in written.left_out:
+            _print_item("left out", sentence)
+    for refused in done.refused:
+        print(f"\n{refused.target}: {refused.program} cannot express this run")
+        for reason in refused.reasons:
+            _print_item("reason", reason)
+
+
+def _print_item(head: str, text: str) -> None:
+    width = max(40, min(shutil.get_terminal_size().columns, 120))
+    print(textwrap.fill(text, width, initial_indent=f"  {head:<10}", subsequent_indent=" " * 12,
+                        break_long_words=False, break_on_hyphens=False))  # fmt: skip
+
+
+def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
+    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
+    return [*judge(), *machine_problems(config)]

@@ -1,0 +1,332 @@
+"""``pipeloom plan``: which layout to use, and why."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.config import RunConfig
+from pipeloom.config_file import format_run, read_run_file
+from pipeloom.cost.shape import Attention, Precision, shape_of
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.layout import Recompute, Shard
+from pipeloom.planner.causes import causes
+from pipeloom.planner.plan import Plan, make_plan
+from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.run_file import run_config
+from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.step import SimulatedStep
+
+_NO_NUMBERS: tuple[int, ...] = ()
+_NO_NAMES: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The best layouts of a model on a cluster: searched over all of them, with reasons.
+
+    Says how each takes its time, why the first one wins over other kinds, what would change that, and how far off
+    predictions have been.
+    """
+
+    config: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = None
+    """A run file whose model, sequences, batch, number of devices and machine are the question; flags go over it."""
+    model: str | None = None
+    """A model of the catalog by name, or a file (.toml, or a Hugging Face config.json)."""
+    cluster: str | None = None
+    """A cluster of the catalog by name, or a file."""
+    devices: int | None = None
+    """Devices of the run; a layout uses all of them."""
+    global_batch: int | None = None
+    """Sequences of a step."""
+    seq: int | None = None
+    """Tokens of a sequence."""
+    software: str | None = None
+    """The training program: one of the catalog by name, or a file. None: pipeloom."""
+    precision: Precision | None = None
+    """Type of weights and activations in products. None: bf16, or the first that the device computes in."""
+    attention: Attention | None = None
+    """Kernel of attention. None: flash2."""
+    fused_norm: bool | None = None
+    """Whether a norm is one kernel. None: it is."""
+    tp: tuple[int, ...] = _NO_NUMBERS
+    """Sizes of the tensor axis that may be chosen; so for the others below. None given: any."""
+    pp: tuple[int, ...] = _NO_NUMBERS
+    """Sizes of the pipeline axis; 1 is no pipeline."""
+    dp: tuple[int, ...] = _NO_NUMBERS
+    """Sizes of the data axis."""
+    loops: tuple[int, ...] = _NO_NUMBERS
+    """Stages of each pipeline rank."""
+    micro_batch: tuple[int, ...] = _NO_NUMBERS
+    """Sequences of a micro-batch."""
+    families: tuple[str, ...] = _NO_NAMES
+    """Schedules."""
+    shards: tuple[Shard, ...] = ()
+    """What data parallelism shares out."""
+    recompute: tuple[Recompute, ...] = ()
+    """What is recomputed; none and full together allow some of the layers, too."""
+    sequence_parallel: Literal["any", "on", "off"] = "any"
+    """Whether what tensor parallelism leaves whole is split over the sequence."""
+    best: int = 10
+    """How many layouts to tell."""
+    budget_s: float | None = None
+    """Seconds for the search. When they are over, what was found is told, with what may still be faster. None: until
+    nothing can be."""
+    explain: bool = True
+    """Whether to look for the best of other kinds, and for what would change the answer."""
+    out: Path | None = None
+    """Write the best layout to this file as a run for `pipeloom train`."""
+    export: Path | None = None
+    """Write what others launch to this folder: torchrun, Slurm, PyTorch's schedule, torchtitan, Megatron-LM."""
+    json: bool = False
+    """Print JSON for programs; docs/plan.md lists its keys."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, and by which names it was asked.
+
+    Attributes:
+        question: what is asked.
+        model: the model's name or file; ``None`` if a run file gives its sizes.
+        cluster: name or file.
+        software: name or file.
+        config: where a run file was given.
+    """
+
+    question: Question
+    model: str | None
+    cluster: str
+    software: str
+    config: RunConfig | None
+
+
+def run(words: list[str]) -> int:
+    """Parse the arguments, plan, print; 1 if nothing fits."""
+    options = tyro.cli(Options, args=words, prog="pipeloom plan", description=Options.__doc__)
+    asked = _asked(options)
+    if options.best < 1:
+        raise UserError(f"--best must be at least 1, found {options.best}")
+    from pipeloom.cli.plan_text import PlanProgress, print_plan
+
+    with PlanProgress(is_shown=not options.json) as progress:
+        plan = make_plan(
+            asked.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
+        )
+    if options.json:
+        print(json.dumps(to_json(plan)))
+    else:
+        print_plan(plan)
+    if plan.best is None:
+        return 1
+    _write(options, asked, plan.best)
+    return 0
+
+
+def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
+    config = run_config(best, asked.model, asked.cluster, asked.software)
+    if asked.config is not None:
+        config = _over(asked.config, config)
+    if options.out is not None:
+        try:
+            options.out.write_text(format_run(config), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the run {options.out}: {error.strerror}") from error
+        if not options.json:
+            print(f"\nwritten: {options.out}; start it with `pipeloom train {options.out}`")
+    if options.export is not None:
+        from pipeloom.cli.launch import print_handed_over
+        from pipeloom.launch import hand_over
+
+        done = hand_over(config, asked.question.cluster, options.export)
+        if not options.json:
+            print()
+            print_handed_over(done)
+
+
+def _over(config: RunConfig, planned: RunConfig) -> RunConfig:
+    """A run's own settings, with what was planned."""
+    receive, prefetch = planned.schedule.receive_buffers, planned.schedule.prefetch
+    schedule = replace(planned.schedule, receive_buffers=receive, prefetch=prefetch)
+    training = replace(config.training, dtype=planned.training.dtype, device=planned.training.device)
+    return replace(
+        config,
+        layout=planned.layout,
+        schedule=schedule,
+        machine=planned.machine,
+        data=replace(config.data, seq_len=planned.data.seq_len),
+        training=training,
+    )
+
+
+def _asked(options: Options) -> Asked:
+    """The question, with everything that is missing or wrong told at once."""
+    problems: list[str] = []
+    config = _read(options.config, problems) if options.config is not None else None
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("model", "cluster", "devices", "global_batch", "seq")
+        if getattr(options, name) is None
+    ]
+    if missing and options.config is None:
+        problems.append(f"expected a run file, or {', '.join(missing)} as well")
+    machine = config.machine if config is not None else None
+    model_name = options.model or (_model_name(config) if config is not None else None)
+    cluster_name = options.cluster or (machine.cluster if machine is not None else "")
+    software_name = options.software or (machine.software if machine is not None else "pipeloom")
+    shape = _load(load_model, model_name, problems)
+    if shape is None and config is not None and model_name is None:
+        shape = shape_of(config.model.resolve(config.data.vocab_size))
+    cluster = _load(load_cluster, cluster_name, problems)
+    software = _load(load_software, software_name, problems)
+    if problems or shape is None or cluster is None or software is None:
+        raise ConfigError(problems, "the question")
+    layout, known = (config.layout, config.data) if config is not None else (None, None)
+    usual: Precision = "bf16" if "bf16" in cluster.device.peak_flops_per_s else "fp32"
+    question = Question(
+        shape=shape,
+        cluster=cluster,
+        software=software,
+        num_devices=_first(options.devices, layout and layout.num_ranks),
+        global_batch=_first(options.global_batch, layout and layout.batch_size),
+        seq=_first(options.seq, known and known.seq_len),
+        precision=options.precision or (machine.precision if machine is not None else usual),
+        attention=options.attention or (machine.attention if machine is not None else "flash2"),
+        fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
+        limits=_limits(options),
+    )
+    return Asked(question, model_name, cluster_name, software_name, config)
+
+
+def _first(*values: Any) -> Any:
+    """The first value that was given."""
+    return next(value for value in values if value is not None)
+
+
+def _read(path: Path, problems: list[str]) -> RunConfig:
+    config, found = read_run_file(path)
+    config, unknown = with_model_sizes(config)
+    problems += [*found, *unknown]
+    return config
+
+
+def _model_name(config: RunConfig) -> str | None:
+    return config.model.preset or (str(config.model.file) if config.model.file is not None else None)
+
+
+def _load(load: Any, name: str | None, problems: list[str]) -> Any:
+    """What a name stands for; ``None``, and more problems, if that is wrong."""
+    if not name:
+        return None
+    try:
+        return load(name)
+    except ConfigError as error:
+        problems += [f"{name}: {problem}" for problem in error.problems]
+    except UserError as error:
+        problems.append(str(error))
+    return None
+
+
+def _limits(options: Options) -> Limits:
+    split = {"any": None, "on": (True,), "off": (False,)}[options.sequence_parallel]
+    return Limits(
+        tp=options.tp or None,
+        pp=options.pp or None,
+        dp=options.dp or None,
+        loops=options.loops or None,
+        micro_batch=options.micro_batch or None,
+        families=options.families or None,
+        shards=options.shards or None,
+        recompute=options.recompute or None,
+        sequence_parallel=split,
+    )
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """What ``--json`` prints, in SI units; docs/plan.md lists the keys."""
+    question, counts = plan.question, plan.counts
+    near = plan.closest
+    return {
+        "question": {
+            "model": asdict(question.shape),
+            "cluster": question.cluster.name,
+            "software": question.software.name,
+            "num_devices": question.num_devices,
+            "global_batch": question.global_batch,
+            "seq": question.seq,
+            "precision": question.precision,
+            "limits": asdict(question.limits),
+        },
+        "counts": {**asdict(counts), "excluded": dict(counts.excluded)},
+        "is_proved": plan.open_bound_s is None,
+        "open_bound_s": plan.open_bound_s,
+        "layouts": [step_to_json(step) for step in plan.steps],
+        "rivals": [
+            {
+                "kind": rival.kind,
+                "layout": None if rival.step is None else step_to_json(rival.step),
+                "more_s": rival.more_s,
+            }
+            for rival in plan.rivals
+        ],
+        "changes": [
+            {
+                "what": change.what,
+                "speed": change.speed,
+                "layout": None if change.step is None else step_to_json(change.step),
+            }
+            for change in plan.changes
+        ],
+        "error_bar": plan.error_bar.to_json(),
+        "advice": list(plan.advice),
+        "closest": None
+        if near is None
+        else {
+            "least_bytes": near.least_bytes,
+            "missing_bytes": near.missing_bytes,
+            "ways_out": [{"what": what, "layout": step_to_json(step)} for what, step in near.ways_out],
+        },
+    }
+
+
+def step_to_json(step: SimulatedStep) -> dict[str, Any]:
+    """One layout with its predictions."""
+    run, order = step.run, step.order
+    return {
+        "tp": run.tp,
+        "pp": run.pp,
+        "dp": run.dp,
+        "loops": run.loops,
+        "replicate": run.replicate,
+        "shard": run.shard,
+        "micro_batch": run.micro_batch,
+        "num_microbatches": run.num_microbatches,
+        "sequence_parallel": run.sequence_parallel,
+        "recompute": run.recompute,
+        "recompute_layers": run.recompute_layers,
+        "layers_by_stage": run.layers_by_stage,
+        "placement": run.placement,
+        "family": order.choice.family,
+        "group_size": order.choice.group_size,
+        "residency": order.residency,
+        "prefetch": order.prefetch,
+        "gradient_buffers": order.gradient_buffers,
+        "receive_buffers": order.receive_buffers,
+        "step_time_s": step.prediction.step_time_s,
+        "tokens_per_s": step.tokens_per_s,
+        "mfu": step.mfu,
+        "hfu": step.hfu,
+        "bubble_fraction": step.bubble_fraction,
+        "memory_bytes": step.prediction.memory.total_bytes,
+        "causes_s": causes(step),
+        "dollars_per_billion_tokens": dollars_per_billion_tokens(step),
+    }
+
+
+def dollars_per_billion_tokens(step: SimulatedStep) -> float | None:
+    """What a billion tokens cost; ``None`` where the cluster has no price."""
+    price = step.cluster.price_per_device_hour
+    return None if price is None else price * step.run.num_devices * 1e9 / step.tokens_per_s / 3600

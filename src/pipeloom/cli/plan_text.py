@@ -1,0 +1,211 @@
+"""The answer of ``pipeloom plan`` for people."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
+from pipeloom.cli.plan import dollars_per_billion_tokens
+from pipeloom.planner.causes import CAUSES, causes
+from pipeloom.planner.plan import Change, Plan, Rival
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.progress import Bar
+from pipeloom.words import count
+
+
+class PlanProgress(Bar):
+    """How many layouts are decided."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
+        super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="")
+
+    def show(self, decided: int, layouts: int) -> None:
+        """So many are decided, of so many."""
+        if self._bar is not None:
+            self._bar.update(self._task, total=layouts)
+        self._update(decided, layouts=f"{decided:,} of {layouts:,} layouts decided")
+
+
+def print_plan(plan: Plan) -> None:
+    """Print the plan; tables fit the terminal's width as far as they can."""
+    console = Console(highlight=False)
+    _print_question(console, plan)
+    if plan.best is None:
+        _print_nothing(console, plan)
+        return
+    console.print(f"\n[bold]The {count(len(plan.steps), 'best layout')}, one of a kind[/]")
+    console.print(_best_table(plan))
+    _print_layout(console, plan.best)
+    if plan.rivals:
+        name = unit_s(plan.best.prediction.step_time_s)[1]
+        console.print(f"\n[bold]Why it wins: what the best of other kinds takes more ({name})[/]")
+        console.print(_rival_table(plan.best, plan.rivals))
+    if plan.changes:
+        console.print("\n[bold]What would change it[/]")
+        console.print(_change_table(plan.best, plan.changes))
+    console.print(f"\n[bold]How far off this may be[/]\n{plan.error_bar.text}")
+    if plan.advice:
+        console.print("\n[bold]Advice[/]")
+        for sentence in plan.advice:
+            console.print(f"- {sentence}")
+
+
+def _print_question(console: Console, plan: Plan) -> None:
+    question, counts = plan.question, plan.counts
+    console.print(
+        f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
+        f"sequences of {question.seq:,} tokens a step, {question.precision}; {question.num_devices:,} x "
+        f"{question.cluster.device.name} ({question.cluster.name}), trained by {question.software.name}"
+    )
+    proof = "nothing else can be among the best"
+    if plan.open_bound_s is not None:
+        proof = f"the time was up: a layout of {seconds(plan.open_bound_s)} a step may still be there"
+    console.print(
+        f"{counts.layouts:,} layouts in {counts.seconds:.1f} s: {counts.simulated:,} simulated; bounds ruled out "
+        f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
+    )
+    for cause, number in counts.excluded.most_common():
+        console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
+
+
+def _print_layout(console: Console, best: SimulatedStep) -> None:
+    """What the first row does not say."""
+    run, order = best.run, best.order
+    parts = [f"{count(run.num_stages, 'stage')}"]
+    if run.layers_by_stage is not None and run.num_stages > 1:
+        least, most = min(run.layers_by_stage), max(run.layers_by_stage)
+        parts.append(f"{least} layers each" if least == most else f"{least} to {most} layers each")
+    if run.shard != "none" and run.dp > 1:
+        parts.append(f"{run.shard} shared out over {run.shard_size} of {run.dp} data-parallel ranks")
+    if run.shard == "full" and run.dp > 1:
+        parts.append(f"{count(order.residency, 'stage')} gathered at once")
+    if run.recompute_layers is not None:
+        again = sum(kind == "full" for kind in run.recompute_layers)
+        parts.append(f"{again} of {run.shape.layers} layers recomputed")
+    if run.placement != "looped":
+        parts.append(f"stages placed as a {run.placement}")
+    console.print(f"the first: {', '.join(parts)}")
+
+
+def _best_table(plan: Plan) -> Table:
+    best = plan.steps[0]
+    unit, name = unit_s(best.prediction.step_time_s)
+    memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    has_price = dollars_per_billion_tokens(best) is not None
+    columns = [
+        "tp",
+        "pp",
+        "dp",
+        "loops",
+        "batches",
+        "schedule",
+        "shared",
+        "again",
+        f"step {name}",
+        "tokens/s",
+        "MFU",
+        bytes_name,
+        "bubble",
+        "exposed",
+    ]
+    rows = table("", [*columns, "$/1e9"] if has_price else columns)
+    for number, step in enumerate(plan.steps, start=1):
+        run, told = step.run, causes(step)
+        exposed_s = told["exposed_p2p_s"] + told["exposed_data_parallel_s"]
+        dollars = dollars_per_billion_tokens(step)
+        rows.add_row(
+            str(number),
+            f"{run.tp}{' sp' if run.sequence_parallel else ''}",
+            str(run.pp),
+            str(run.dp),
+            f"{run.loops}{'' if run.placement == 'looped' else ' ' + run.placement}",
+            f"{run.num_microbatches} x {run.micro_batch}",
+            schedule_of(step),
+            run.shard if run.dp > 1 else "-",
+            recomputed(step),
+            short(step.prediction.step_time_s / unit),
+            f"{step.tokens_per_s:,.0f}",
+            f"{step.mfu:.1%}",
+            short(step.prediction.memory.total_bytes / memory),
+            f"{step.bubble_fraction:.1%}",
+            f"{exposed_s / step.prediction.step_time_s:.1%}",
+            *([f"{dollars:,.0f}"] if dollars is not None else []),
+        )
+    return rows
+
+
+def schedule_of(step: SimulatedStep) -> str:
+    """The schedule in a word; without a pipeline it is the order of accumulation."""
+    choice = step.order.choice
+    if choice.pp == 1 and choice.loops == 1:
+        return "none"
+    return choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
+
+
+def recomputed(step: SimulatedStep) -> str:
+    """What is recomputed in a word: nothing, a number of layers, all."""
+    run = step.run
+    if run.recompute_layers is not None:
+        return f"{sum(kind == 'full' for kind in run.recompute_layers)} of {run.shape.layers}"
+    return {"none": "-", "selective": "attention", "full": "all"}[run.recompute]
+
+
+def _axes(step: SimulatedStep) -> str:
+    run = step.run
+    batches, shard = f"{run.num_microbatches} x {run.micro_batch}", run.shard if run.dp > 1 else "none"
+    axes = f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {count(run.loops, 'loop')}"
+    return f"{axes}, {batches}, {schedule_of(step)}, {shard}"
+
+
+def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+    unit, _ = unit_s(best.prediction.step_time_s)
+    told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
+    rows = table("", ["step", *(CAUSES[name] for name in told), "layout"])
+    for rival in rivals:
+        if rival.step is None:
+            rows.add_row(rival.kind, "none fits", *[""] * (len(told) + 1))
+            continue
+        more_s = rival.step.prediction.step_time_s - best.prediction.step_time_s
+        cells = [_signed(rival.more_s[name] / unit) for name in told]
+        rows.add_row(rival.kind, _signed(more_s / unit), *cells, _axes(rival.step))
+    return rows
+
+
+def _signed(value: float) -> str:
+    return f"{'+' if value >= 0 else '-'}{short(abs(value))}"
+
+
+def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
+    rows = table("", ["tokens/s", "best layout then"])
+    for change in changes:
+        if change.step is None:
+            rows.add_row(change.what, "", "nothing fits")
+            continue
+        is_same = _axes(change.step) == _axes(best)
+        rows.add_row(change.what, f"{change.speed - 1:+.1%}", "the same" if is_same else _axes(change.step))
+    return rows
+
+
+def _print_nothing(console: Console, plan: Plan) -> None:
+    near = plan.closest
+    if near is None:
+        console.print("\n[bold red]nothing that fits was found in that time[/]: give it more with --budget-s")
+        return
+    question, run = plan.question, near.leaf.cut.run
+    unit, name = unit_bytes(question.cluster.device.memory_bytes)
+    console.print(
+        f"\n[bold red]nothing fits[/]: the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
+        f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
+        f"{near.leaf.sharding.levels[-1]} sharding, {near.leaf.cut.arrangement.kept} recomputed) needs "
+        f"{short(near.least_bytes / unit)} {name} of {short(question.cluster.device.memory_bytes / unit)}: "
+        f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
+    )
+    if not near.ways_out:
+        console.print(
+            "no number of devices and no length of sequences that was tried is enough; choose a smaller model"
+        )
+    for what, step in near.ways_out:
+        console.print(f"- with {what} it fits: {seconds(step.prediction.step_time_s)} a step ({_axes(step)})")

@@ -1,0 +1,12 @@
+: "${MEGATRON:?folder of Megatron-LM, with pretrain_gpt.py}"
+if [[ -n "${DATA:-}" ]]; then
+  read -ra data <<<"$DATA"
+else
+  data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$mock_vocab")
+fi
+if ((connections)); then
+  export CUDA_DEVICE_MAX_CONNECTIONS=1 # which tensor parallelism wants before Blackwell, and FSDP must not have
+fi
+export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"
+exec "${launch[@]}" "$MEGATRON/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${memory[@]}" "${training[@]}" \
+  "${data[@]}" --save "$run" --load "$run" "$@"

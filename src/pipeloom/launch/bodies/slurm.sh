@@ -1,0 +1,36 @@
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?this is for sbatch}"
+script="${SCRIPT:-torchrun.sh}"
+export RUN="${RUN:-$PWD/run}"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export MASTER_ADDR="${hosts%%$'\n'*}"                               # the first one, where SLURM_NODEID is 0
+export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}" # jobs that share a host take different ones
+starts="${SLURM_RESTART_COUNT:-0}"
+echo "$script on $SLURM_JOB_NODELIST, node 0 is $MASTER_ADDR:$MASTER_PORT, restarted $starts times"
+
+if ((starts > 0)) && [[ -e "$RUN/config.toml" ]] && ! compgen -G "$RUN/checkpoints/step-*/checkpoint.json" >/dev/null; then
+  mv "$RUN" "$RUN.start-$starts" # ended before its first checkpoint: begins anew, beside what is left of it
+fi
+
+# One task a node, free to use all of its cores.
+srun --label --kill-on-bad-exit=1 --cpu-bind=none \
+  bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$script" "$@" &
+step=$!
+is_late=0
+trap 'is_late=1; kill -TERM "$step" 2>/dev/null || true' USR1 # the time limit is near
+status=0
+wait "$step" || status=$?
+if ((is_late)); then
+  wait "$step" || true
+  echo "stopped before the time limit"
+fi
+if ((status == 0)); then
+  exit 0
+fi
+if ((starts < max_restarts)); then
+  echo "ended with status $status: queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+else
+  echo "ended with status $status after $starts restarts"
+fi
+exit "$status"

@@ -1,0 +1,165 @@
+"""A run as those see it who start it: processes on nodes, layers in stages; and what a target makes of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.cost.analytic import stage_layers
+from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import ConfigError
+from pipeloom.predict.describe import describe, with_model_sizes
+from pipeloom.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and where its processes go.
+
+    Attributes:
+        config: without problems; the sizes of its model are in place.
+        model: resolved.
+        schedule: compute actions only.
+        layers_by_stage: layers of each stage; the first stage has the embedding as well.
+        head_stage: the stage that has the head.
+        cluster: whose nodes it runs on.
+        time_limit: of one job, as Slurm takes it.
+    """
+
+    config: RunConfig
+    model: ModelConfig
+    schedule: Schedule
+    layers_by_stage: tuple[int, ...]
+    head_stage: int
+    cluster: Cluster
+    time_limit: str
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run needs."""
+        return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each node, where all nodes have the same number."""
+        return min(self.config.layout.num_ranks, self.cluster.devices_per_node)
+
+    @property
+    def dtype(self) -> str:
+        """Type of weights and activations in products, for programs other than this one: fp32, bf16, fp16 or fp64.
+
+        What ``training.dtype`` says, unless that is its default: a plan for a cluster says it in ``machine.precision``.
+        """
+        names = {"float64": "fp64", "bfloat16": "bf16", "float32": self.config.machine.precision}
+        return names[self.config.training.dtype]
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the cluster's devices are GPUs; its file says how many multiprocessors they have."""
+        return self.cluster.device.num_multiprocessors > 0
+
+    def dtype_notes(self) -> list[str]:
+        """What to say where that is not what ``pipeloom train`` computes in."""
+        own, other = self.config.training.dtype, self.config.machine.precision
+        if own != "float32" or other == "fp32":
+            return []
+        return [f"training.dtype is {own}; products are in {other}, as machine.precision says"]
+
+    def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
+        """What a stage holds: whether the embedding, which layers, whether the head."""
+        begin = sum(self.layers_by_stage[:stage])
+        return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
+
+    def head_problems(self) -> list[str]:
+        """Why other programs cannot have the head where it is: in a stage before the last one; empty if it is not."""
+        last = len(self.layers_by_stage) - 1
+        if self.head_stage == last:
+            return []
+        return [
+            (
+                f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
+                f"leaves stage {last} empty; name a layout.partition"
+            )
+        ]
+
+    def node_problems(self) -> list[str]:
+        """Why one command cannot start the run on every node; empty if it can."""
+        num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node
+        if num_ranks <= per_node or num_ranks % per_node == 0:
+            return []
+        return [
+            (
+                f"{num_ranks} processes do not fill nodes of {per_node} devices ({self.cluster.name}), and one command "
+                f"for all nodes starts as many on each; use a multiple of {per_node}, or fewer devices of a node"
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a target makes of a run.
+
+    Attributes:
+        files: text by file name.
+        start: how it is started, one line.
+        left_out: settings that have no counterpart there, a sentence each.
+        differs: what runs in another way than here, a sentence each.
+    """
+
+    files: dict[str, str]
+    start: str
+    left_out: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that a run can be handed over to.
+
+    Attributes:
+        name: as the command line spells it.
+        program: with the version whose names and rules are used.
+        files: names of everything it may write.
+        problems: why a run cannot be expressed there, a sentence each; empty if it can.
+        make: the files, for a run without such problems.
+    """
+
+    name: str
+    program: str
+    files: tuple[str, ...]
+    problems: Callable[[Job], list[str]]
+    make: Callable[[Job], Draft]
+
+
+def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
+    """The run with everything that its start depends on.
+
+    Raises:
+        ConfigError: the configuration is wrong; all problems together.
+    """
+    plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
+    config, problems = with_model_sizes(plain)
+    problems += config.problems(trains=False, is_model_known=not problems)
+    if problems:
+        raise ConfigError(problems)
+    described = describe(config)
+    layers, head_stage = stage_layers(described.run, described.software)
+    return Job(
+        config=config,
+        model=config.model.resolve(config.data.vocab_size),
+        schedule=config.choice().make(),
+        layers_by_stage=tuple(layers),
+        head_stage=head_stage,
+        cluster=cluster,
+        time_limit=time_limit,
+    )
+
+
+def training_problems(config: RunConfig) -> list[str]:
+    """Why ``pipeloom train`` would refuse the run on another machine, whose text and files are not known here."""
+    elsewhere = replace(
+        config,
+        data=replace(config.data, path=None),
+        checkpoint=replace(config.checkpoint, resume=None),
+        training=replace(config.training, compile=False),
+    )
+    return elsewhere.problems()

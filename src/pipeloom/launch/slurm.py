@@ -1,0 +1,58 @@
+"""Slurm: a script for sbatch that starts the script for torchrun once on each node."""
+
+from pipeloom.launch.job import Draft, Job, Target
+from pipeloom.launch.text import body, comment
+from pipeloom.launch.torchrun import TARGET as TORCHRUN
+
+SCRIPT = "pipeloom.sbatch"
+
+_SECONDS_BEFORE_LIMIT = 120
+"""When a job hears that its time is almost over: time enough to end in order, and to be queued again."""
+_MAX_RESTARTS = 3
+
+
+def _make(job: Job) -> Draft:
+    started = TORCHRUN.make(job)
+    notes = Draft(
+        {},
+        f"sbatch {SCRIPT}, in its folder; SCRIPT=megatron.sh or another one beside it starts that one",
+        differs=(*started.differs, *_differences(job)),
+    )
+    takes_gpus = job.has_gpus or job.config.training.device == "cuda"
+    options = [
+        "--job-name=pipeloom",
+        f"--nodes={job.num_nodes}",
+        "--ntasks-per-node=1",
+        *([f"--gpus-per-node={job.processes_per_node}"] if takes_gpus else []),
+        "--exclusive",
+        f"--time={job.time_limit}",
+        "--output=slurm-%j.out",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR1@{_SECONDS_BEFORE_LIMIT}",
+    ]
+    about = [
+        (
+            "A run that fails, or comes near the time limit, is queued again and goes on from its latest checkpoint. "
+            "Add what your site asks for: --partition, --account."
+        )
+    ]
+    script = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH {option}" for option in options),
+            comment("sbatch of Slurm 21.08 or newer", notes, about),
+            f"max_restarts={_MAX_RESTARTS}",
+            body("slurm.sh"),
+        ]
+    )
+    return Draft({**started.files, SCRIPT: script}, notes.start, notes.left_out, notes.differs)
+
+
+def _differences(job: Job) -> tuple[str, ...]:
+    if job.config.checkpoint.every is not None:
+        return ()
+    return ("checkpoint.every is not set: a run that ends early has no checkpoint and begins anew",)
+
+
+TARGET = Target("slurm", "Slurm", (*TORCHRUN.files, SCRIPT), TORCHRUN.problems, _make)

@@ -1,0 +1,110 @@
+"""torchrun: one script that is started on every node."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from pipeloom.config import RunConfig
+from pipeloom.config_file import format_run
+from pipeloom.launch.job import Draft, Job, Target, training_problems
+from pipeloom.launch.text import MARK, body, comment
+from pipeloom.words import count
+
+SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
+
+
+def _problems(job: Job) -> list[str]:
+    return [*training_problems(job.config), *job.node_problems()]
+
+
+def _make(job: Job) -> Draft:
+    notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job))
+    script = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            comment("torchrun of PyTorch 2.11 or newer", notes, about_ranks(job)),
+            *variables(job),
+            f"threads={job.config.training.threads}",
+            body("start.sh") + body("torchrun.sh"),
+        ]
+    )
+    run_file = f"# {MARK} for `pipeloom train`; {SCRIPT} beside it starts it.\n{format_run(_elsewhere(job.config))}"
+    return Draft({RUN_FILE: run_file, SCRIPT: script}, notes.start, notes.left_out, notes.differs)
+
+
+def _elsewhere(config: RunConfig) -> RunConfig:
+    """The run as it can be started from any folder; the script says where the run folder is."""
+    model, data, checkpoint = config.model, config.data, config.checkpoint
+    return replace(
+        config,
+        model=replace(model, file=_absolute(model.file)),
+        data=replace(data, path=_absolute(data.path), cache=_absolute(data.cache)),
+        checkpoint=replace(checkpoint, resume=_absolute(checkpoint.resume)),
+        output=replace(config.output, folder=None),
+    )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()
+
+
+def start_of(job: Job, script: str, needs: str = "") -> str:
+    """How a person starts a script on the nodes of a run.
+
+    Args:
+        job: the run.
+        script: its name.
+        needs: variables that it takes in any case, each ``NAME=... `` with a space behind it.
+    """
+    if job.num_nodes == 1:
+        return f"{needs}bash {script}"
+    return f"on every node, with its own NODE_RANK: {needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}"
+
+
+def variables(job: Job) -> list[str]:
+    """What the common body of the scripts needs to know."""
+    return [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}"]
+
+
+def about_ranks(job: Job) -> list[str]:
+    """Which ranks lie on which node; sentences for a comment."""
+    layout, per_node = job.config.layout, job.processes_per_node
+    where = f"{count(job.num_nodes, 'node')} of {job.cluster.name}, {count(per_node, 'process')} on each"
+    local = f"NODE_RANK x {per_node} + local rank" if job.num_nodes > 1 else "local rank"
+    found = [
+        f"Runs on {where}.",
+        f"Ranks: {local} = (pipeline x {layout.dp} + data) x {layout.tp} + tensor.",
+    ]
+    if 1 < job.num_nodes <= 8:
+        ends = [(node * per_node, (node + 1) * per_node - 1) for node in range(job.num_nodes)]
+        spans = [(layout.coordinates(first).pipeline, layout.coordinates(last).pipeline) for first, last in ends]
+        named = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+        found.append(f"Pipeline ranks by node: {', '.join(named)}.")
+    if job.num_nodes > 1:
+        found.append("All nodes see the same folder, under the same name.")
+    return found
+
+
+def _differences(job: Job) -> tuple[str, ...]:
+    config = job.config
+    found: list[str] = []
+    training = config.training
+    if job.has_gpus and training.device == "cpu":
+        found.append(
+            f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
+            "add --training.device cuda"
+        )
+    if training.dtype == "float32" and config.machine.precision != "fp32":
+        hint = "; add --training.dtype bfloat16" if config.machine.precision == "bf16" else ""
+        found.append(
+            f"training.dtype is float32, predictions are for machine.precision {config.machine.precision}{hint}"
+        )
+    if config.machine.software != "pipeloom" and config.layout.partition is None:
+        found.append(
+            f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"
+        )
+    if config.data.path is not None:
+        found.append(f"data.path is {config.data.path.absolute()}, on every node")
+    return tuple(found)
+
+
+TARGET = Target("torchrun", "torchrun", (RUN_FILE, SCRIPT), _problems, _make)

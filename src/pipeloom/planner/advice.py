@@ -1,0 +1,125 @@
+"""What to tell somebody whose question has no answer: what divides, what is missing, what would fit."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from pipeloom.errors import ConfigError
+from pipeloom.planner.question import Question, axes, divisors
+from pipeloom.planner.search import search
+from pipeloom.planner.space import Leaf, arrangements, why_not
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.words import count
+
+
+@dataclass(frozen=True)
+class Closest:
+    """Where nothing fits: the layout that comes closest.
+
+    Attributes:
+        leaf: that layout, with everything shared out that can be.
+        least_bytes: that it needs at least on its fullest device.
+        missing_bytes: of them that a device does not have.
+        ways_out: changes of the question with which something fits, each with its best step.
+    """
+
+    leaf: Leaf
+    least_bytes: float
+    missing_bytes: float
+    ways_out: tuple[tuple[str, SimulatedStep], ...]
+
+
+WAYS_OUT_S = 10.0
+"""Seconds that are spent on each change of a question that nothing fits."""
+MOST_DOUBLINGS = 6
+
+
+def closest(question: Question) -> Closest:
+    """The layout that needs the least memory, and the smallest changes with which something fits.
+
+    Args:
+        question: which has layouts, none of which fits.
+    """
+    leaf, least = min(((leaf, _held_bytes(leaf)) for leaf in _leanest(question)), key=lambda pair: pair[1])
+    missing = least - question.cluster.device.memory_bytes
+    ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
+    return Closest(leaf, least, missing, tuple(ways_out))
+
+
+def _leanest(question: Question) -> list[Leaf]:
+    """Every schedule of every cut, with as much shared out as can be."""
+    return [
+        Leaf(cut, cut.shardings[-1], choice)
+        for arrangement in arrangements(question)[0]
+        for cut in arrangement.cuts()
+        for choice in cut.choices
+        if choice.stage_inputs is not None
+    ]
+
+
+def _held_bytes(leaf: Leaf) -> float:
+    memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
+    return float(memory.held_bytes(leaf.stage_inputs).max())
+
+
+def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
+    for doubling in range(1, MOST_DOUBLINGS + 1):
+        number = question.num_devices * 2**doubling
+        step = search(replace(question, num_devices=number), 1, budget_s=WAYS_OUT_S).best
+        if step is not None:
+            return f"{number} devices", step
+    return None
+
+
+def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | None:
+    seq = question.seq // 2
+    while seq >= question.seq // 2**MOST_DOUBLINGS and seq >= 1:
+        step = search(replace(question, seq=seq), 1, budget_s=WAYS_OUT_S).best
+        if step is not None:
+            return f"sequences of {seq} tokens", step
+        seq //= 2
+    return None
+
+
+def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
+    """The error for a question that no layout divides: why, and which numbers near it would be divided."""
+    problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
+    if question.limits.names:
+        problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
+    batches = _near_batches(question)
+    if batches:
+        problems.append(f"the batch may be {' or '.join(map(str, batches))} instead of {question.global_batch}")
+    numbers = _near_devices(question)
+    if numbers:
+        problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
+    what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
+    return ConfigError(problems, f"no layout divides {what}")
+
+
+def _data_axes(question: Question, num_devices: int) -> set[int]:
+    """Sizes of the data axis that model and devices allow, whatever the batch."""
+    anything = replace(question, num_devices=num_devices, global_batch=num_devices)
+    return {
+        dp
+        for tp, pp, dp in axes(num_devices, divisors(num_devices))
+        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
+    }
+
+
+def _near_batches(question: Question) -> list[int]:
+    """The next smaller and the next larger batch that a data axis divides."""
+    batch, sizes = question.global_batch, _data_axes(question, question.num_devices)
+    below = max((batch // dp * dp for dp in sizes), default=0)
+    above = min((-(-batch // dp) * dp for dp in sizes), default=0)
+    return [number for number in dict.fromkeys((below, above)) if number > 0]
+
+
+def _near_devices(question: Question) -> list[int]:
+    """The next smaller and the next larger number of devices with which a layout divides the batch."""
+
+    def divides(number: int) -> bool:
+        return any(question.global_batch % dp == 0 for dp in _data_axes(question, number))
+
+    number = question.num_devices
+    below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)
+    above = next((other for other in range(number + 1, 2 * number + 1) if divides(other)), None)
+    return [other for other in (below, above) if other is not None]

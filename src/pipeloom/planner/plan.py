@@ -1,0 +1,256 @@
+"""A plan: the best layouts of a question, why the first one wins, what would change it, and advice."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.planner.advice import Closest, closest, no_layout
+from pipeloom.planner.causes import differences
+from pipeloom.planner.error_bar import ErrorBar, error_bar
+from pipeloom.planner.question import Limits, Question, divisors
+from pipeloom.planner.search import Counts, Progress, Search, search
+from pipeloom.predict.step import SimulatedStep
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The best layout of another kind.
+
+    Attributes:
+        kind: what is different about it.
+        step: its step; ``None`` if no such layout fits.
+        more_s: for each cause the seconds that it takes more than the best one.
+    """
+
+    kind: str
+    step: SimulatedStep | None
+    more_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What would be best if the question were a little different.
+
+    Attributes:
+        what: is changed.
+        step: best then; ``None`` if nothing fits.
+        speed: tokens a second then, as a multiple of those now.
+    """
+
+    what: str
+    step: SimulatedStep | None
+    speed: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer to a question.
+
+    Attributes:
+        question: as it was asked.
+        steps: the best layouts, the fastest first.
+        counts: what became of the others.
+        open_bound_s: where the time was up: nothing is faster than this; ``None`` if the answer is proved.
+        rivals: the best of other kinds.
+        changes: what would be best otherwise.
+        error_bar: how far off predictions were for such a program and such devices.
+        advice: sentences.
+        closest: where nothing fits: what comes closest.
+    """
+
+    question: Question
+    steps: tuple[SimulatedStep, ...]
+    counts: Counts
+    open_bound_s: float | None
+    rivals: tuple[Rival, ...]
+    changes: tuple[Change, ...]
+    error_bar: ErrorBar
+    advice: tuple[str, ...]
+    closest: Closest | None
+
+    @property
+    def best(self) -> SimulatedStep | None:
+        """The fastest; ``None`` if nothing fits."""
+        return self.steps[0] if self.steps else None
+
+
+def make_plan(
+    question: Question,
+    count: int = 10,
+    *,
+    budget_s: float | None = None,
+    explains: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Answer a question.
+
+    Args:
+        question: what is asked.
+        count: how many layouts.
+        budget_s: seconds after which the search ends with what it has; ``None`` goes on to the proof.
+        explains: whether to look for rivals and changes as well.
+        progress: is told how many layouts are decided, of how many.
+
+    Raises:
+        UserError: no layout divides the devices and the batch; with what would.
+    """
+    searching = Search(question, progress=progress)
+    found = searching.best(count, budget_s=budget_s)
+    counts = replace(found.counts)
+    if counts.layouts == 0:
+        raise no_layout(question, counts.excluded)
+    best = found.best
+    bar = error_bar(question.cluster, question.software)
+    if best is None:
+        near = closest(question) if found.open_bound_s is None else None
+        return Plan(question, (), counts, found.open_bound_s, (), (), bar, (), near)
+    rivals = tuple(_rivals(searching, question, best)) if explains else ()
+    changes = tuple(_changes(question, best)) if explains else ()
+    advice = tuple(_advice(question, best, rivals, changes))
+    return Plan(question, found.steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
+
+
+def _rivals(searching: Search, question: Question, best: SimulatedStep) -> Iterator[Rival]:
+    """The best of each other kind, if the question allows it."""
+    for kind, limits in _kinds(question, best):
+        step = searching.best(1, limits).best
+        yield Rival(kind, step, {} if step is None else differences(best, step))
+
+
+def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
+    """What could be different -> the limits that allow nothing else."""
+    run, limits, family = best.run, question.limits, best.order.choice.family
+    sizes = divisors(question.num_devices)
+    pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
+    if run.pp > 1 and limits.allows(pp=1):
+        yield "no pipeline", Limits(pp=(1,))
+    if run.pp == 1 and pipelines:
+        yield "a pipeline", Limits(pp=pipelines)
+    yield from (
+        (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
+    )
+    if others := tuple(tp for tp in sizes if tp != run.tp):
+        yield f"tp other than {run.tp}", Limits(tp=others)
+    if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
+        yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
+    if run.recompute_kinds != ("none",) and "none" in question.recompute:
+        yield "nothing recomputed", Limits(recompute=("none",))
+    if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
+        yield "all layers recomputed", Limits(recompute=("full",))
+    if run.dp > 1 and run.shard != "none" and "none" in question.shards:
+        yield "nothing shared out", Limits(shards=("none",))
+
+
+def _changes(question: Question, best: SimulatedStep) -> Iterator[Change]:
+    """What would be best if the question were a little different."""
+    for what, other in _changed(question, best):
+        found = search(other, 1)
+        if found.counts.layouts:
+            step = found.best
+            yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)
+
+
+def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
+    cluster, batch = question.cluster, question.global_batch
+
+    def on(other: Cluster) -> Question:
+        return replace(question, cluster=other)
+
+    if best.run.num_devices > cluster.devices_per_node:
+        yield "twice the bandwidth between nodes", on(with_bandwidth(cluster, inter=2.0))
+    elif best.run.num_devices > 1:
+        yield "twice the bandwidth inside a node", on(with_bandwidth(cluster, intra=2.0))
+    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * 1.1)
+    yield "10 % more memory", on(replace(cluster, device=device))
+    for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
+        if other >= 1 and other in (2 * batch, batch / 2):
+            yield what, replace(question, global_batch=other)
+
+
+def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
+    """The cluster with its bandwidths multiplied: inside a node, between nodes."""
+
+    def times(link: Link, factor: float) -> Link:
+        return replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    return replace(
+        cluster,
+        name=f"{cluster.name}, bandwidth x {intra:g} inside and x {inter:g} between nodes",
+        intra=times(cluster.intra, intra),
+        inter=times(cluster.inter, inter),
+        bus_curves={
+            kind: tuple((nodes, rate * (intra if nodes <= 1 else inter)) for nodes, rate in curve)
+            for kind, curve in cluster.bus_curves.items()
+        },
+        collective_curves={
+            kind: tuple(
+                replace(curve, points=tuple((size, rate * intra) for size, rate in curve.points)) for curve in curves
+            )
+            for kind, curves in cluster.collective_curves.items()
+        },
+    )
+
+
+TIGHT = 0.95
+"""Part of a device's memory from which on advice is given: predictions of memory are not exact either."""
+CLOSE = 0.03
+"""Difference of two layouts that predictions cannot be trusted to tell apart (docs/accuracy.md: the errors within one
+set of measurements)."""
+IDLE = 0.15
+"""Bubble from which on advice is given."""
+
+
+def _advice(question: Question, best: SimulatedStep, rivals: Sequence[Rival], changes: Sequence[Change]) -> list[str]:
+    return [
+        *_advice_on_pipelines(best, rivals),
+        *_advice_on_bubble(best, changes),
+        *_advice_on_memory(question, best),
+        *_advice_on_devices(question, best),
+    ]
+
+
+def _advice_on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:
+    for rival in rivals:
+        if rival.kind == "a pipeline":
+            how = "does not fit" if rival.step is None else f"takes {_longer(best, rival.step)}"
+            yield f"Do not use a pipeline: the best layout with one {how}."
+        elif rival.kind == "no pipeline" and rival.step is None:
+            yield "A pipeline is needed: without one nothing fits."
+        elif rival.kind == "no pipeline" and rival.step is not None:
+            is_close = rival.step.prediction.step_time_s < best.prediction.step_time_s * (1 + CLOSE)
+            close = "which predictions cannot tell apart, and it is simpler" if is_close else "so it is worth having"
+            yield f"Without a pipeline a step takes {_longer(best, rival.step)}, {close}."
+
+
+def _longer(best: SimulatedStep, other: SimulatedStep) -> str:
+    return f"{other.prediction.step_time_s / best.prediction.step_time_s - 1:.1%} longer"
+
+
+def _advice_on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
+    more = next((change for change in changes if change.what == "twice the batch"), None)
+    if best.bubble_fraction > IDLE and more is not None and more.step is not None:
+        yield (
+            f"Devices are idle for {best.bubble_fraction:.0%} of the pipeline, since there are few micro-batches. "
+            f"Twice the batch would give {more.speed:.2f} times the tokens a second."
+        )
+
+
+def _advice_on_memory(question: Question, best: SimulatedStep) -> Iterator[str]:
+    share = best.prediction.memory.total_bytes / question.cluster.device.memory_bytes
+    if share > TIGHT:
+        yield (
+            f"The fullest device is {share:.0%} full by the prediction. If it runs out of memory, take one of the next "
+            "layouts that holds less, or recompute more layers."
+        )
+
+
+def _advice_on_devices(question: Question, best: SimulatedStep) -> Iterator[str]:
+    fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
+    if fewer < 1 or question.num_devices == 2 * fewer:
+        return
+    other = search(replace(question, num_devices=fewer), 1).best
+    if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
+        yield (
+            f"{question.num_devices} devices divide badly: with {fewer} of them a step takes "
+            f"{other.prediction.step_time_s:.4g} s, no longer than with all."
+        )

@@ -1,0 +1,86 @@
+"""A planned step as the configuration of a run: what ``pipeloom train`` takes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.layout import Layout
+from pipeloom.predict.step import SimulatedStep
+
+Dtype = Literal["float32", "float64", "bfloat16"]
+
+
+def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:
+    """The run of a step.
+
+    Args:
+        step: as it was planned.
+        model: its name in the catalog, or its file; ``None`` writes its sizes.
+        cluster: its name or file.
+        software: its name or file.
+    """
+    run, order = step.run, step.order
+    dtype: Dtype = "float32" if run.precision == "fp32" else "bfloat16"
+    is_sharded = run.dp > 1 and run.shard != "none"
+    return RunConfig(
+        model=_model(run.shape, model),
+        data=DataConfig(seq_len=run.seq),
+        layout=_layout(run),
+        schedule=ScheduleConfig(
+            family=order.choice.family,
+            group_size=order.choice.group_size,
+            placement=order.choice.placement or "looped",
+            receive_buffers=order.receive_buffers,
+            residency=order.residency if run.shard == "full" and run.dp > 1 else None,
+            prefetch=order.prefetch if is_sharded else None,
+            gradient_buffers=order.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
+        ),
+        training=TrainingConfig(dtype=dtype, device="cuda" if step.cluster.device.num_multiprocessors else "cpu"),
+        machine=MachineConfig(
+            cluster=cluster,
+            software=software,
+            precision=run.precision,
+            attention=run.attention,
+            fused_norm=run.fused_norm,
+        ),
+    )
+
+
+def _model(shape: ModelShape, name: str | None) -> ModelConfig:
+    if name is not None:
+        path = Path(name)
+        return ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
+    return ModelConfig(
+        family="llama" if shape.mlp == "swiglu" else "gpt2",
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        ffn_size=shape.ffn,
+        vocab_size=shape.vocab,
+        tied=shape.tied,
+    )
+
+
+def _layout(run: Run) -> Layout:
+    layout = Layout(
+        pp=run.pp,
+        loops=run.loops,
+        num_microbatches=run.num_microbatches,
+        microbatch_size=run.micro_batch,
+        tp=run.tp,
+        dp=run.dp,
+        shard=run.shard if run.dp > 1 else "none",
+        replicate=run.replicate if run.dp > 1 and run.shard != "none" and run.replicate > 1 else None,
+        sequence_parallel=run.sequence_parallel,
+        recompute=run.recompute if run.recompute_layers is None else "none",
+        recompute_layers=run.recompute_layers,
+    )
+    if run.layers_by_stage is None:
+        return layout
+    pieces = list(run.layers_by_stage)
+    pieces[0] += 1
+    pieces[-1] += 1
+    return replace(layout, partition=tuple(pieces))

@@ -1,0 +1,68 @@
+"""The error bars of the catalog are what the held-out predictions say."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from held_out import Held, Split, errors_of, general, main, programs, write
+from pipeloom.catalog.accuracy import load_accuracy
+from pipeloom.validate.measures import Outcome, measure
+from pipeloom.validate.rows import read_rows
+
+ROWS = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")
+
+
+def outcomes(*ratios):
+    """Predictions of as many rows, off by these ratios."""
+    return [Outcome(replace(ROWS[0], step_time_s=10.0), 10 * ratio, 1e9, fits=True) for ratio in ratios]
+
+
+def test_without_weights_the_errors_are_those_of_validate():
+    some = outcomes(1.1, 0.8, 1.0, 1.3)
+    found, expected = errors_of(some, [0.0, 0.1, 0.5]), measure(some)
+    assert found["mean_abs_error"] == pytest.approx(expected.mean_abs_error)
+    assert found["bias"] == pytest.approx(expected.bias)
+    assert found["p90_abs_error"] == pytest.approx(0.3)
+    assert (found["rows"], found["groups"], found["median_regret"], found["worst_regret"]) == (4, 3, 0.1, 0.5)
+    assert "median_regret" not in errors_of(some, [])
+
+
+def test_weights_make_a_program_with_many_rows_count_as_one_with_few():
+    found = errors_of(outcomes(1.5, *[1.1] * 9), [], [1.0, *[1 / 9] * 9])
+    assert found["mean_abs_error"] == pytest.approx(0.3)
+    assert found["p90_abs_error"] == pytest.approx(0.5)
+
+
+def test_all_splits_of_a_program_are_one_entry_and_a_row_counts_once():
+    one, other = outcomes(1.1, 1.1), outcomes(0.9)
+    split = Split("megatron-2021", "a", "b", bool, bool)
+    answers = [Held(split, "a100-sxm-80gb", 3, (), tuple(part)) for part in (one, [*other, one[0]])]
+    (entry,) = programs(answers)
+    assert (entry["program"], entry["predictions"], entry["rows"], entry["splits"]) == (
+        "megatron-2021", 4, 3, ["a -> b", "a -> b"],
+    )  # fmt: skip
+    assert entry["mean_abs_error"] == pytest.approx(0.1)
+
+
+def test_what_is_written_is_what_the_catalog_reads(tmp_path, monkeypatch):
+    (entry,) = general(ROWS)
+    assert (entry["device"], entry["rows"]) == ("a100-sxm-80gb", 6)
+    assert set(entry["mean_abs_error_of"]) == {"megatron-2021"}
+    split = Split("megatron-2021", "a", "b", bool, bool)
+    file = tmp_path / "accuracy.toml"
+    write(Path("some.csv"), ROWS, [Held(split, "a100-sxm-80gb", 3, (), tuple(outcomes(1.1, 0.8)))], file)
+    monkeypatch.setattr("pipeloom.catalog.accuracy.files", lambda package: tmp_path)
+    load_accuracy.cache_clear()
+    known = load_accuracy()
+    load_accuracy.cache_clear()
+    assert known.table == "some.csv"
+    assert known.by_program["megatron-2021", "a100-sxm-80gb"].mean_abs_error == pytest.approx(0.15)
+    assert known.by_device["a100-sxm-80gb"].rows == 6
+    assert tomllib.loads(file.read_text(encoding="utf-8"))["provenance"]["by"].endswith("some.csv --write")
+
+
+def test_part_of_the_table_is_not_written():
+    with pytest.raises(SystemExit, match="leave out nanotron"):
+        main(["some.csv", "nanotron", "--write"])

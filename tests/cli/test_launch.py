@@ -1,0 +1,61 @@
+"""``pipeloom launch`` as a person sees it."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def launch(capsys, *words):
+    status = main(["launch", *map(str, words)])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_the_example_of_52_billion_parameters(tmp_path, capsys):
+    status, said, _ = launch(capsys, EXAMPLES / "gpt-52b-64-v100.toml", "--out", tmp_path)
+    assert status == 0
+    assert "torchtitan: torchtitan 0.3.0 cannot express this run" in said
+    assert "megatron: Megatron-LM with Megatron Core 0.16\n" in said
+    words = (tmp_path / "megatron.sh").read_text()
+    assert "--pipeline-model-parallel-size 8" in words
+    assert "--tensor-model-parallel-size 8" in words
+    assert said.count("model.tied: both ends") == 1
+
+
+def test_flags_go_over_the_file_and_only_what_is_asked_for_is_written(tmp_path, capsys):
+    words = (EXAMPLES / "run.toml", "--out", tmp_path, "--to", "torchrun", "slurm", "--layout.loops", "2",
+             "--time-limit", "2-12")  # fmt: skip
+    status, said, _ = launch(capsys, *words)
+    assert status == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"torchrun.toml", "torchrun.sh", "pipeloom.sbatch"}
+    assert "loops = 2" in (tmp_path / "torchrun.toml").read_text()
+    assert "--time=2-12" in (tmp_path / "pipeloom.sbatch").read_text()
+    assert "megatron" not in said.replace("SCRIPT=megatron.sh", "")
+
+
+def test_what_was_asked_for_and_is_refused_is_an_error(tmp_path, capsys):
+    words = (EXAMPLES / "run.toml", "--out", tmp_path, "--to", "torch", "megatron", "--schedule.placement", "v")
+    status, said, _ = launch(capsys, *words)
+    assert status == 2
+    assert "reason    schedule.placement v" in said
+    assert {file.name for file in tmp_path.iterdir()} == {"torch_schedule.csv", "torch_schedule.py"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--out FOLDER is missing"),
+        (("--out", "x", "--machine.cluster", "nowhere"), "nowhere"),
+        (("--out", "x", "--time-limit", "soon"), "the time limit must be like"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, error = launch(capsys, EXAMPLES / "run.toml", *words)
+    assert status == 2
+    assert message in error
+    assert not list(tmp_path.iterdir())

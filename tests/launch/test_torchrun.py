@@ -1,0 +1,122 @@
+"""torchrun: what the script starts, and a run over two of its agents."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch_runs import CLUSTER, command_of, reasons_of, values_of, written_for
+from small_run import small_run
+
+from pipeloom.config import CheckpointConfig, TrainingConfig
+from pipeloom.config_file import read_run_file
+from pipeloom.launch import hand_over
+
+
+def test_one_node_starts_as_many_processes_as_the_layout_has(tmp_path):
+    command = command_of(written_for("torchrun", tmp_path).files[1])
+    assert values_of(command, "--nnodes") == ["1"]
+    assert values_of(command, "--nproc-per-node") == [
+        "4",
+    ]
+    assert command[-4:] == ["train", str(tmp_path / "torchrun.toml"), "--output.folder", str(tmp_path / "run")]
+
+
+def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_path):
+    written = written_for("torchrun", tmp_path, layout={"dp": 2})
+    assert written.start.endswith("NODE_RANK=0 MASTER_ADDR=<host of node 0> bash torchrun.sh")
+    command = command_of(written.files[1], NODE_RANK="1", MASTER_ADDR="node-a", MASTER_PORT="1234", RUN="/runs/one")
+    assert values_of(command, "--nnodes") == ["2"]
+    assert values_of(command, "--node-rank") == ["1"]
+    assert values_of(command, "--nproc-per-node") == ["4"]
+    assert values_of(command, "--master-addr") == ["node-a"]
+    assert values_of(command, "--master-port") == ["1234"]
+    assert values_of(command, "--rdzv-backend") is None  # c10d would number the nodes by itself
+    assert values_of(command, "--output.folder") == ["/runs/one"]
+    script = written.files[1].read_text()
+    assert "Ranks: NODE_RANK x 4 + local rank = (pipeline x 2 + data) x 1 + tensor" in script
+    assert "Pipeline ranks by node: 0 to 1, 2 to 3." in script
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
+def test_a_missing_variable_is_named(tmp_path, missing):
+    script = written_for("torchrun", tmp_path, layout={"dp": 2}).files[1]
+    environment = {"PATH": os.environ["PATH"], "NODE_RANK": "0", "MASTER_ADDR": "here"}
+    del environment[missing]
+    done = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=10, check=False
+    )
+    assert done.returncode != 0
+    assert f"{missing}: " in done.stderr
+
+
+def test_nodes_that_are_not_filled_are_refused(tmp_path):
+    (reason,) = reasons_of("torchrun", tmp_path, layout={"pp": 3, "dp": 2, "num_microbatches": 6})
+    assert reason.startswith("6 processes do not fill nodes of 4 devices (small)")
+
+
+def test_what_training_would_refuse_is_refused_before_anybody_waits_in_a_queue(tmp_path):
+    layout = {"pp": 1, "loops": 1, "tp": 2, "num_microbatches": 8}
+    (reason,) = reasons_of("torchrun", tmp_path, layout=layout, data={"seq_len": 127})
+    assert reason.startswith("layout.tp must divide data.seq_len")
+
+
+def test_the_run_file_can_be_read_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = replace(small_run(tmp_path), data=replace(small_run(tmp_path).data, path=Path("text.txt")))
+    (written,) = hand_over(config, CLUSTER, tmp_path / "out", ["torchrun"]).written
+    read, problems = read_run_file(written.files[0])
+    assert problems == []
+    assert read.data.path == tmp_path / "text.txt"
+    assert read.layout == config.layout
+    assert any("data.path is" in sentence for sentence in written.differs)
+
+
+def test_a_cpu_run_for_a_cluster_of_gpus_is_pointed_out(tmp_path):
+    gpus = replace(CLUSTER, device=replace(CLUSTER.device, num_multiprocessors=108, name="gpu"))
+    (written,) = hand_over(small_run(tmp_path), gpus, tmp_path / "out", ["torchrun"]).written
+    assert any("add --training.device cuda" in sentence for sentence in written.differs)
+
+
+def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_path):
+    written = written_for("torchrun", tmp_path, machine={"software": "nanotron"}, layout={"pp": 2})
+    assert any("not as machine.software nanotron" in sentence for sentence in written.differs)
+    named = written_for("torchrun", tmp_path, machine={"software": "nanotron"})
+    assert named.differs == ()
+
+
+@pytest.mark.timeout(300)
+def test_two_nodes_train_and_go_on_where_they_ended(tmp_path):
+    config = small_run(
+        tmp_path,
+        training=TrainingConfig(steps=2, validation_batches=0, sample_tokens=0, predict=False, stall_timeout_s=20),
+        checkpoint=CheckpointConfig(final="checkpoint"),
+    )
+    hand_over(config, replace(CLUSTER, devices_per_node=1), tmp_path / "out", ["torchrun"])
+    environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
+    for more in ([], ["--training.steps", "3"]):
+        agents = [
+            subprocess.Popen(
+                [shutil.which("bash"), str(tmp_path / "out" / "torchrun.sh"), *more],
+                env={**environment, "NODE_RANK": node}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for node in ("1", "0")
+        ]  # fmt: skip
+        said = [agent.communicate(timeout=140) for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "resume     " in said[1][0]
+    assert ["summary.json" in out for out, _ in said] == [False, True]  # rank 0 is where NODE_RANK is 0
+    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def _free_port() -> str:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
