@@ -187,6 +187,51 @@ def test_the_papers_assumption_is_the_simulation_on_64_and_costs_the_samples_els
         assert batches == sorted(batches, reverse=True)
 
 
+def test_breadth_first_is_ahead_of_megatron_on_every_cluster_and_less_so_by_the_papers_extrapolation():
+    for model in MODELS:
+        for messages in ("cut", "whole"):
+            gains = {
+                (critical, is_simulated): tables.cost_time_gains(
+                    SCALED, model, messages, critical, is_simulated=is_simulated
+                )
+                for critical in cost_time.CRITICAL
+                for is_simulated in (True, False)
+            }
+            for critical in cost_time.CRITICAL:
+                assert min(gains[critical, True].values()) > 0.2
+                assert max(gains[critical, True].values()) < 0.32
+                assert 0.04 < gains[critical, False][4096] < 0.165
+            for devices in cost_time.SIZES:
+                assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.05
+
+
+@pytest.mark.parametrize(("model", "most"), [("gpt-52b", 256), ("gpt-6.6b", 1024)])
+def test_no_pipeline_is_the_cheapest_of_small_clusters_and_breadth_first_of_large_ones(model, most):
+    curves = {
+        method: cost_time.curve(SCALED, model, "cut", method, "recalled", is_simulated=True) for method in batch.METHODS
+    }
+    for number, devices in enumerate(cost_time.SIZES):
+        best = min(curves, key=lambda method, n=number: curves[method][n].days)
+        assert best == ("no pipeline" if devices <= most else "breadth-first")
+
+
+def test_without_recomputation_1f1b_passes_depth_first_and_at_last_breadth_first():
+    found = {
+        size: {method: float(row["mfu"]) for method, row in of_size.items()}
+        for size, of_size in tables.kept_mfu(DATA["kept"], "gpt-52b").items()
+    }
+    passes = [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("depth-first", 1)]
+    assert passes == [size for size in found if size >= 2]
+    assert [size for size, mfu in found.items() if mfu["1F1B"] > mfu["breadth-first"]] == [8]
+    assert [size for size, mfu in found.items() if max(mfu, key=mfu.get) == "no pipeline"] == [3, 4, 6, 8]
+    again = {
+        row["batch_per_device"]: row["recompute"]
+        for row in DATA["kept"]
+        if row["model"] == "gpt-52b" and row["method"] == "breadth-first"
+    }
+    assert [float(size) for size, kind in again.items() if kind == "full"] == [size for size in found if size >= 0.5]
+
+
 # ------------------------------------------------------------------------------------------ the fastest of candidates
 
 
