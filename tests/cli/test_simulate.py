@@ -11,6 +11,7 @@ from pipeloom.trace import from_chrome
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN, GPT_52B, GPT_1T = (str(EXAMPLES / f"{name}.toml") for name in ("run", "gpt-52b-64-v100", "gpt-1t-3072-a100"))
+GPT_BOTH = str(EXAMPLES / "gpt-6.6b-mixed.toml")
 SHARDED = ["--layout.dp", "4", "--layout.shard", "full"]
 
 
@@ -190,3 +191,51 @@ def test_a_preset_of_another_family_is_simulated_with_its_sizes(capsys):
     found = answer(capsys, *words, "--layout.tp", "8", "--data.seq-len", "8192")
     assert found["run"]["shape"]["kv_heads"] == 8
     assert found["run"]["shape"]["name"] == "llama-3-8b"
+
+
+ON_BOTH = [GPT_BOTH, "--machine.cluster", str(EXAMPLES / "a100-and-v100.toml")]
+
+
+def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkeypatch):
+    found = answer(capsys, *ON_BOTH)
+    shown = text(capsys, monkeypatch, *ON_BOTH, "--memory-over-time", "--lanes")
+    assert [(place["kind"], place["first_node"], place["last_node"]) for place in found["places"]] == [
+        *(("a100", node, node) for node in range(4)), *(("v100", node, node) for node in range(4, 8)),
+    ]  # fmt: skip
+    assert "pipeline ranks    0-3 on a100, nodes 0-3\n                  4-7 on v100, nodes 4-7\n" in shown
+    assert "32 x a100-sxm-80gb and 32 x v100-sxm-32gb (a100-and-v100)" in shown
+    assert "of 312 and 125 TFLOP/s on each device" in shown
+    rooms = [place["device_memory_bytes"] / 1e9 for place in found["places"]]
+    assert re.findall(r"^\d .* (85|34)$", shown, flags=re.M) == [f"{room:.0f}" for room in rooms]
+    layers = found["run"]["layers_by_stage"]
+    on_a100, on_v100 = (sum(layers[rank] + layers[rank + 8] for rank in ranks) for ranks in (range(4), range(4, 8)))
+    assert on_a100 + on_v100 == 32
+    assert on_a100 > 1.5 * on_v100
+
+
+def test_a_rank_that_does_not_fit_its_own_kind_of_nodes_is_the_one_that_is_told(capsys, monkeypatch):
+    words = [*ON_BOTH, "--layout.microbatch-size", "6"]
+    found = answer(capsys, *words)
+    totals = [memory["total_bytes"] for memory in found["memory"]]
+    fullest = found["fullest_rank"]
+    assert not found["fits"]
+    assert fullest >= 4
+    assert totals[fullest] < max(totals) < 85e9
+    assert found["device_memory_bytes"] == 34e9
+    shown = text(capsys, monkeypatch, *words)
+    assert f"does not fit: pipeline rank {fullest} needs {totals[fullest] / 1e9:.1f} GB of 34" in shown
+
+
+def test_more_devices_than_a_cluster_has_and_a_precision_that_a_kind_lacks_are_refused(capsys):
+    message = refusal(capsys, *ON_BOTH, "--layout.dp", "8")
+    assert "a100-and-v100 has 64 devices (4 x 8 a100, 4 x 8 v100), found a run on 128" in message
+    assert "layout.pp 8 x layout.dp 8 x layout.tp 2" in message
+    message = refusal(capsys, *ON_BOTH, "--machine.precision", "bf16")
+    assert "machine.precision must be one that v100-sxm-32gb computes in: fp16, fp32, found bf16" in message
+    assert answer(capsys, *ON_BOTH, "--layout.pp", "4", "--machine.precision", "bf16")["fits"]  # A100 alone
+
+
+def test_a_cluster_of_one_kind_says_its_name_for_every_place(capsys):
+    places = answer(capsys, GPT_52B)["places"]
+    assert [place["first_node"] for place in places] == list(range(8))
+    assert {place["kind"] for place in places} == {"dgx-1-v100"}

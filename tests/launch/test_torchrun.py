@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch_runs import CLUSTER, command_of, reasons_of, values_of, written_for
+from clusters import mixed
+from launch_runs import CLUSTER, command_of, reasons_of, run_of, values_of, written_for
 from small_run import small_run
 
 from pipeloom.config import CheckpointConfig, TrainingConfig
@@ -120,3 +121,24 @@ def _free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def test_nodes_of_several_kinds_are_named_in_the_order_of_their_ranks(tmp_path):
+    kinds = [replace(CLUSTER, name=name) for name in ("new", "old")]
+    both = mixed((kinds[0], 2), (kinds[1], 3))
+    (written,) = hand_over(run_of(layout={"dp": 4}), both, tmp_path, ["torchrun"]).written
+    script = written.files[1].read_text()
+    assert "NODE_RANK 0 to 1 on new." in script
+    assert "NODE_RANK 2 to 3 on old." in script
+    assert not any("as if all devices were alike" in note for note in written.differs)
+    (balanced,) = hand_over(run_of(layout={"pp": 2, "dp": 8}), both, tmp_path / "balanced", ["torchrun"]).written
+    assert any(f"name a layout.partition for {both.name}" in note for note in balanced.differs)
+    uneven = mixed((kinds[0], 2), (replace(kinds[1], devices_per_node=8), 1))
+    for cluster, reason in (
+        (uneven, "nodes have different numbers of devices (4 in new, 8 in old)"),
+        (mixed((kinds[0], 2)), "mixed has 8 devices (2 x 4 new), found a run on 16"),
+    ):
+        (refused,) = hand_over(run_of(layout={"dp": 4}), cluster, tmp_path / "other", ["torchrun"]).refused
+        assert reason in refused.reasons[0]
+    alone = hand_over(run_of(layout={"dp": 2}), uneven, tmp_path / "third", ["torchrun"]).written[0]
+    assert " on new." not in alone.files[1].read_text()

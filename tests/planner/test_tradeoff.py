@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import hypothesis.strategies as st
 import pytest
+from clusters import mixed, nodes
 from hypothesis import given
 
 from pipeloom.catalog import load_cluster, load_model, load_software
@@ -167,6 +168,12 @@ def test_what_is_wrong_is_said_all_at_once():
         replace(ASKED, methods={"breadth-first": MEGATRON})
     with pytest.raises(ConfigError, match=r"no method 'gpip': expected one of breadth-first"):
         replace(ASKED, methods={"gpip": OURS})
+
+
+def test_a_cluster_of_several_kinds_has_no_sizes_to_choose_from():
+    both = mixed((nodes("a"), 1), (nodes("b", rate=2e14), 1))
+    with pytest.raises(ConfigError, match="16 devices in nodes of several kinds"):
+        replace(ASKED, question=replace(QUESTION, cluster=both, precision="bf16"))
 
 
 def test_batches_that_are_whole_on_the_reference():

@@ -5,15 +5,17 @@ Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values h
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from pipeloom.catalog.reading import Reader, names, read_toml
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
+from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
 from pipeloom.cost.shape import Mlp, ModelShape
 from pipeloom.cost.software import Division, Efficiency, Software
-from pipeloom.errors import UserError
+from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Shard
 
@@ -30,7 +32,15 @@ def load_cluster(name_or_path: str) -> Cluster:
     """
     table, source = read_toml("clusters", name_or_path)
     reader = Reader(table, source)
-    cluster = Cluster(
+    if "groups" in table:
+        return _mixed(reader, Path(source).parent)
+    cluster = _cluster(reader)
+    reader.check(lambda: {"source"})
+    return cluster
+
+
+def _cluster(reader: Reader) -> Cluster:
+    return Cluster(
         name=reader.text("name"),
         device=_device(reader.table("device")),
         devices_per_node=reader.integer("devices_per_node"),
@@ -41,8 +51,57 @@ def load_cluster(name_or_path: str) -> Cluster:
         collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
     )
+
+
+def _mixed(reader: Reader, folder: Path) -> Cluster:
+    """A cluster of several groups of nodes; files that a group names are looked for in ``folder``, too."""
+    name, groups = reader.text("name"), [_group(inner, folder) for inner in reader.tables("groups")]
+    known = [group.name for group in groups]
+    if not known:
+        reader.complain("groups must be at least one table")
+    for twice in {name for name in known if known.count(name) > 1}:
+        reader.complain(f"every group must have a name of its own, found {twice} {known.count(twice)} times")
+    links = [_group_link(inner, known) for inner in reader.tables("links")]
+    for one, other in combinations(links, 2):
+        if set(one.between) == set(other.between):
+            reader.complain(f"two links are between {' and '.join(one.between)}; expected one")
     reader.check(lambda: {"source"})
-    return cluster
+    return mixed_cluster(name, groups, links)
+
+
+def _group(reader: Reader, folder: Path) -> NodeGroup:
+    name, num_nodes = reader.text("name"), reader.integer("num_nodes")
+    reader.entitle(f"group {name}")
+    if "cluster" not in reader.names():
+        return NodeGroup(cluster=_cluster(reader), num_nodes=num_nodes)
+    cluster = _alike(reader, reader.text("cluster"), folder)
+    price = reader.number("price_per_device_hour", cluster.price_per_device_hour or 0.0) or None
+    return NodeGroup(cluster=replace(cluster, name=name, price_per_device_hour=price), num_nodes=num_nodes)
+
+
+def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
+    """The cluster of one kind that a group names; if that is wrong, one of the catalog, and the reader knows."""
+    try:
+        path = folder / named
+        source = str(path) if named not in names("clusters") and path.is_file() else named
+        if "groups" not in read_toml("clusters", source)[0]:
+            return load_cluster(source)
+        reader.complain(f"cluster must have nodes of one kind, found {named}, which has groups")
+    except ConfigError as error:
+        for problem in error.problems:
+            reader.complain(f"{named}: {problem}")
+    except UserError as error:
+        reader.complain(str(error))
+    return load_cluster(names("clusters")[0])
+
+
+def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
+    between = reader.texts("between")
+    reader.entitle(f"link between {' and '.join(between)}")
+    if len(set(between)) != 2 or len(between) != 2 or not set(between) <= set(known):
+        reader.complain(f"between must be two of the groups {', '.join(known)}, found {list(between)}")
+        between = ("", "")
+    return GroupLink(between=(between[0], between[1]), link=_link(reader))
 
 
 def _device(reader: Reader) -> Device:

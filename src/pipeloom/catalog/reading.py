@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -49,12 +49,14 @@ class Reader:
         self._source = source
         self._problems: list[str] = []
         self._seen: set[str] = set()
+        self._title = ""
+        self._inner: list[tuple[str, Reader]] = []
 
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
         value = self._find(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            self._problems.append(f"{key} must be a number of at least {least:g}, found {value!r}")
+            self.complain(f"{key} must be a number of at least {least:g}, found {value!r}")
             return least * scale
         return float(value) * scale
 
@@ -62,7 +64,7 @@ class Reader:
         """A whole number of at least 1."""
         value = self._find(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self._problems.append(f"{key} must be a whole number of at least 1, found {value!r}")
+            self.complain(f"{key} must be a whole number of at least 1, found {value!r}")
             return 1
         return value
 
@@ -74,7 +76,7 @@ class Reader:
             or not value
             or not all(isinstance(item, int | float) and item > 0 for item in value)
         ):
-            self._problems.append(f"{key} must be a list of numbers above 0, found {value!r}")
+            self.complain(f"{key} must be a list of numbers above 0, found {value!r}")
             return [1.0]
         return [float(item) * scale for item in value]
 
@@ -84,9 +86,9 @@ class Reader:
         """Points from two lists of the same length, the first one rising; the second may be in another table."""
         xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale)
         if len(xs) != len(ys):
-            self._problems.append(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
+            self.complain(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
         if any(after <= before for before, after in pairwise(xs)):
-            self._problems.append(f"{x_key} must rise, found {self._table[x_key]!r}")
+            self.complain(f"{x_key} must rise, found {self._table[x_key]!r}")
         return tuple(zip(xs, ys, strict=False))
 
     def text(self, key: str, default: str | None = None, *, among: tuple[str, ...] = ()) -> str:
@@ -94,7 +96,7 @@ class Reader:
         value = self._find(key, default)
         if not isinstance(value, str) or (among and value not in among):
             wanted = f"one of {', '.join(among)}" if among else "a text"
-            self._problems.append(f"{key} must be {wanted}, found {value!r}")
+            self.complain(f"{key} must be {wanted}, found {value!r}")
             return among[0] if among else ""
         return value
 
@@ -105,7 +107,7 @@ class Reader:
             isinstance(item, str) and (not among or item in among) for item in value
         ):
             wanted = f"of {', '.join(among)}" if among else "of texts"
-            self._problems.append(f"{key} must be a list {wanted}, found {value!r}")
+            self.complain(f"{key} must be a list {wanted}, found {value!r}")
             return ()
         return tuple(value)
 
@@ -113,7 +115,7 @@ class Reader:
         """True or false."""
         value = self._find(key, default)
         if not isinstance(value, bool):
-            self._problems.append(f"{key} must be true or false, found {value!r}")
+            self.complain(f"{key} must be true or false, found {value!r}")
             return False
         return value
 
@@ -121,40 +123,52 @@ class Reader:
         """A table inside this one; its problems are this one's."""
         value = self._find(key, {} if is_optional else None)
         if not isinstance(value, dict):
-            self._problems.append(f"{key} must be a table, found {value!r}")
+            self.complain(f"{key} must be a table, found {value!r}")
             value = dict[str, Any]()
-        return self._inside(value)
+        return self._inside(key, value)
 
     def tables(self, key: str) -> list["Reader"]:
         """Tables of a list inside this one, none if it is not there; their problems are this one's."""
         value = self._find(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self._problems.append(f"{key} must be a list of tables, found {value!r}")
+            self.complain(f"{key} must be a list of tables, found {value!r}")
             return []
-        return [self._inside(item) for item in value]
+        return [self._inside(key, item) for item in value]
 
     def complain(self, problem: str) -> None:
-        """Add a problem that no single key has."""
-        self._problems.append(problem)
+        """Add a problem, with the table's title before it."""
+        self._problems.append(self._title + problem)
+
+    def entitle(self, title: str) -> None:
+        """Say before every problem of this table, and of those inside it, which one it is."""
+        self._title = f"{title}: "
+
+    def complain_of_unknown(self, where: str, known: Set[str]) -> None:
+        """Add a problem for each key that is not among the known ones and that nobody asked for, here and inside."""
+        for key in self._table:
+            if key not in self._seen | known:
+                self.complain(f"there is no key '{key}' {where}")
+        for name, inner in self._inner:
+            inner.complain_of_unknown(f"in {name}", {"source"})
 
     def names(self) -> list[str]:
         """Keys of the table."""
         return list(self._table)
 
     def check(self, known: Callable[[], set[str]] | None = None) -> None:
-        """Raise if anything was wrong, or if there are keys that nobody asked for.
+        """Raise if anything was wrong, or if there are keys that nobody asked for, here or in a table inside.
 
         Raises:
             ConfigError: with all problems.
         """
-        allowed = self._seen | (known() if known else set())
-        self._problems += [f"there is no key '{key}' here" for key in self._table if key not in allowed]
+        self.complain_of_unknown("here", known() if known else set())
         if self._problems:
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
 
-    def _inside(self, table: Mapping[str, Any]) -> "Reader":
+    def _inside(self, name: str, table: Mapping[str, Any]) -> "Reader":
         inner = Reader(table, self._source)
-        inner._problems = self._problems
+        inner._problems, inner._title = self._problems, self._title
+        self._inner.append((name, inner))
         return inner
 
     def _find(self, key: str, default: Any) -> Any:

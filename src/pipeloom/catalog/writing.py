@@ -1,11 +1,12 @@
 """A cluster -> the text of its file: what ``load_cluster`` reads, with comments that say where numbers come from."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster, CollectiveCurve, Device, Link
+from pipeloom.cost.mixed import MixedCluster
 
 DIGITS = 6
 """Significant digits of a number; a measurement has fewer."""
@@ -26,26 +27,44 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
             ``intra``, a key such as ``device.kernel_us``, or ``collectives.2`` for the curves of two ranks.
     """
     told = dict(notes or {})
-    top: list[_Line] = [("name", cluster.name), ("devices_per_node", cluster.devices_per_node)]
+    head, parts = _comment(told.pop("", ())), list[list[str]]()
+    if isinstance(cluster, MixedCluster):
+        parts.append([*head, *_lines("", [("name", cluster.name)], told)])
+        for group in cluster.groups:
+            first, *rest = _parts(group.cluster, [("num_nodes", group.num_nodes)], told, "groups.")
+            parts += [["[[groups]]", *first], *rest]
+        for one in cluster.links:
+            lines = [("between", list(one.between)), *_link(one.link)]
+            parts.append(["[[links]]", *_lines("", lines, told)])
+    else:
+        first, *rest = _parts(cluster, [], told, "")
+        parts += [[*head, *first], *rest]
+    assert not told, f"notes for what is not in the file: {', '.join(told)}"
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str]], prefix: str) -> Iterator[list[str]]:
+    """A cluster of one kind: its own keys, then its tables, whose names begin with ``prefix``."""
+    top: list[_Line] = [("name", cluster.name), *more, ("devices_per_node", cluster.devices_per_node)]
     if cluster.adapters_per_node:
         top.append(("adapters_per_node", cluster.adapters_per_node))
     if cluster.price_per_device_hour is not None:
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
-    parts = [[*_comment(told.pop("", ())), *_lines("", top, told)], _table("device", _device(cluster.device), told)]
-    parts += [_table(name, _link(link), told) for name, link in (("intra", cluster.intra), ("inter", cluster.inter))]
+    yield _lines("", top, told)
+    yield _table(f"{prefix}device", _device(cluster.device), told)
+    for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+        yield _table(f"{prefix}{name}", _link(link), told)
     if cluster.bus_curves:
         nodes = next(iter(cluster.bus_curves.values()))
-        lines = [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())]
-        parts.append(_table("bus", lines, told))
+        yield _table(f"{prefix}bus", [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())], told)
     for (ranks, sizes), curves in _by_ranks(cluster).items():
         lines = [
             ("ranks", ranks),
             ("message_bytes", [int(size) for size in sizes]),
             *_rates((k, c.points) for k, c in curves),
         ]
-        parts.append([*_comment(told.pop(f"collectives.{ranks}", ())), "[[collectives]]", *_lines("", lines, told)])
-    assert not told, f"notes for what is not in the file: {', '.join(told)}"
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+        note = _comment(told.pop(f"{prefix}collectives.{ranks}", ()))
+        yield [*note, f"[[{prefix}collectives]]", *_lines("", lines, told)]
 
 
 def _device(device: Device) -> list[_Line]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.catalog.writing import cluster_to_toml
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.cost.shape import Attention, Precision, shape_of
@@ -127,7 +128,7 @@ def run(words: list[str]) -> int:
 
 
 def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
-    config = run_config(best, asked.model, asked.cluster, asked.software)
+    config = run_config(best, asked.model, _cluster_file(options, asked, best), asked.software)
     if asked.config is not None:
         config = _over(asked.config, config)
     if options.out is not None:
@@ -141,10 +142,25 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.launch import hand_over
 
-        done = hand_over(config, asked.question.cluster, options.export)
+        done = hand_over(config, best.cluster, options.export)
         if not options.json:
             print()
             print_handed_over(done)
+
+
+def _cluster_file(options: Options, asked: Asked, best: SimulatedStep) -> str:
+    """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
+    if options.out is None or best.cluster == asked.question.cluster:
+        return asked.cluster
+    file = options.out.with_name(f"{options.out.stem}.cluster.toml")
+    note = f"{asked.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+    try:
+        file.write_text(cluster_to_toml(best.cluster, {"": [note]}), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the cluster {file}: {error.strerror}") from error
+    if not options.json:
+        print(f"\nwritten: {file}, with the groups of nodes in the order that was chosen")
+    return str(file)
 
 
 def _over(config: RunConfig, planned: RunConfig) -> RunConfig:
@@ -309,6 +325,7 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "recompute_layers": run.recompute_layers,
         "layers_by_stage": run.layers_by_stage,
         "placement": run.placement,
+        "nodes": [[kind.name, number] for kind, number in step.cluster.kinds(run.num_devices)],
         "family": order.choice.family,
         "group_size": order.choice.group_size,
         "residency": order.residency,
@@ -328,5 +345,5 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
 
 def dollars_per_billion_tokens(step: SimulatedStep) -> float | None:
     """What a billion tokens cost; ``None`` where the cluster has no price."""
-    price = step.cluster.price_per_device_hour
-    return None if price is None else price * step.run.num_devices * 1e9 / step.tokens_per_s / 3600
+    price = step.cluster.price_per_hour(step.run.num_devices)
+    return None if price is None else price * 1e9 / step.tokens_per_s / 3600

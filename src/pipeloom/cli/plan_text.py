@@ -10,9 +10,24 @@ from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit
 from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
+from pipeloom.planner.question import Question
+from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.progress import Bar
 from pipeloom.words import count
+
+_WIDE = 150
+"""Columns of a terminal from which on everything is shown."""
+_WIDE_COLUMNS = {"shared", "tokens/s", "bubble", "exposed", "$/1e9"}
+
+
+_SHARED = {
+    "none": "nothing",
+    "optimizer": "the optimizer's state",
+    "gradients": "gradients as well",
+    "full": "everything",
+}
+_AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 
 
 class PlanProgress(Bar):
@@ -37,12 +52,12 @@ def print_plan(plan: Plan) -> None:
         _print_nothing(console, plan)
         return
     console.print(f"\n[bold]The {count(len(plan.steps), 'best layout')}, one of a kind[/]")
-    console.print(_best_table(plan))
+    console.print(_best_table(plan, is_wide=console.width >= _WIDE))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
         console.print(f"\n[bold]Why it wins: what the best of other kinds takes more ({name})[/]")
-        console.print(_rival_table(plan.best, plan.rivals))
+        console.print(_rival_table(plan.best, plan.rivals, is_wide=console.width >= _WIDE))
     if plan.changes:
         console.print("\n[bold]What would change it[/]")
         console.print(_change_table(plan.best, plan.changes))
@@ -58,7 +73,7 @@ def _print_question(console: Console, plan: Plan) -> None:
     console.print(
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, {question.precision}; {question.num_devices:,} x "
-        f"{question.cluster.device.name} ({question.cluster.name}), trained by {question.software.name}"
+        f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
     )
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
@@ -69,6 +84,12 @@ def _print_question(console: Console, plan: Plan) -> None:
     )
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
+
+
+def _devices(question: Question) -> str:
+    """What the devices are; of several kinds all that the cluster has."""
+    whole = question.cluster.num_devices or question.num_devices
+    return " and ".join(dict.fromkeys(kind.device.name for kind, _ in question.cluster.kinds(whole)))
 
 
 def _print_layout(console: Console, best: SimulatedStep) -> None:
@@ -88,53 +109,44 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"the first: {', '.join(parts)}")
+    if len(best.cluster.kinds(run.num_devices)) > 1:
+        console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
 
 
-def _best_table(plan: Plan) -> Table:
-    best = plan.steps[0]
-    unit, name = unit_s(best.prediction.step_time_s)
+def _best_table(plan: Plan, *, is_wide: bool) -> Table:
+    """The layouts; a narrow terminal gets the columns that matter most."""
+    unit, name = unit_s(plan.steps[0].prediction.step_time_s)
     memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
-    has_price = dollars_per_billion_tokens(best) is not None
-    columns = [
-        "tp",
-        "pp",
-        "dp",
-        "loops",
-        "batches",
-        "schedule",
-        "shared",
-        "again",
-        f"step {name}",
-        "tokens/s",
-        "MFU",
-        bytes_name,
-        "bubble",
-        "exposed",
-    ]
-    rows = table("", [*columns, "$/1e9"] if has_price else columns)
-    for number, step in enumerate(plan.steps, start=1):
+    rows: list[dict[str, str]] = []
+    for step in plan.steps:
         run, told = step.run, causes(step)
         exposed_s = told["exposed_p2p_s"] + told["exposed_data_parallel_s"]
         dollars = dollars_per_billion_tokens(step)
-        rows.add_row(
-            str(number),
-            f"{run.tp}{' sp' if run.sequence_parallel else ''}",
-            str(run.pp),
-            str(run.dp),
-            f"{run.loops}{'' if run.placement == 'looped' else ' ' + run.placement}",
-            f"{run.num_microbatches} x {run.micro_batch}",
-            schedule_of(step),
-            run.shard if run.dp > 1 else "-",
-            recomputed(step),
-            short(step.prediction.step_time_s / unit),
-            f"{step.tokens_per_s:,.0f}",
-            f"{step.mfu:.1%}",
-            short(step.prediction.memory.total_bytes / memory),
-            f"{step.bubble_fraction:.1%}",
-            f"{exposed_s / step.prediction.step_time_s:.1%}",
-            *([f"{dollars:,.0f}"] if dollars is not None else []),
+        rows.append(
+            {
+                "tp": f"{run.tp}{' sp' if run.sequence_parallel else ''}",
+                "pp": str(run.pp),
+                "dp": str(run.dp),
+                "loops": f"{run.loops}{'' if run.placement == 'looped' else ' ' + run.placement}",
+                "batches": f"{run.num_microbatches} x {run.micro_batch}",
+                "schedule": schedule_of(step),
+                "shared": run.shard if run.dp > 1 else "-",
+                "again": recomputed(step),
+                f"step {name}": short(step.prediction.step_time_s / unit),
+                "tokens/s": f"{step.tokens_per_s:,.0f}",
+                "MFU": f"{step.mfu:.1%}",
+                bytes_name: short(step.prediction.memory.total_bytes / memory),
+                "bubble": f"{step.bubble_fraction:.1%}",
+                "exposed": f"{exposed_s / step.prediction.step_time_s:.1%}",
+                "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
+            }
         )
-    return rows
+    told = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
+    columns = [name for name in rows[0] if name in told and (is_wide or name not in _WIDE_COLUMNS)]
+    found = table("", columns)
+    for number, row in enumerate(rows, start=1):
+        found.add_row(str(number), *(row[name] for name in columns))
+    return found
 
 
 def schedule_of(step: SimulatedStep) -> str:
@@ -160,9 +172,11 @@ def _axes(step: SimulatedStep) -> str:
     return f"{axes}, {batches}, {schedule_of(step)}, {shard}"
 
 
-def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...], *, is_wide: bool) -> Table:
+    """What each takes more, by cause; a narrow terminal gets no causes."""
     unit, _ = unit_s(best.prediction.step_time_s)
     told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
+    told = told if is_wide else []
     rows = table("", ["step", *(CAUSES[name] for name in told), "layout"])
     for rival in rivals:
         if rival.step is None:
@@ -199,8 +213,9 @@ def _print_nothing(console: Console, plan: Plan) -> None:
     console.print(
         f"\n[bold red]nothing fits[/]: the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
-        f"{near.leaf.sharding.levels[-1]} sharding, {near.leaf.cut.arrangement.kept} recomputed) needs "
-        f"{short(near.least_bytes / unit)} {name} of {short(question.cluster.device.memory_bytes / unit)}: "
+        f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
+        f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
+        f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
     )
     if not near.ways_out:

@@ -102,6 +102,10 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``total_bytes`` and what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting
     that lowers the fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each
     rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
+
+    ``places`` says for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
+    ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
+    ``help``, are those of the fullest rank's devices.
     """
     prediction = step.prediction
     tree: dict[str, Any] = {
@@ -114,6 +118,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "bubble_fraction": step.bubble_fraction,
         "num_devices": step.run.num_devices,
         "cluster": step.cluster.name,
+        "places": [asdict(place) for place in step.places],
         "software": step.software.name,
         "run": asdict(step.run),
         "accounts": [account.to_dict() for account in step.accounts],
@@ -121,7 +126,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "memory": [
             {"total_bytes": memory.total_bytes, **asdict(memory)} for memory in prediction.memory_by_rank
         ],
-        "device_memory_bytes": step.cluster.device.memory_bytes,
+        "device_memory_bytes": prediction.device_bytes[prediction.fullest_rank],
         "fullest_rank": prediction.fullest_rank,
         "fits": prediction.fits,
         "help": {} if prediction.fits else memory_that_would_fit(step),

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
 from pipeloom.cost.shape import Run
+from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -62,7 +63,8 @@ def _recomputation(run: Run) -> str:
 
 def _print_headline(console: Console, step: SimulatedStep) -> None:
     run, prediction, schedule = step.run, step.prediction, step.schedule
-    peak = step.cluster.device.peak_flops_per_s[run.precision] / 1e12
+    kinds = step.cluster.kinds(run.num_devices)
+    peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
@@ -70,20 +72,23 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
         f"{run.precision}, {_recomputation(run)}{shard}"
     )
-    device, program = step.cluster.device.name, step.software.name
-    console.print(f"{run.num_devices:,} x {device} ({step.cluster.name}), trained by {program}")
+    devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
+    console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
     after_s = prediction.step_time_s - prediction.pipeline_s
     lines = {
         "step time": f"{seconds(prediction.step_time_s)}: pipeline {seconds(prediction.pipeline_s)}, "
         f"then {seconds(after_s)}",
         "tokens/s": f"{step.tokens_per_s:,.0f}",
-        "MFU": f"{step.mfu:.1%} of {peak:,.4g} TFLOP/s on each device",
+        "MFU": f"{step.mfu:.1%} of {' and '.join(f'{peak:,.4g}' for peak in peaks)} TFLOP/s on each device",
         "HFU": f"{step.hfu:.1%}, what is recomputed counted",
         "bubble fraction": f"{step.bubble_fraction:.1%} of the ranks' time in the pipeline",
     }
     console.print()
     for name, text in lines.items():
         console.print(f"{name:<18}{text}")
+    if len(kinds) > 1:
+        for number, text in enumerate(describe_places(step.places)):
+            console.print(f"{'' if number else 'pipeline ranks':<18}{text}")
 
 
 def _account_table(step: SimulatedStep) -> tuple[str, Table]:
@@ -157,18 +162,18 @@ _MEMORY = {
 
 
 def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
-    memories = step.prediction.memory_by_rank
-    unit, name = unit_bytes(step.cluster.device.memory_bytes)
-    limit = step.cluster.device.memory_bytes / unit
+    memories, limits = step.prediction.memory_by_rank, step.prediction.device_bytes
+    unit, name = unit_bytes(limits[step.prediction.fullest_rank])
+    are_alike = len(set(limits)) == 1
     parts = [part for part in _MEMORY if is_wide and any(asdict(memory)[part] for memory in memories)]
-    columns = [*(_MEMORY[part] for part in parts), "total"]
+    columns = [*(_MEMORY[part] for part in parts), "total", *([] if are_alike else ["of"])]
     rows = table("rank", columns)
     for rank in _shown_ranks(len(memories), step.prediction.fullest_rank):
         memory = memories[rank]
-        style = "" if memory.total_bytes <= step.cluster.device.memory_bytes else "red"
-        cells = [short(asdict(memory)[part] / unit) for part in parts]
-        rows.add_row(str(rank), *cells, short(memory.total_bytes / unit), style=style)
-    return f"Peak memory of each device ({name} of {limit:.4g})", rows
+        style = "" if memory.total_bytes <= limits[rank] else "red"
+        cells = [*(short(asdict(memory)[part] / unit) for part in parts), short(memory.total_bytes / unit)]
+        rows.add_row(str(rank), *cells, *([] if are_alike else [f"{limits[rank] / unit:.4g}"]), style=style)
+    return f"Peak memory of each device ({name}{f' of {limits[0] / unit:.4g}' if are_alike else ''})", rows
 
 
 _PEAK_PARTS = {
@@ -182,7 +187,7 @@ _PEAK_PARTS = {
 
 
 def _peak_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
-    unit, name = unit_bytes(step.cluster.device.memory_bytes)
+    unit, name = unit_bytes(step.prediction.device_bytes[step.prediction.fullest_rank])
     time_unit, name_s = unit_s(step.prediction.step_time_s)
     curves = step.memory_over_time
     parts = [part for part in _PEAK_PARTS if is_wide and any(curve.peak_parts[part] for curve in curves)]
@@ -203,9 +208,10 @@ def _shown_ranks(num_ranks: int, fullest: int) -> list[int]:
 
 
 def _print_fit(console: Console, step: SimulatedStep) -> None:
-    prediction, limit = step.prediction, step.cluster.device.memory_bytes
+    prediction = step.prediction
     if prediction.fits:
         return
+    limit = prediction.device_bytes[prediction.fullest_rank]
     unit, name = unit_bytes(limit)
     memory = prediction.memory
     parts = {label: asdict(memory)[part] for part, label in _MEMORY.items()}

@@ -24,6 +24,7 @@ from pipeloom.planner.tradeoff import (
     Point,
     Tradeoff,
     Training,
+    cluster_problems,
     default_critical_batch,
     scaling_problems,
     tradeoff,
@@ -141,6 +142,8 @@ def asked_by(options: Options) -> Tradeoff:
     problems = _Problems()
     shape = problems.attempt(lambda: load_model(options.model))
     cluster = problems.attempt(lambda: load_cluster(options.cluster))
+    if cluster is not None:
+        problems += cluster_problems(cluster)
     methods = _methods(options, problems)
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
@@ -221,7 +224,7 @@ def _training(
     if tokens is None:
         tokens = float(_TOKENS_PER_PARAMETER * shape.parameters) if shape is not None else 1.0
     price = options.price
-    if price is None and cluster is not None:
+    if price is None and cluster is not None and cluster.num_devices is None:
         price = cluster.price_per_device_hour
         if price is None:
             problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: say one with --price DOLLARS")

@@ -1,6 +1,7 @@
 """A described run -> seconds of each stage's forward and backward, and of what a step does outside the pipeline."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -10,11 +11,19 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.ranks import (
+    fastest_pieces,
+    placement_named,
+    placement_of,
+    rank_parts,
+    rank_pieces,
+    rank_slowness,
+    rank_way,
+)
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 from pipeloom.layout import Recompute
-from pipeloom.schedule import PLACEMENTS, Placement
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
@@ -37,12 +46,7 @@ def _balanced(
     shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
 ) -> tuple[int, ...]:
     by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
-    return fastest_partition(piece_flops(shape, seq, by_layer), _placement(placement, *axes))
-
-
-@lru_cache(maxsize=512)
-def _placement(name: str, pp: int, loops: int) -> Placement:
-    return PLACEMENTS[name](pp, loops)
+    return fastest_partition(piece_flops(shape, seq, by_layer), placement_named(placement, *axes))
 
 
 def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,81 +107,159 @@ def kinds_of(stages: LayersByRecompute) -> dict[Recompute, Run]:
 
 
 def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
-    """Seconds of each piece, forward and backward of one micro-batch: embedding, each layer, head."""
+    """Seconds of each piece on the fastest rank, forward and backward of a micro-batch: embedding, each layer, head."""
     recompute = run.recompute_layers or (run.recompute,) * run.shape.layers
-    pieces = {kind: piece_seconds(replace(run, recompute=kind), cluster, software) for kind in set(recompute)}
+    pieces = {kind: fastest_pieces(replace(run, recompute=kind), cluster, software) for kind in set(recompute)}
     ends = pieces[recompute[0]]
     return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 
 
+def fastest_layers(
+    run: Run, cluster: Cluster, software: Software, slowness: Sequence[float] | None = None
+) -> tuple[int, ...]:
+    """Layers of each stage that make the slowest rank fastest, by the seconds of the pieces.
+
+    Args:
+        run: its placement counts; what it says of layers does not.
+        cluster: where.
+        software: with what.
+        slowness: for each pipeline rank, by what the fastest rank's seconds are multiplied; ``None`` for what its
+            place on the cluster makes of them.
+
+    Raises:
+        UserError: more stages than pieces, or the cluster has not so many devices.
+    """
+    by_rank = rank_slowness(run, cluster, software) if slowness is None else slowness
+    return layers_of_pieces(fastest_partition(step_seconds(run, cluster, software), placement_of(run), by_rank))
+
+
+def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
+    """The run with the layers of each stage where its program balances them and its ranks are not equally fast.
+
+    Raises:
+        UserError: more stages than pieces, or the cluster has not so many devices.
+    """
+    if run.layers_by_stage is not None or software.partition != "balanced":
+        return run
+    slowness = rank_slowness(run, cluster, software)
+    if min(slowness) == max(slowness):
+        return run
+    return replace(run, layers_by_stage=fastest_layers(run, cluster, software, slowness))
+
+
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    """Seconds of each stage's forward and backward for one micro-batch."""
-    layers_s = _layers_s(run, cluster, software)
-    pieces = piece_seconds(run, cluster, software)
-    _, head = stage_layers(run, software)
-    exchange_s = _transfer_s(run, cluster, software)
+    """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
+
+    Args:
+        run: what is trained.
+        cluster: where; a stage is as fast as its rank's part of it.
+        software: with what.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    owner, (counts, head) = placement_of(run).rank_by_stage, stage_layers(run, software)
+    of_rank = rank_pieces(run, cluster, software)
+    pieces = [of_rank[rank] for rank in owner]
+    if run.recompute_layers is None:
+        layers_s = [(count * part.layer[0], count * part.layer[1]) for count, part in zip(counts, pieces, strict=True)]
+    else:
+        layers_s = _uneven_layers_s(run, cluster, software, owner)
+    boundary_s = _boundary_s(run, cluster, software, owner)
+    around_s = (0.0, *boundary_s, 0.0)
     fixed_s = software.efficiency.microbatch_s / run.loops
     sides = []
     for direction in (0, 1):
         seconds = [both_s[direction] + fixed_s * (0.4, 0.6)[direction] for both_s in layers_s]
-        seconds[0] += pieces.embedding[direction]
-        seconds[head] += pieces.head[direction]
-        if software.is_blocking and run.num_stages > 1:
-            seconds = [
-                value + exchange_s * (1 if 0 < stage < run.num_stages - 1 else 0.5)
-                for stage, value in enumerate(seconds)
-            ]
+        seconds[0] += pieces[0].embedding[direction]
+        seconds[head] += pieces[head].head[direction]
+        if software.is_blocking:
+            seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
         sides.append(tuple(seconds))
-    backward_s = sum(backward_s for _, backward_s in layers_s)
-    share = pieces.weight_s * run.shape.layers / backward_s
-    free_s = 0.0 if software.is_blocking else exchange_s
+    share = _weight_s(run, counts, pieces) / sum(backward_s for _, backward_s in layers_s)
+    free_s = () if software.is_blocking else boundary_s
     tied_s, tied_grad_s = tied_message_s(run, cluster, software)
-    return StageCosts(sides[0], sides[1], free_s, weight_share=share, tied_s=tied_s, tied_grad_s=tied_grad_s)
+    return StageCosts(
+        sides[0],
+        sides[1],
+        min(free_s, default=0.0),
+        weight_share=share,
+        tied_s=tied_s,
+        tied_grad_s=tied_grad_s,
+        boundary_s=() if len(set(free_s)) <= 1 else free_s,
+    )
+
+
+def _weight_s(run: Run, counts: Sequence[int], pieces: Sequence[PieceSeconds]) -> float:
+    """Seconds of all layers' backward that a split leaves to the gradients of the weights.
+
+    Args:
+        run: what is trained.
+        counts: layers of each stage.
+        pieces: for each stage, on its rank.
+    """
+    if len({piece.weight_s for piece in pieces}) == 1:
+        return pieces[0].weight_s * run.shape.layers
+    return sum(count * piece.weight_s for count, piece in zip(counts, pieces, strict=True))
+
+
+def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:
+    """For each boundary between two stages the seconds of one message over it."""
+    pairs = list(pairwise(owner))
+    ways = {pair: rank_way(run, cluster, *pair) for pair in set(pairs)}
+    of_way = {way: _transfer_s(run, way, software) for way in dict.fromkeys(ways.values())}
+    of_pair = {pair: of_way[way] for pair, way in ways.items()}
+    return tuple(of_pair[pair] for pair in pairs)
 
 
 def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
-    """Seconds of sending a tied matrix from the first pipeline rank to the last one, and of sending its gradient back.
+    """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
     Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
     the pipeline of other programs.
     """
     if not (run.shape.tied and run.pp > 1 and software.lends_tied):
         return 0.0, 0.0
-    is_inside = run.num_devices <= cluster.devices_per_node
-    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
+    owner = placement_of(run).rank_by_stage
+    way = rank_way(run, cluster, owner[0], owner[-1])
+    is_inside = run.num_devices <= way.devices_per_node
+    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
-        cluster.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        way.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         for size in (run.element_bytes, software.gradient_bytes)
     )
     return weights_s, gradient_s
 
 
-def _layers_s(run: Run, cluster: Cluster, software: Software) -> list[tuple[float, float]]:
-    """For each stage the seconds of its layers, forward and backward."""
+def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> list[tuple[float, float]]:
+    """For each stage the seconds of its layers, forward and backward, where each layer says what it recomputes."""
     stages = layers_by_recompute(run, software)
-    each_s = {kind: piece_seconds(alike, cluster, software).layer for kind, alike in kinds_of(stages).items()}
+    each_s = {
+        kind: [pieces.layer for pieces in rank_pieces(alike, cluster, software)]
+        for kind, alike in kinds_of(stages).items()
+    }
     return [
         (
-            sum(count * each_s[alike.recompute][0] for alike, count in stage),
-            sum(count * each_s[alike.recompute][1] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][1] for alike, count in stage),
         )
-        for stage in stages
+        for stage, rank in zip(stages, owner, strict=True)
     ]
 
 
-def _transfer_s(run: Run, cluster: Cluster, software: Software) -> float:
-    """Seconds of one message between neighbouring pipeline ranks, which are dp x tp ranks apart.
+def _transfer_s(run: Run, way: Cluster, software: Software) -> float:
+    """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
     """
     if run.pp == 1:
         return 0.0
-    is_inside = run.num_devices <= cluster.devices_per_node
+    is_inside = run.num_devices <= way.devices_per_node
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    use, sharing = software.efficiency, cluster.sharing(run.tp * run.dp)
-    seconds = cluster.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
+    seconds = way.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
@@ -231,14 +313,29 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Parameters that one device of each pipeline rank holds."""
     held = [0.0] * run.pp
-    owner = _placement(run.placement, run.pp, run.loops).rank_by_stage
+    owner = placement_of(run).rank_by_stage
     for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
         held[rank] += parameters
     return tuple(held)
 
 
+def stage_collectives_s(run: Run, cluster: Cluster, software: Software) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage the seconds of gathering its weights, and of reducing its gradient, where its rank stands.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    parts = rank_parts(run, cluster)
+    held = [
+        (parts[rank], parameters)
+        for rank, parameters in zip(placement_of(run).rank_by_stage, stage_parameters(run, software), strict=True)
+    ]
+    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters in held)
+    return gathers, tuple(reduce_s(run, part, software, parameters) for part, parameters in held)
+
+
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:
-    """What follows the pipeline.
+    """What follows the pipeline: each part of it on the rank where it takes longest.
 
     Where collectives have a lane, gradients are reduced and weights are gathered beside the pipeline, not after it.
 
@@ -249,16 +346,26 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
     """
     use = software.efficiency
-    most = max(rank_parameters(run, software))
+    most: dict[Cluster, float] = {}
+    for part, held in zip(rank_parts(run, cluster), rank_parameters(run, software), strict=True):
+        most[part] = max(held, most.get(part, 0.0))
     exposed_s = 0.0
     if not software.has_reduction_lane:
-        whole_s = reduce_s(run, cluster, software, most)
-        exposed_s = whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, cluster, software, most)
+        exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s = 0.0
     if run.shape.tied and run.pp > 1 and not software.lends_tied:
-        pair = Group(2, 2 if run.num_devices <= cluster.devices_per_node else 1, cluster.devices_per_node)
+        way = rank_way(run, cluster, 0, run.pp - 1)
+        pair = Group(2, 2 if run.num_devices <= way.devices_per_node else 1, way.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
-        tied_s = cluster.collective_s("all_reduce", message, pair, use.data_bus)
-    owned = most / (run.shard_size if run.shard != "none" else 1)
-    moved = use.optimizer_bytes * owned + 8 * most
-    return StepTerms(exposed_s, tied_s, cluster.device.memory_s(moved), use.step_s)
+        tied_s = way.collective_s("all_reduce", message, pair, use.data_bus)
+    sharded = run.shard_size if run.shard != "none" else 1
+    optimizer_s = max(
+        part.device.memory_s(use.optimizer_bytes * (held / sharded) + 8 * held) for part, held in most.items()
+    )
+    return StepTerms(exposed_s, tied_s, optimizer_s, use.step_s)
+
+
+def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
+    """Seconds of a rank's collectives after the pipeline that nothing hides."""
+    whole_s = reduce_s(run, part, software, parameters)
+    return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)

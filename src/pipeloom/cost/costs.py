@@ -78,7 +78,8 @@ class StageCosts:
     Attributes:
         forward_s: for each stage, seconds of its forward for one micro-batch.
         backward_s: for each stage, seconds of its full backward.
-        transfer_s: seconds of moving one tensor between two ranks; carried by the receive.
+        transfer_s: seconds of moving one tensor between two ranks; carried by the receive. The least of them where
+            boundaries have their own.
         unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
         swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
@@ -86,6 +87,8 @@ class StageCosts:
         weight_share: part of a backward that a split leaves to the gradients of the weights.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
+        boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it in either
+            direction; empty where all take ``transfer_s``.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -99,6 +102,11 @@ class StageCosts:
     weight_share: float = 0.5
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
+    boundary_s: tuple[float, ...] = ()
+
+    def over_s(self, boundary: int) -> float:
+        """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
+        return self.boundary_s[boundary] if self.boundary_s else self.transfer_s
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -113,8 +121,10 @@ class StageCosts:
                 return backward_s * (1 - self.weight_share)
             case Kind.BACKWARD_WEIGHT:
                 return backward_s * self.weight_share
-            case Kind.RECV_F | Kind.RECV_B:
-                return self.transfer_s
+            case Kind.RECV_F:
+                return self.over_s(stage - 1)
+            case Kind.RECV_B:
+                return self.over_s(stage)
         return self._of_stage(kind, stage)
 
     def _of_stage(self, kind: Kind, stage: int) -> float:

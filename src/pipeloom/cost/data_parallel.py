@@ -11,7 +11,14 @@ from pipeloom.cost.software import Software
 
 
 def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of reducing the gradients of ``parameters``, those that one device holds of a stage or of its rank."""
+    """Seconds of reducing the gradients of ``parameters``, those that one device holds of a stage or of its rank.
+
+    Args:
+        run: what is trained.
+        cluster: the rank's part of it (``rank_parts``).
+        software: with what.
+        parameters: how many.
+    """
     use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
     inner = _shard_group(run, cluster)
     kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
@@ -23,7 +30,7 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
 
 
 def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of gathering the sharded weights of ``parameters``; 0 where nothing is sharded."""
+    """Seconds of gathering the sharded weights of ``parameters``, as ``reduce_s``; 0 where nothing is sharded."""
     if run.shard == "none":
         return 0.0
     message = parameters * max(software.gather_bytes, run.element_bytes)

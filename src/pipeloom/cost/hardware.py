@@ -4,6 +4,7 @@ Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where 
 (``pipeloom.catalog``).
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import log
@@ -178,6 +179,9 @@ class Group:
 class Cluster:
     """Devices in nodes, nodes on a network.
 
+    Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. What depends on where devices stand asks
+    ``part`` and ``way``, which answer with a cluster of one kind: here with this one.
+
     Attributes:
         name: for people.
         device: every device is alike.
@@ -205,6 +209,81 @@ class Cluster:
     def __hash__(self) -> int:
         """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
         return hash(self.name)
+
+    def part(self, first: int, num_devices: int) -> "Cluster":
+        """The cluster as devices see it that work in lock-step: nodes of one kind.
+
+        Args:
+            first: the first device.
+            num_devices: from there on.
+
+        Raises:
+            UserError: there are not so many devices.
+        """
+        del first, num_devices
+        return self
+
+    def way(self, first: int, other: int, num_devices: int) -> "Cluster":
+        """The cluster as messages see it that go from each of some devices to one of as many others.
+
+        Args:
+            first: the first device at one end.
+            other: its partner at the other end.
+            num_devices: at each end.
+
+        Raises:
+            UserError: there are not so many devices.
+        """
+        del first, other, num_devices
+        return self
+
+    def kinds(self, num_devices: int) -> tuple[tuple["Cluster", int], ...]:
+        """The kinds of nodes that the first devices are on, each with how many of them.
+
+        Raises:
+            UserError: there are not so many devices.
+        """
+        return ((self, num_devices),)
+
+    def node_of(self, device: int) -> tuple[int, int]:
+        """The number of a device's node, and its place there."""
+        return divmod(device, self.devices_per_node)
+
+    @property
+    def num_devices(self) -> int | None:
+        """Devices of all nodes; ``None`` for as many as anybody wants."""
+        return None
+
+    def lack(self, num_devices: int) -> str | None:
+        """What is wrong with a run on so many devices; ``None`` if there are enough."""
+        del num_devices
+        return None
+
+    def orders(self) -> Iterator[tuple[str, ...]]:
+        """Orders of the kinds of nodes that make a difference, for ``reordered``; the present one first."""
+        yield ()
+
+    def reordered(self, order: Sequence[str]) -> "Cluster":
+        """The same cluster with its kinds of nodes in another order: the first ranks are on the first of them."""
+        assert not order, "there is one kind of nodes"
+        return self
+
+    def each(self, change: "Callable[[Cluster], Cluster]") -> "Cluster":
+        """The cluster with a change to every kind of nodes and to the networks between them; names stay."""
+        return change(self)
+
+    def price_per_hour(self, num_devices: int) -> float | None:
+        """Dollars for the first devices together; ``None`` where a price is not known."""
+        total = 0.0
+        for kind, count in self.kinds(num_devices):
+            if kind.price_per_device_hour is None:
+                return None
+            total += count * kind.price_per_device_hour
+        return total
+
+    def peak_flops_per_s(self, num_devices: int, precision: str) -> float:
+        """Of the first devices together."""
+        return sum(count * kind.device.peak_flops_per_s[precision] for kind, count in self.kinds(num_devices))
 
     @property
     def num_adapters(self) -> int:

@@ -84,6 +84,16 @@ class Job:
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node
+        lack = self.cluster.lack(num_ranks)
+        if lack is not None:
+            return [lack]
+        sizes = {kind.name: kind.devices_per_node for kind, _ in self.cluster.kinds(num_ranks)}
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+            problem = (
+                f"nodes have different numbers of devices ({found}), and one command for all nodes starts as many "
+            )
+            return [problem + f"processes on each; describe the larger ones with devices_per_node {per_node}"]
         if num_ranks <= per_node or num_ranks % per_node == 0:
             return []
         return [

@@ -79,6 +79,12 @@ def about_ranks(job: Job) -> list[str]:
         spans = [(layout.coordinates(first).pipeline, layout.coordinates(last).pipeline) for first, last in ends]
         named = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
         found.append(f"Pipeline ranks by node: {', '.join(named)}.")
+    kinds, node = job.cluster.kinds(layout.num_ranks), 0
+    for kind, devices in kinds if len(kinds) > 1 else ():
+        last = node + -(-devices // per_node) - 1
+        which = str(node) if node == last else f"{node} to {last}"
+        found.append(f"NODE_RANK {which} on {kind.name}.")
+        node = last + 1
     if job.num_nodes > 1:
         found.append("All nodes see the same folder, under the same name.")
     return found
@@ -101,6 +107,10 @@ def _differences(job: Job) -> tuple[str, ...]:
     if config.machine.software != "pipeloom" and config.layout.partition is None:
         found.append(
             f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"
+        )
+    if len(job.cluster.kinds(config.layout.num_ranks)) > 1 and config.layout.partition is None:
+        found.append(
+            f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
         )
     if config.data.path is not None:
         found.append(f"data.path is {config.data.path.absolute()}, on every node")

@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import UserError
+from pipeloom.planner.bounds import Floats
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Leaf, arrangements, why_not
@@ -17,7 +18,7 @@ class Closest:
 
     Attributes:
         leaf: that layout, with everything shared out that can be.
-        least_bytes: that it needs at least on its fullest device.
+        least_bytes: that it needs at least on its fullest device, the one with the least room left.
         missing_bytes: of them that a device does not have.
         ways_out: changes of the question with which something fits, each with its best step.
     """
@@ -28,9 +29,8 @@ class Closest:
     ways_out: tuple[tuple[str, SimulatedStep], ...]
 
 
-WAYS_OUT_S = 10.0
-"""Seconds that are spent on each change of a question that nothing fits."""
 MOST_DOUBLINGS = 6
+"""How often devices are doubled, and sequences halved, to find something that fits."""
 
 
 def closest(question: Question) -> Closest:
@@ -39,10 +39,11 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf, least = min(((leaf, _held_bytes(leaf)) for leaf in _leanest(question)), key=lambda pair: pair[1])
-    missing = least - question.cluster.device.memory_bytes
+    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    fullest = int((held - rooms).argmax())
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    return Closest(leaf, least, missing, tuple(ways_out))
+    return Closest(leaf, float(held[fullest]), float(held[fullest] - rooms[fullest]), tuple(ways_out))
 
 
 def _leanest(question: Question) -> list[Leaf]:
@@ -56,15 +57,18 @@ def _leanest(question: Question) -> list[Leaf]:
     ]
 
 
-def _held_bytes(leaf: Leaf) -> float:
+def _held_bytes(leaf: Leaf) -> Floats:
+    """For each rank what its devices hold at least."""
     memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
-    return float(memory.held_bytes(leaf.stage_inputs).max())
+    return memory.held_bytes(leaf.stage_inputs)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
     for doubling in range(1, MOST_DOUBLINGS + 1):
         number = question.num_devices * 2**doubling
-        step = search(replace(question, num_devices=number), 1, budget_s=WAYS_OUT_S).best
+        if question.cluster.lack(number) is not None:
+            return None
+        step = search(replace(question, num_devices=number), 1).best
         if step is not None:
             return f"{number} devices", step
     return None
@@ -73,14 +77,14 @@ def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
 def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | None:
     seq = question.seq // 2
     while seq >= question.seq // 2**MOST_DOUBLINGS and seq >= 1:
-        step = search(replace(question, seq=seq), 1, budget_s=WAYS_OUT_S).best
+        step = search(replace(question, seq=seq), 1).best
         if step is not None:
             return f"sequences of {seq} tokens", step
         seq //= 2
     return None
 
 
-def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
+def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     """The error for a question that no layout divides: why, and which numbers near it would be divided."""
     problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
     if question.limits.names:
@@ -92,7 +96,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> ConfigError:
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
     what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
-    return ConfigError(problems, f"no layout divides {what}")
+    return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
 
 
 def _data_axes(question: Question, num_devices: int) -> set[int]:
@@ -121,5 +125,6 @@ def _near_devices(question: Question) -> list[int]:
 
     number = question.num_devices
     below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)
-    above = next((other for other in range(number + 1, 2 * number + 1) if divides(other)), None)
+    most = min(2 * number, question.cluster.num_devices or 2 * number)
+    above = next((other for other in range(number + 1, most + 1) if divides(other)), None)
     return [other for other in (below, above) if other is not None]

@@ -16,7 +16,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, lent_bytes, logits_bytes, state_bytes, working_bytes
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.ranks import rank_device_bytes, rank_parts, rank_pieces
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
@@ -87,9 +87,18 @@ class Bounds:
 
     def recomputing_s(self, layers: Floats) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        forward_s = piece_seconds(self.run, self.cluster, self.software).layer[0] * self.run.num_microbatches
-        ranks = self.work[0]
+        pieces, ranks = rank_pieces(self.run, self.cluster, self.software), self.work[0]
+        forward_s = np.array([rank.layer[0] for rank in pieces]) * self.run.num_microbatches
         return float((ranks.there_s + ranks.own_s + ranks.back_s + layers * forward_s).max())
+
+    @cached_property
+    def rooms(self) -> Floats:
+        """For each rank the bytes that a device of it can hold."""
+        return np.array(rank_device_bytes(self.run, self.cluster))
+
+    def missing_bytes(self, held_bytes: Floats) -> float:
+        """What is missing on the device of the rank with the least room left; negative if there is room on all."""
+        return float((held_bytes - self.rooms).max())
 
     @cached_property
     def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
@@ -109,9 +118,10 @@ class Bounds:
         costs = self.costs
         forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placement.rank_by_stage))])
-        there_s, back_s = (
-            np.cumsum(seconds) - seconds + np.cumsum(crosses) * costs.transfer_s for seconds in (forward_s, backward_s)
-        )
+        hops_s = np.cumsum(crosses) * costs.transfer_s
+        if costs.boundary_s:
+            hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
+        there_s, back_s = (np.cumsum(seconds) - seconds + hops_s for seconds in (forward_s, backward_s))
         own_s = self.run.num_microbatches * (forward_s + backward_s)
         first = self.stages[:, 0]
         return Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1)), Work(there_s, back_s, own_s)
@@ -208,7 +218,7 @@ class Sharded:
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
         more = working_bytes(full, software) * (1 + software.fragmentation)
         held = self.held_bytes(in_flight)
-        room = self.bounds.cluster.device.memory_bytes
+        room = self.bounds.rooms
         missing = np.where(held > room, (held + more - room) / each, 0.0)
         order = np.argsort(-in_flight, axis=1, kind="stable")
         inputs = np.maximum(np.take_along_axis(in_flight, order, axis=1), 1e-9)
@@ -226,9 +236,18 @@ class Sharded:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""
         bounds = self.bounds
         sizes, number = np.unique(bounds.parameters, return_inverse=True)
-        gathers = np.array([gather_s(self.run, bounds.cluster, bounds.software, held) for held in sizes])
-        reductions = np.array([reduce_s(self.run, bounds.cluster, bounds.software, held) for held in sizes])
-        return gathers[number], reductions[number]
+        parts = rank_parts(self.run, bounds.cluster)
+        gathers, reductions = (
+            {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
+            for seconds in (gather_s, reduce_s)
+        )
+        if len(gathers) == 1:
+            return gathers[parts[0]][number], reductions[parts[0]][number]
+        of_stage = [(parts[rank], size) for rank, size in zip(bounds.placement.rank_by_stage, number, strict=True)]
+        return (
+            np.array([gathers[part][size] for part, size in of_stage]),
+            np.array([reductions[part][size] for part, size in of_stage]),
+        )
 
     @cached_property
     def _always(self) -> dict[int, Floats]:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.config import ModelConfig
-from pipeloom.cost.analytic import layers_of_pieces, step_seconds
+from pipeloom.cost.analytic import fastest_layers
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.layout import Recompute
-from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.schedule import Placement
 
 
 def default_partition(
@@ -38,11 +38,10 @@ def with_fastest_layers(run: Run, cluster: Cluster, software: Software, slowness
         run: its placement counts; what it says of layers does not.
         cluster: where.
         software: with what.
-        slowness: for each pipeline rank, by what the seconds are multiplied; ``None`` where ranks are alike.
+        slowness: for each pipeline rank, by what the fastest rank's seconds are multiplied; ``None`` for what its
+            place on the cluster makes of them.
 
     Raises:
-        UserError: more stages than pieces.
+        UserError: more stages than pieces, or the cluster has not so many devices.
     """
-    placement = PLACEMENTS[run.placement](run.pp, run.loops)
-    sizes = fastest_partition(step_seconds(run, cluster, software), placement, slowness)
-    return replace(run, layers_by_stage=layers_of_pieces(sizes))
+    return replace(run, layers_by_stage=fastest_layers(run, cluster, software, slowness))

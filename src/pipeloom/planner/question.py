@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from pipeloom.cost.hardware import Cluster
@@ -87,12 +88,12 @@ class Question:
     def _problems(self) -> list[str]:
         sizes = {"devices": self.num_devices, "the global batch": self.global_batch, "seq": self.seq}
         found = [f"{name} must be at least 1, found {value}" for name, value in sizes.items() if value < 1]
-        known = self.cluster.device.peak_flops_per_s
-        if self.precision not in known:
-            found.append(
-                f"the precision must be one that {self.cluster.device.name} computes in: {', '.join(known)}, "
-                f"found {self.precision}"
-            )
+        lack = self.cluster.lack(self.num_devices)
+        if lack is not None:
+            found.append(lack)
+        elif not found and not self.clusters:
+            known, name = ", ".join(self.cluster.device.peak_flops_per_s), self.cluster.device.name
+            found.append(f"the precision must be one that {name} computes in: {known}, found {self.precision}")
         offered = self._offered
         for what, wanted, has in (
             ("family", self.limits.families, offered),
@@ -126,6 +127,17 @@ class Question:
         keeps_scores = self.attention in ("plain", "fused-softmax")
         usual: tuple[Recompute, ...] = ("none", "selective", "full") if keeps_scores else ("none", "full")
         return self.limits.recompute or usual
+
+    @cached_property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The cluster in every order of its kinds of nodes that gives the run other devices, all of its precision."""
+        found: dict[tuple[str, ...], Cluster] = {}
+        for order in self.cluster.orders():
+            cluster = self.cluster.reordered(order)
+            kinds = [kind for kind, _ in cluster.kinds(self.num_devices)]
+            if all(self.precision in kind.device.peak_flops_per_s for kind in kinds):
+                found.setdefault(tuple(kind.name for kind in kinds), cluster)
+        return tuple(found.values())
 
     def limited(self, **limits: Any) -> "Question":
         """The question with some of its limits changed."""

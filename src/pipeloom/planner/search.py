@@ -83,12 +83,25 @@ def kind_of(run: Run, family: str) -> Kind:
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
 
 
+SAME = 1e-8
+"""Relative difference of two step times that is rounding."""
+
+
 class Rank(NamedTuple):
-    """What comes first in an answer: the faster, then the smaller, then anything that is always the same."""
+    """What comes first in an answer: the faster, then the smaller, then what loops less; then anything unique."""
 
     step_s: float
     held_bytes: float
+    loops: int
     layout: str
+
+    @classmethod
+    def of(cls, step: SimulatedStep) -> "Rank":
+        """The rank of a step; what differs by rounding is the same."""
+        step_s, held = (
+            float(f"{value:.9g}") for value in (step.prediction.step_time_s, step.prediction.memory.total_bytes)
+        )
+        return cls(step_s, held, step.run.loops, repr((step.run, step.order)))
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,10 @@ class Settled:
     leaf: Leaf
     candidate: Candidate
     count = 1
+
+    def simulate(self) -> SimulatedStep:
+        """Its step on its cluster."""
+        return self.candidate.simulate(self.leaf.cut.arrangement.cluster)
 
 
 Node = Arrangement | Cut | Leaf | Settled
@@ -134,7 +151,7 @@ class Search:
         self._counts.layouts = sum(arrangement.count for arrangement in found)
         everything = _Goal(1, Limits())
         for arrangement in found:
-            self._push(everything, arrangement.bound_s, arrangement, arrangement.least_bytes)
+            self._push(everything, arrangement.bound_s, arrangement, arrangement.missing_bytes)
         self._queue = everything.queue
 
     def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
@@ -168,12 +185,12 @@ class Search:
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         counts.too_slow = counts.layouts - counts.too_large - counts.simulated
-        steps = tuple(settled.candidate.simulate(self._question.cluster) for settled in goal.best)
+        steps = tuple(settled.simulate() for settled in goal.best)
         return Found(steps, counts, open_bound_s)
 
-    def _push(self, goal: "_Goal", bound_s: float, node: Node, least_bytes: float = 0.0) -> None:
+    def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
-        if self._prunes and least_bytes > self._question.cluster.device.memory_bytes:
+        if self._prunes and missing_bytes > 0:
             self._counts.too_large += node.count
         else:
             self._pushed += 1
@@ -183,7 +200,7 @@ class Search:
         node = entry.node
         if isinstance(node, Arrangement):
             for cut in node.cuts():
-                self._push(goal, cut.bound_s, cut, cut.least_bytes)
+                self._push(goal, cut.bound_s, cut, cut.missing_bytes)
         elif isinstance(node, Cut):
             for leaf in node.leaves():
                 narrowed = leaf.narrowed() if self._prunes else leaf
@@ -207,9 +224,7 @@ class Search:
             self._push(goal, closer_s, settled)
             return
         self._counts.simulated += 1
-        prediction = settled.candidate.simulate(self._question.cluster).prediction
-        layout = repr((settled.candidate.run, settled.candidate.order))
-        rank = Rank(prediction.step_time_s, prediction.memory.total_bytes, layout)
+        rank = Rank.of(settled.simulate())
         self._simulated.append((rank, settled))
         goal.add(rank, settled)
 
@@ -251,7 +266,8 @@ class _Goal:
         if known is None or rank < known[0]:
             self._of_kind[kind] = rank, settled
             if len(self._of_kind) >= self._count:
-                self.limit_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+                slowest_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+                self.limit_s = slowest_s * (1 + SAME)
 
     @property
     def best(self) -> list[Settled]:
@@ -264,7 +280,7 @@ class _Goal:
         if isinstance(node, Arrangement | Cut):
             return False
         known = self._of_kind.get(_kind(node.leaf if isinstance(node, Settled) else node))
-        return known is not None and bound_s > known[0].step_s
+        return known is not None and bound_s > known[0].step_s * (1 + SAME)
 
 
 def _kind(leaf: Leaf) -> Kind:

@@ -39,7 +39,7 @@ def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
     held = memory.held_bytes(leaf.stage_inputs, order.residency)
-    return bool(held.max() > leaf.cut.arrangement.question.cluster.device.memory_bytes)
+    return leaf.cut.memory.missing_bytes(held) > 0
 
 
 def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
@@ -82,8 +82,8 @@ def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
         unreduced=min(order.gradient_buffers or loops, loops),
     )
     held = memory_with_room(chosen.run, software, compute_schedule(order.choice), room)
-    capacity = leaf.cut.arrangement.question.cluster.device.memory_bytes
-    return [capacity - memory.total_bytes for memory in held]
+    rooms = leaf.cut.memory.rooms.tolist()
+    return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:

@@ -19,9 +19,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.ranks import fastest_pieces, rank_device_bytes, rank_slowness
 from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.layout import Shard
@@ -44,21 +46,30 @@ class Arrangement:
 
     Attributes:
         question: that it answers.
+        cluster: where: the question's, in one of the orders of its kinds of nodes.
         run: axes, micro-batch, sequence parallelism; nothing recomputed where ``kept`` is ``some``.
         kept: what is recomputed.
     """
 
     question: Question
+    cluster: Cluster
     run: Run
     kept: Kept
 
     @cached_property
     def _pieces(self) -> PieceSeconds:
-        return piece_seconds(self.run, self.question.cluster, self.question.software)
+        return fastest_pieces(self.run, self.cluster, self.question.software)
+
+    @cached_property
+    def _slowness(self) -> tuple[float, ...]:
+        return rank_slowness(self.run, self.cluster, self.question.software)
 
     @property
     def bound_s(self) -> float:
-        """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it."""
+        """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it.
+
+        As if all ranks were as fast as the fastest.
+        """
         run, pieces = self.run, self._pieces
         layer_s = sum(pieces.layer)
         both_s = [sum(pieces.embedding), *[layer_s] * run.shape.layers, sum(pieces.head)]
@@ -67,14 +78,15 @@ class Arrangement:
         return run.num_microbatches * (sum(both_s) / run.pp + fixed_s) + way_s
 
     @property
-    def least_bytes(self) -> float:
-        """Bytes of the fullest device at least, with everything sharded that can be."""
+    def missing_bytes(self) -> float:
+        """What is missing at least on the fullest device, with everything sharded that can be."""
         run, software = self.run, self.question.software
         run = replace(run, shard=self.question.shards[-1] if run.dp > 1 else "none")
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(self._leanest, software) + working_bytes(self._leanest, software)
-        return state_bytes(run, held, software).total_bytes + kept + software.reserve_bytes
+        least = state_bytes(run, held, software).total_bytes + kept + software.reserve_bytes
+        return least - max(rank_device_bytes(run, self.cluster))
 
     @property
     def _leanest(self) -> Run:
@@ -109,7 +121,8 @@ class Arrangement:
     def _cut(self, run: Run) -> "Cut":
         placement = placement_of(run.placement, run.pp, run.loops)
         if self.question.software.partition == "balanced":
-            run = replace(run, layers_by_stage=_layers_by_stage(self._pieces, run.shape.layers, placement))
+            layers = _layers_by_stage(self._pieces, run.shape.layers, placement, self._slowness)
+            run = replace(run, layers_by_stage=layers)
         return Cut(self, run)
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
@@ -123,7 +136,7 @@ class Arrangement:
             return [Sharding(("none",), 1)]
         found = [Sharding(("none",), 1)] if "none" in shards else []
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
-        inside = gcd(self.question.cluster.devices_per_node // self.run.tp, dp)
+        inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
         parts = [levels] if self.kept != "some" else [(level,) for level in levels]
         return found + [Sharding(part, dp // size) for part in parts for size in among if part]
@@ -143,9 +156,11 @@ class Sharding(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _layers_by_stage(pieces: PieceSeconds, layers: int, placement: Placement) -> tuple[int, ...]:
+def _layers_by_stage(
+    pieces: PieceSeconds, layers: int, placement: Placement, slowness: tuple[float, ...]
+) -> tuple[int, ...]:
     seconds = [sum(pieces.embedding), *[sum(pieces.layer)] * layers, sum(pieces.head)]
-    return layers_of_pieces(fastest_partition(seconds, placement))
+    return layers_of_pieces(fastest_partition(seconds, placement, slowness))
 
 
 @lru_cache(maxsize=65536)
@@ -170,7 +185,13 @@ def _choices(
             found += [replace(plain, group_size=size) for size in sizes]
         elif placement == "looped" or plain.stage_inputs is not None:
             found.append(plain)
+    if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
+        return tuple(sorted(found, key=_held_in_all)[:1])  # one stage takes as long in any order
     return tuple(found)
+
+
+def _held_in_all(choice: Choice) -> int:
+    return sum(map(sum, choice.stage_inputs or ()))
 
 
 def _group_sizes(pp: int, num_microbatches: int) -> tuple[int, ...]:
@@ -210,7 +231,7 @@ class Cut:
 
     def bounds(self, run: Run) -> Bounds:
         """Of a run that is cut like this."""
-        return Bounds(run, self.arrangement.question.cluster, self.arrangement.question.software, self.placement)
+        return Bounds(run, self.arrangement.cluster, self.arrangement.question.software, self.placement)
 
     @property
     def placement(self) -> Placement:
@@ -228,9 +249,9 @@ class Cut:
         return self.arrangement.shardings()
 
     @property
-    def least_bytes(self) -> float:
-        """Bytes of the fullest device at least, with everything shared out that can be."""
-        return float(self.memory.sharded(self.shardings[-1].levels[-1]).held_bytes().max())
+    def missing_bytes(self) -> float:
+        """What is missing at least on the fullest device, with everything shared out that can be."""
+        return self.memory.missing_bytes(self.memory.sharded(self.shardings[-1].levels[-1]).held_bytes())
 
     def leaves(self) -> Iterator["Leaf"]:
         """With every sharding and every schedule."""
@@ -277,9 +298,10 @@ class Leaf:
 
     def narrowed(self) -> "Leaf | None":
         """Without the levels of sharding that cannot fit; ``None`` if none can."""
-        memory, room = self.cut.memory, self.cut.arrangement.question.cluster.device.memory_bytes
+        memory = self.cut.memory
         for number, shard in enumerate(self.sharding.levels):
-            if memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs).max() <= room:
+            held = memory.sharded(shard, self.sharding.replicate).held_bytes(self.stage_inputs)
+            if memory.missing_bytes(held) <= 0:
                 return replace(self, sharding=self.sharding._replace(levels=self.sharding.levels[number:]))
         return None
 
@@ -294,7 +316,10 @@ class Leaf:
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
-    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch)."""
+    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch).
+
+    On a cluster of several kinds of nodes, all of them for every order of its groups.
+    """
     shape, limits, excluded = question.shape, question.limits, Counter[str]()
     found: list[Arrangement] = []
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
@@ -307,7 +332,7 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
         for micro_batch in divisors(question.global_batch // dp):
             if limits.allows(micro_batch=micro_batch):
                 run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
-                found += _kinds(question, run)
+                found += [kind for cluster in question.clusters for kind in _kinds(question, cluster, run)]
     assert shape.layers > 0
     return found, excluded
 
@@ -326,12 +351,12 @@ def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:
     return None
 
 
-def _kinds(question: Question, run: Run) -> Iterator[Arrangement]:
+def _kinds(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangement]:
     """The same axes with and without sequence parallelism, and with everything that may be recomputed."""
     for is_split in (False, True) if run.tp > 1 else (False,):
         if question.limits.allows(sequence_parallel=is_split):
             split = replace(run, sequence_parallel=is_split)
             for kind in question.recompute:
-                yield Arrangement(question, replace(split, recompute=kind), kind)
+                yield Arrangement(question, cluster, replace(split, recompute=kind), kind)
             if {"none", "full"} <= set(question.recompute):
-                yield Arrangement(question, split, "some")
+                yield Arrangement(question, cluster, split, "some")

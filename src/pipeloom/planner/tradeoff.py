@@ -12,6 +12,7 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any, NamedTuple
 
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
@@ -140,6 +141,14 @@ def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequ
     return found
 
 
+def cluster_problems(cluster: Cluster) -> list[str]:
+    """Why a cluster has no sizes to choose from."""
+    if cluster.num_devices is None:
+        return []
+    size = f"{cluster.num_devices} devices in nodes of several kinds"
+    return [f"the cluster '{cluster.name}' has {size}; sizes are compared with nodes of one kind: name the file of one"]
+
+
 def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
     """Those batches per device that are whole sequences on the reference."""
     return tuple(batch for batch in batches if (batch * reference).denominator == 1)
@@ -174,6 +183,7 @@ class Tradeoff:
             ConfigError: everything that is wrong.
         """
         problems = scaling_problems(self.question.num_devices, self.device_counts, self.batches_per_device)
+        problems += cluster_problems(self.question.cluster)
         problems += method_problems(self.question, self.methods)
         if problems:
             raise ConfigError(problems, "the trade-off")

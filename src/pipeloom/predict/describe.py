@@ -84,12 +84,26 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
     problems: list[str] = []
     cluster = _load(load_cluster, machine.cluster, problems)
     software = _load(load_software, machine.software, problems)
-    if cluster is not None and machine.precision not in cluster.device.peak_flops_per_s:
-        known = ", ".join(cluster.device.peak_flops_per_s)
-        problems.append(
-            f"machine.precision must be one that {cluster.device.name} computes in: {known}, found {machine.precision}"
-        )
+    if cluster is not None:
+        problems += _lacks(config, cluster)
     return cluster, software, problems
+
+
+def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
+    """Which devices a run needs that a cluster does not have."""
+    layout, precision = config.layout, config.machine.precision
+    num_devices = layout.pp * layout.dp * layout.tp
+    lack = cluster.lack(num_devices)
+    if lack is not None:
+        return [f"{lack}: layout.pp {layout.pp} x layout.dp {layout.dp} x layout.tp {layout.tp}"]
+    devices = dict.fromkeys(
+        (kind.device.name, tuple(kind.device.peak_flops_per_s)) for kind, _ in cluster.kinds(num_devices)
+    )
+    return [
+        f"machine.precision must be one that {name} computes in: {', '.join(known)}, found {precision}"
+        for name, known in devices
+        if precision not in known
+    ]
 
 
 def _load(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms
+from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, rank_memory
+from pipeloom.cost.ranks import rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -56,7 +57,7 @@ class Prediction:
         terms: what follows.
         costs: seconds of each stage.
         memory_by_rank: of a device of each pipeline rank.
-        fits: whether the fullest has room on a device.
+        device_bytes: what a device of each pipeline rank can hold.
     """
 
     step_time_s: float
@@ -64,7 +65,12 @@ class Prediction:
     terms: StepTerms
     costs: StageCosts
     memory_by_rank: tuple[Memory, ...]
-    fits: bool
+    device_bytes: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room on its devices."""
+        return self.memory.total_bytes <= self.device_bytes[self.fullest_rank]
 
     @property
     def memory(self) -> Memory:
@@ -73,9 +79,9 @@ class Prediction:
 
     @property
     def fullest_rank(self) -> int:
-        """The pipeline rank whose devices are fullest."""
-        totals = [memory.total_bytes for memory in self.memory_by_rank]
-        return totals.index(max(totals))
+        """The pipeline rank whose devices have the least room left."""
+        over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
+        return over.index(max(over))
 
 
 def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
@@ -84,8 +90,9 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     Collectives that share the step with the pipeline are left out: ``pipeloom.predict.step`` simulates them.
 
     Raises:
-        UserError: no family makes the run's schedule.
+        UserError: no family makes the run's schedule, or the cluster has not so many devices.
     """
+    run = with_own_layers(run, cluster, software)
     costs = stage_costs(run, cluster, software)
     backward_s = max(costs.backward_s)
     if run.pp == 1:
@@ -100,8 +107,7 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     step_s += drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, backward_s)
     memory = tuple(rank_memory(run, software, rank, held) for rank, held in enumerate(in_flight(run)))
-    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
-    return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, fits)
+    return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, rank_device_bytes(run, cluster))
 
 
 def in_flight(run: Run) -> tuple[float, ...]:

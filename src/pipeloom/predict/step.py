@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from pipeloom.cost.analytic import drain_s, stage_costs, stage_parameters, step_terms
+from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.ranks import rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
@@ -17,6 +17,7 @@ from pipeloom.layout import Shard
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
+from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
@@ -107,7 +108,12 @@ class SimulatedStep:
     @property
     def peak_flops_per_s(self) -> float:
         """Of all devices."""
-        return self.run.num_devices * self.cluster.device.peak_flops_per_s[self.run.precision]
+        return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """For each pipeline rank on which nodes it is."""
+        return rank_places(self.run, self.cluster)
 
     @property
     def mfu(self) -> float:
@@ -155,19 +161,25 @@ class SimulatedStep:
 def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
     """The step of a run: its schedule with all communication, on the clock of its costs.
 
+    The answer's run has the placement of the order and, where ranks are not equally fast and the program balances them,
+    the layers of each stage.
+
     Raises:
-        UserError: the schedule cannot be made.
+        UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    placement = order.choice.placement or "looped"
+    run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     schedule = lowered(run, software, order)
+    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     links = shared_links(run, cluster, schedule.placement) if schedule.level is Level.COMMUNICATION else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = memory_by_rank(run, software, schedule, order.receive_buffers)
-    fits = max(part.total_bytes for part in memory) <= cluster.device.memory_bytes
     pipeline_s = trace.end_s + more_s
-    prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, fits)
+    prediction = Prediction(
+        pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
+    )
     blocked_s = _blocked_s(run, cluster, software, costs, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
 
@@ -175,12 +187,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
     if not software.has_reduction_lane or run.dp == 1:
         return costs
-    by_stage = stage_parameters(run, software)
-    return replace(
-        costs,
-        unshard_s=tuple(gather_s(run, cluster, software, held) for held in by_stage),
-        reduce_s=tuple(reduce_s(run, cluster, software, held) for held in by_stage),
-    )
+    unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
+    return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 
 def lowered(run: Run, software: Software, order: Order) -> Schedule:
@@ -282,7 +290,11 @@ def _blocked_s(
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then."""
+    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then.
+
+    If another rank with other devices is fullest then, they are those with which today's fullest would have as little
+    room left.
+    """
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
     levels = ("optimizer", "gradients", "full")
@@ -301,5 +313,6 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
     schedule = step.schedule if run.shard == step.run.shard else lowered(run, step.software, step.order)
-    memory = memory_by_rank(run, step.software, schedule, step.order.receive_buffers)
-    return max(held.total_bytes for held in memory)
+    now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
+    held = memory_by_rank(run, step.software, schedule, step.order.receive_buffers)
+    return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

@@ -1,0 +1,302 @@
+"""Clusters of several kinds of nodes, or with slower links between some of them.
+
+Ranks fill the groups of nodes in their order. Devices of one group see that group's cluster. Devices of several work in
+lock-step at the speed of the slowest, so that they see a cluster of one kind with the slowest of everything.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, combinations
+
+from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link, interpolate
+from pipeloom.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGroup:
+    """Nodes of one kind that stand together, such as a rack or a site.
+
+    Attributes:
+        cluster: what they are: devices, links, price. Its name is the group's.
+        num_nodes: how many.
+    """
+
+    cluster: Cluster
+    num_nodes: int
+
+    @property
+    def name(self) -> str:
+        """Of its cluster."""
+        return self.cluster.name
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all its nodes."""
+        return self.num_nodes * self.cluster.devices_per_node
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLink:
+    """The network between the nodes of two groups.
+
+    Attributes:
+        between: the groups' names.
+        link: the bandwidth is what a node has over it.
+    """
+
+    between: tuple[str, str]
+    link: Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedCluster(Cluster):
+    """Groups of nodes; made by ``mixed_cluster``.
+
+    What it has of its own as a ``Cluster`` is the slowest of everything.
+
+    Attributes:
+        groups: in the order of the ranks, with a name each.
+        links: between groups, each pair at most once; two without one have the slower network of both.
+    """
+
+    groups: tuple[NodeGroup, ...]
+    links: tuple[GroupLink, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        """By name, groups and links, from which the rest follows."""
+        if not isinstance(other, MixedCluster):
+            return NotImplemented
+        return (self.name, self.groups, self.links) == (other.name, other.groups, other.links)
+
+    def __hash__(self) -> int:
+        """Of the name, as any cluster's."""
+        return hash(self.name)
+
+    def part(self, first: int, num_devices: int) -> Cluster:
+        """The group's cluster inside a group; over several the slowest of everything in and between them."""
+        asked = ("part", first, num_devices)
+        if asked not in self._known:
+            self._known[asked] = self._shared(tuple(index for index, _ in self._spread(first, num_devices)))
+        return self._known[asked]
+
+    def way(self, first: int, other: int, num_devices: int) -> Cluster:
+        """With the network between the groups of both ends as ``inter``; the slowest such of several."""
+        asked = ("way", first, other, num_devices)
+        if asked not in self._known:
+            ends = [self._spread(begin, num_devices) for begin in (first, other)]
+            offsets = {offset for end in ends for offset in accumulate((count for _, count in end), initial=0)}
+            pairs = {
+                tuple(sorted({self._spread(begin + offset, 1)[0][0] for begin in (first, other)}))
+                for offset in offsets - {num_devices}
+            }
+            self._known[asked] = self._way(tuple(sorted(pairs)))
+        return self._known[asked]
+
+    def kinds(self, num_devices: int) -> tuple[tuple[Cluster, int], ...]:
+        """The groups that the first devices are in."""
+        return tuple((self.groups[index].cluster, count) for index, count in self._spread(0, num_devices))
+
+    def node_of(self, device: int) -> tuple[int, int]:
+        """Nodes are counted through all groups."""
+        ((index, _),) = self._spread(device, 1)
+        before = self.groups[:index]
+        own = device - sum(group.num_devices for group in before)
+        node, place = self.groups[index].cluster.node_of(own)
+        return sum(group.num_nodes for group in before) + node, place
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all groups."""
+        return sum(group.num_devices for group in self.groups)
+
+    def lack(self, num_devices: int) -> str | None:
+        """Groups have as many nodes as their file says."""
+        if num_devices <= self.num_devices:
+            return None
+        made_of = ", ".join(
+            f"{group.num_nodes} x {group.cluster.devices_per_node} {group.name}" for group in self.groups
+        )
+        return f"the cluster {self.name} has {self.num_devices} devices ({made_of}), found a run on {num_devices}"
+
+    def orders(self) -> Iterator[tuple[str, ...]]:
+        """Names of the groups. Those that are alike in themselves and in their links change places with nobody."""
+        indices = range(len(self.groups))
+        alike = [next(other for other in indices if self._are_alike(other, index)) for index in indices]
+
+        def orders_of(left: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+            if not left:
+                yield ()
+            for kind in dict.fromkeys(alike[index] for index in left):
+                taken = next(index for index in left if alike[index] == kind)
+                for rest in orders_of(tuple(index for index in left if index != taken)):
+                    yield self.groups[taken].name, *rest
+
+        yield from orders_of(tuple(indices))
+
+    def reordered(self, order: Sequence[str]) -> Cluster:
+        """The order is one of the names of all groups."""
+        by_name = {group.name: group for group in self.groups}
+        assert sorted(by_name) == sorted(order), "every group once"
+        return replace(self, groups=tuple(by_name[name] for name in order))
+
+    def each(self, change: Callable[[Cluster], Cluster]) -> Cluster:
+        """A link between groups is changed as the network between nodes of one kind."""
+        groups = [replace(one, cluster=replace(change(one.cluster), name=one.name)) for one in self.groups]
+        index = {group.name: index for index, group in enumerate(self.groups)}
+        ways = [self._way((tuple(sorted(index[name] for name in one.between)),)) for one in self.links]
+        links = [replace(one, link=change(way).inter) for one, way in zip(self.links, ways, strict=True)]
+        return mixed_cluster(self.name, groups, links)
+
+    def _spread(self, first: int, num_devices: int) -> list[tuple[int, int]]:
+        """The groups of some devices, each with how many of them it has."""
+        found, begin, last = list[tuple[int, int]](), 0, first + num_devices
+        for index, group in enumerate(self.groups):
+            end = begin + group.num_devices
+            count = min(end, last) - max(begin, first)
+            if count > 0:
+                found.append((index, count))
+            begin = end
+        if last > begin:
+            raise UserError(str(self.lack(last)))
+        return found
+
+    def _link(self, one: int, other: int) -> Link:
+        """Between the nodes of two groups."""
+        ends = [self.groups[index].cluster for index in (one, other)]
+        names = {cluster.name for cluster in ends}
+        named = (known.link for known in self.links if set(known.between) == names)
+        return next(named, None) or _slowest_link([cluster.inter for cluster in ends])
+
+    def _are_alike(self, one: int, other: int) -> bool:
+        """Whether it makes no difference to change the places of two groups."""
+        groups = [self.groups[index] for index in (one, other)]
+        plain = [replace(group, cluster=replace(group.cluster, name="")) for group in groups]
+        thirds = set(range(len(self.groups))) - {one, other}
+        return plain[0] == plain[1] and all(self._link(one, third) == self._link(other, third) for third in thirds)
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, ...], Cluster]:
+        """What was asked for already: equal answers are one object, which makes looking up what is known of it fast."""
+        return {}
+
+    def _shared(self, indices: tuple[int, ...]) -> Cluster:
+        """Some groups as nodes of one kind."""
+        if indices not in self._known:
+            clusters = [self.groups[index].cluster for index in indices]
+            links = [self._link(*pair) for pair in combinations(indices, 2)]
+            self._known[indices] = _slowest_cluster(clusters, links)
+        return self._known[indices]
+
+    def _way(self, pairs: tuple[tuple[int, ...], ...]) -> Cluster:
+        """The way inside a group or between two, or the slowest of several ways."""
+        if pairs not in self._known:
+            ways = [
+                replace(self._shared(pair), inter=self._link(*pair)) if len(pair) == 2 else self._shared(pair)
+                for pair in pairs
+            ]
+            self._known[pairs] = _slowest_cluster(ways, [])
+        return self._known[pairs]
+
+
+def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupLink] = ()) -> MixedCluster:
+    """A cluster of several groups of nodes.
+
+    Args:
+        name: of the whole.
+        groups: at least one, in the order of the ranks.
+        links: between them.
+    """
+    every = _slowest_cluster([group.cluster for group in groups], [one.link for one in links])
+    return MixedCluster(
+        name=name,
+        device=every.device,
+        devices_per_node=every.devices_per_node,
+        intra=every.intra,
+        inter=every.inter,
+        bus_curves=every.bus_curves,
+        collective_curves=every.collective_curves,
+        adapters_per_node=every.adapters_per_node,
+        groups=tuple(groups),
+        links=tuple(links),
+    )
+
+
+def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Cluster:
+    """What the nodes of several clusters with some links between them can at least do, as nodes of one kind."""
+    first = clusters[0]
+    inter = _slowest_link([*(cluster.inter for cluster in clusters), *links])
+    if inter == first.inter and all(replace(cluster, name=first.name) == first for cluster in clusters):
+        return first
+    return Cluster(
+        name=" + ".join(cluster.name for cluster in clusters),
+        device=_slowest_device([cluster.device for cluster in clusters]),
+        devices_per_node=min(cluster.devices_per_node for cluster in clusters),
+        intra=_slowest_link([cluster.intra for cluster in clusters]),
+        inter=inter,
+        bus_curves=_lowest_bus(clusters, inter),
+        collective_curves=_slowest_curves(clusters),
+        adapters_per_node=min(cluster.num_adapters for cluster in clusters),
+    )
+
+
+def _slowest_link(links: Sequence[Link]) -> Link:
+    latency_s, bytes_per_s = max(link.latency_s for link in links), min(link.bytes_per_s for link in links)
+    return Link(latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def _slowest_device(devices: Sequence[Device]) -> Device:
+    """In each precision that all compute in, a product has the lowest rate that one of them reaches at its size."""
+    first = devices[0]
+    if all(device == first for device in devices):
+        return first
+    known = [name for name in first.peak_flops_per_s if all(name in device.peak_flops_per_s for device in devices)]
+    slowest = min(devices, key=lambda device: sum(device.peak_flops_per_s[name] for name in known))
+    return Device(
+        name=" + ".join(dict.fromkeys(device.name for device in devices)),
+        peak_flops_per_s={name: min(device.peak_flops_per_s[name] for device in devices) for name in known},
+        matmul_curve=slowest.matmul_curve,
+        kernel_s=max(device.kernel_s for device in devices),
+        memory_bytes=min(device.memory_bytes for device in devices),
+        memory_bytes_per_s=min(device.memory_bytes_per_s for device in devices),
+        launch_s=max(device.launch_s for device in devices),
+        matmul_curves={name: _lowest_fractions(devices, name) for name in known},
+        num_multiprocessors=slowest.num_multiprocessors,
+    )
+
+
+def _lowest_fractions(devices: Sequence[Device], precision: str) -> Curve:
+    """The lowest rate of the devices over the size of a product, as a fraction of the lowest peak."""
+    curves = [device.matmul_curves.get(precision, device.matmul_curve) for device in devices]
+    peaks = [device.peak_flops_per_s[precision] for device in devices]
+    both = list(zip(peaks, curves, strict=True))
+    sizes = sorted({flops for curve in curves for flops, _ in curve})
+    return tuple((size, min(peak * interpolate(curve, size) for peak, curve in both) / min(peaks)) for size in sizes)
+
+
+def _lowest_bus(clusters: Sequence[Cluster], inter: Link) -> dict[Collective, Curve]:
+    """The lowest bus bandwidth over the number of nodes, lower by as much as the network between nodes is."""
+    curves: dict[Collective, Curve] = {}
+    for kind in dict.fromkeys(kind for cluster in clusters for kind in cluster.bus_curves):
+        sizes = sorted({num for cluster in clusters for num, _ in cluster.bus_curves.get(kind, ())})
+        curves[kind] = tuple((num, min(_bus_at(cluster, kind, num, inter) for cluster in clusters)) for num in sizes)
+    return curves
+
+
+def _bus_at(cluster: Cluster, kind: Collective, num_nodes: float, inter: Link) -> float:
+    curve = cluster.bus_curves.get(kind)
+    if num_nodes <= 1:
+        return interpolate(curve, num_nodes) if curve else cluster.intra.bytes_per_s
+    across = interpolate(curve, num_nodes) if curve else cluster.inter.bytes_per_s
+    return across * min(1.0, inter.bytes_per_s / cluster.inter.bytes_per_s)
+
+
+def _slowest_curves(clusters: Sequence[Cluster]) -> dict[Collective, tuple[CollectiveCurve, ...]]:
+    """For each collective and number of ranks the measured curve that is lowest at its largest message."""
+    found: dict[Collective, dict[int, CollectiveCurve]] = {}
+    for cluster in clusters:
+        for kind, curves in cluster.collective_curves.items():
+            by_ranks = found.setdefault(kind, {})
+            for curve in curves:
+                by_ranks[curve.ranks] = min(by_ranks.get(curve.ranks, curve), curve, key=lambda one: one.points[-1][1])
+    return {kind: tuple(by_ranks.values()) for kind, by_ranks in found.items()}

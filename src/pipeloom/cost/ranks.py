@@ -1,0 +1,85 @@
+"""Where the ranks of a run stand: what each of them sees of the cluster, and what is between two of them.
+
+Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.layout``), so that a pipeline
+rank has ``dp x tp`` devices that follow each other. They work in lock-step, tensor-parallel ranks at each exchange and
+replicas at the end of a step, so that the slowest of them counts.
+"""
+
+from functools import lru_cache
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.schedule import PLACEMENTS, Placement
+
+
+@lru_cache(maxsize=512)
+def placement_named(name: str, pp: int, loops: int) -> Placement:
+    """The placement of a name (``PLACEMENTS``); the same one each time."""
+    return PLACEMENTS[name](pp, loops)
+
+
+def placement_of(run: Run) -> Placement:
+    """Stages, and the pipeline rank of each."""
+    return placement_named(run.placement, run.pp, run.loops)
+
+
+def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
+    """For each pipeline rank the cluster as its devices see it.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    size = run.dp * run.tp
+    return tuple(cluster.part(rank * size, size) for rank in range(run.pp))
+
+
+def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
+    """What a device of each pipeline rank can hold.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    return tuple(part.device.memory_bytes for part in rank_parts(run, cluster))
+
+
+def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSeconds, ...]:
+    """For each pipeline rank the seconds of the model's pieces there, of which all layers recompute ``run.recompute``.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    parts = rank_parts(run, cluster)
+    of_part = {part: piece_seconds(run, part, software) for part in dict.fromkeys(parts)}
+    return tuple(of_part[part] for part in parts)
+
+
+def fastest_pieces(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
+    """Seconds of the model's pieces on the rank whose layers are fastest.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    return min(rank_pieces(run, cluster, software), key=lambda pieces: sum(pieces.layer))
+
+
+def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:
+    """The cluster as messages between two pipeline ranks see it.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    size = run.dp * run.tp
+    return cluster.way(one * size, other * size, size)
+
+
+def rank_slowness(run: Run, cluster: Cluster, software: Software) -> tuple[float, ...]:
+    """For each pipeline rank the seconds of a layer, forward and backward, as a multiple of the fastest rank's.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    layer_s = [sum(pieces.layer) for pieces in rank_pieces(run, cluster, software)]
+    fastest_s = min(layer_s)
+    return tuple(seconds / fastest_s for seconds in layer_s)

@@ -1,0 +1,132 @@
+"""``pipeloom plan``: an answer for people and one for programs, a run that trains, and help with wrong questions."""
+
+import json
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.config_file import read_run_file
+
+MODEL = """
+name = "small"
+layers = 6
+hidden = 1024
+heads = 8
+ffn = 4096
+mlp = "gelu"
+vocab = 32000
+tied = false
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def words(model, **changes):
+    told = {"cluster": "dgx-1-v100", "devices": 4, "global-batch": 8, "seq": 512, "precision": "fp16"} | changes
+    flags = [str(part) for name, value in told.items() for part in (f"--{name}", value)]
+    return ["plan", "--model", model, *flags]
+
+
+def test_the_answer_for_people(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(words(model)) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "best layouts",
+        "Why it wins",
+        "What would change it",
+        "How far off this may be",
+        "nobody has measured",
+    ):
+        assert part in out
+    assert "MFU" in out
+    assert "$/1e9" in out
+
+
+def test_a_narrow_terminal_gets_fewer_columns(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words(model)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_the_answer_for_programs(model, capsys):
+    assert main([*words(model), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["is_proved"]
+    first = told["layouts"][0]
+    assert first["tp"] * first["pp"] * first["dp"] == 4
+    assert sum(first["causes_s"].values()) == pytest.approx(first["step_time_s"])
+    assert told["counts"]["layouts"] == sum(told["counts"][name] for name in ("too_large", "too_slow", "simulated"))
+    assert {"kind", "layout", "more_s"} == set(told["rivals"][0])
+    assert {change["what"] for change in told["changes"]} >= {"10 % more memory", "half the batch"}
+    assert told["error_bar"]["rests_on"]
+
+
+def test_limits_are_kept(model, capsys):
+    limits = ["--pp", "2", "--families", "breadth-first", "gpipe", "--shards", "full", "--sequence-parallel", "off"]
+    assert main([*words(model, devices=8, **{"global-batch": 16}), *limits, "--json", "--no-explain"]) == 0
+    for layout in json.loads(capsys.readouterr().out)["layouts"]:
+        assert layout["pp"] == 2
+        assert layout["family"] in ("breadth-first", "gpipe")
+        assert not layout["sequence_parallel"]
+
+
+def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys):
+    out = tmp_path / "run.toml"
+    assert main([*words(model), "--out", str(out), "--no-explain"]) == 0
+    config, problems = read_run_file(out)
+    assert problems == []
+    assert config.layout.num_ranks == 4
+    assert config.layout.batch_size == 8
+    assert f"pipeloom train {out}" in capsys.readouterr().out
+    assert main(["plan", str(out), "--no-explain", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert (again["tp"], again["pp"], again["dp"]) == (config.layout.tp, config.layout.pp, config.layout.dp)
+
+
+def test_what_others_launch_is_written(model, tmp_path, capsys):
+    folder = tmp_path / "start"
+    assert main([*words(model), "--export", str(folder), "--no-explain"]) == 0
+    assert (folder / "torchrun.sh").exists()
+    assert "torchrun" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"cluster": "dgx-1-v10"}, ["did you mean 'dgx-1-v100'"]),
+        ({"devices": 0, "seq": 0}, ["devices must be at least 1", "seq must be at least 1"]),
+        ({"precision": "bf16"}, ["the precision must be one that v100-sxm-32gb computes in"]),
+        ({"families": "zebra"}, ["pipeloom has no family 'zebra'; it has"]),
+        ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
+        ({"best": 0}, ["--best must be at least 1"]),
+    ],
+)
+def test_wrong_questions_are_helped(model, changes, parts, capsys):
+    assert main(words(model, **changes)) == 2
+    err = capsys.readouterr().err
+    assert all(part in err for part in parts), err
+    assert "Traceback" not in err
+
+
+def test_everything_that_is_missing_is_told_at_once(capsys):
+    assert main(["plan", "--model", "lama-3-8b", "--devices", "8"]) == 2
+    err = capsys.readouterr().err
+    assert "--cluster, --global-batch, --seq as well" in err
+    assert "did you mean 'llama-3-8b'" in err
+
+
+def test_a_model_that_fits_nowhere_is_told_what_is_missing(capsys):
+    asked = ["--cluster", "dgx-1-v100", "--devices", "8", "--global-batch", "8", "--seq", "1024", "--precision", "fp16"]
+    assert main(["plan", "--model", "gpt-52b", *asked]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing fits" in out
+    assert "bytes are missing on the fullest device" in out
+    assert "devices it fits" in out

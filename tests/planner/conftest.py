@@ -1,0 +1,30 @@
+"""Questions small enough to answer by simulating everything."""
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_software
+from pipeloom.cost.shape import ModelShape
+from pipeloom.planner.question import Question
+
+SMALL = ModelShape(
+    layers=6, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=32_000, tied=False, name="small"
+)
+
+
+@pytest.fixture
+def ask():
+    """A question about a small model on four V100, unless told otherwise."""
+
+    def make(**changes):
+        told = {
+            "shape": SMALL,
+            "cluster": load_cluster("dgx-1-v100"),
+            "software": load_software("pipeloom"),
+            "num_devices": 4,
+            "global_batch": 8,
+            "seq": 512,
+            "precision": "fp16",
+        }
+        return Question(**(told | changes))
+
+    return make

@@ -1,0 +1,75 @@
+"""No bound is above what the simulator says, and memory is known before communication is added."""
+
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.planner.question import Question
+from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.space import arrangements
+
+
+@st.composite
+def leaves(draw):
+    question = Question(
+        shape=load_model(draw(st.sampled_from(["gpt-6.6b", "llama-3-8b", "llama-13b"]))),
+        cluster=load_cluster(draw(st.sampled_from(["dgx-1-v100", "dgx-a100"]))),
+        software=load_software(draw(st.sampled_from(["pipeloom", "pipeloom", "megatron-2021", "scaling-2023b"]))),
+        num_devices=draw(st.sampled_from([4, 8, 16, 64])),
+        global_batch=draw(st.sampled_from([16, 32, 48])),
+        seq=1024,
+        precision="fp16",
+        attention=draw(st.sampled_from(["plain", "flash2"])),
+    )
+    arrangement = draw(st.sampled_from(arrangements(question)[0]))
+    cuts = [cut for cut in arrangement.cuts() if cut.choices and cut.run.num_microbatches * cut.run.num_stages <= 512]
+    if not cuts:
+        return None
+    cut = draw(st.sampled_from(cuts))
+    return draw(st.sampled_from(list(islice(cut.leaves(), 400))))
+
+
+@settings(max_examples=150, deadline=None)
+@given(leaves())
+def test_bounds_are_never_above_what_is_simulated(leaf):
+    chosen = None if leaf is None else settle(leaf)
+    if chosen is None:
+        return
+    step = chosen.simulate(leaf.cut.arrangement.question.cluster)
+    step_s, held = step.prediction.step_time_s * (1 + 1e-9), step.prediction.memory.total_bytes * (1 + 1e-9)
+    arrangement = leaf.cut.arrangement
+    assert arrangement.bound_s <= step_s
+    room = min(step.prediction.device_bytes)
+    assert arrangement.missing_bytes <= held - room
+    assert leaf.cut.bound_s <= step_s
+    assert leaf.cut.missing_bytes <= held - room
+    narrowed = leaf.narrowed()
+    assert narrowed is not None
+    assert narrowed.bound_s <= step_s
+    assert settled_bound_s(leaf, chosen) <= step_s
+    assert scheduled_bound_s(leaf, chosen) <= step_s
+
+
+@settings(max_examples=60, deadline=None)
+@given(leaves())
+def test_what_is_settled_fits_and_needed_no_schedule_with_communication(leaf):
+    chosen = None if leaf is None else settle(leaf)
+    if chosen is None:
+        return
+    prediction = chosen.simulate(leaf.cut.arrangement.question.cluster).prediction
+    assert prediction.fits
+    if leaf.cut.arrangement.kept == "some":
+        kinds = chosen.run.recompute_layers
+        assert "full" in kinds
+        assert set(kinds) <= {"none", "full"}
+
+
+def test_without_communication_the_bound_of_even_stages_is_exact(ask):
+    question = ask(num_devices=1, global_batch=4).limited(recompute=("none",), loops=(1,), families=("1f1b",))
+    (arrangement, *_), _ = arrangements(question)
+    (leaf,) = next(arrangement.cuts()).leaves()
+    step = settle(leaf).simulate(question.cluster)
+    assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)

@@ -1,0 +1,118 @@
+"""A plan's reasons add up, its changes are answers of their own, and advice says what is true."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cli.simulate import simulate_config
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.causes import causes
+from pipeloom.planner.plan import make_plan, with_bandwidth
+from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.run_file import run_config
+from pipeloom.planner.search import search
+from pipeloom.predict.describe import with_model_sizes
+
+
+def test_causes_add_up_to_the_step(ask):
+    for step in search(ask(), 20).steps:
+        assert sum(causes(step).values()) == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+
+
+def test_recomputation_is_a_cause_of_its_own(ask):
+    question = ask().limited(recompute=("full",))
+    step = search(question, 1).best
+    told = causes(step)
+    assert told["recompute_s"] > 0
+    assert told["compute_s"] / told["recompute_s"] == pytest.approx(3, rel=0.6)
+
+
+def test_rivals_are_the_best_of_their_kind_and_say_what_they_cost_more(ask):
+    question = ask()
+    plan = make_plan(question)
+    kinds = {rival.kind: rival for rival in plan.rivals}
+    limits = {
+        "all layers recomputed": {"recompute": ("full",)},
+        "gpipe": {"families": ("gpipe",), "pp": (2, 4)},
+        "1f1b": {"families": ("1f1b",), "pp": (2, 4)},
+    }
+    for kind, limit in limits.items():
+        alone = search(question.limited(**limit), 1).best
+        assert kinds[kind].step.prediction.step_time_s == alone.prediction.step_time_s
+    for rival in plan.rivals:
+        if rival.step is not None:
+            more_s = rival.step.prediction.step_time_s - plan.best.prediction.step_time_s
+            assert sum(rival.more_s.values()) == pytest.approx(more_s, abs=1e-9)
+            assert more_s >= 0
+
+
+def test_changes_are_answers_of_their_own(ask):
+    question = ask(num_devices=8, global_batch=16, cluster=replace(load_cluster("dgx-1-v100"), devices_per_node=4))
+    plan = make_plan(question)
+    changes = {change.what: change for change in plan.changes}
+    faster = replace(question, cluster=with_bandwidth(question.cluster, inter=2.0))
+    twice = search(faster, 1).best
+    assert changes["twice the bandwidth between nodes"].step.run == twice.run
+    assert changes["twice the bandwidth between nodes"].speed >= 1
+    assert changes["10 % more memory"].speed >= 1
+    assert changes["half the batch"].step.run.global_batch == 8
+    assert changes["twice the batch"].step.run.global_batch == 32
+
+
+def test_no_pipeline_is_advised_where_none_is_better():
+    question = Question(
+        shape=load_model("llama-3-8b"),
+        cluster=load_cluster("dgx-h100"),
+        software=load_software("pipeloom"),
+        num_devices=8,
+        global_batch=512,
+        seq=2048,
+        limits=Limits(tp=(1,), micro_batch=(1, 2)),
+    )
+    plan = make_plan(question)
+    (about,) = [sentence for sentence in plan.advice if "pipeline" in sentence]
+    with_one = search(question.limited(pp=(2, 4, 8)), 1).best
+    without = search(question.limited(pp=(1,)), 1).best
+    is_better = without is not None and without.tokens_per_s > with_one.tokens_per_s
+    assert about.startswith("Do not use a pipeline") == is_better
+    assert (plan.best.run.pp == 1) == is_better
+
+
+def test_what_is_missing_is_told_in_bytes_with_ways_out(ask):
+    cluster = load_cluster("dgx-1-v100")
+    short = replace(cluster, device=replace(cluster.device, memory_bytes=1.65e9))
+    plan = make_plan(ask(cluster=short))
+    assert plan.best is None
+    assert plan.closest.missing_bytes == plan.closest.least_bytes - 1.65e9 > 0
+    assert plan.closest.ways_out
+    for what, step in plan.closest.ways_out:
+        assert step.prediction.fits
+        assert str(step.run.num_devices if "devices" in what else step.run.seq) in what
+
+
+def test_a_batch_that_nothing_divides_is_answered_with_batches_that_do(ask):
+    question = ask(num_devices=16, global_batch=9).limited(tp=(1,), pp=(2,))
+    with pytest.raises(UserError, match="the batch may be 8 or 16 instead of 9"):
+        make_plan(question)
+
+
+def test_devices_that_nothing_divides_are_answered_with_numbers_that_do(ask):
+    with pytest.raises(UserError, match="there may be 8 or 14 devices instead of 13"):
+        make_plan(ask(num_devices=13, global_batch=14).limited(pp=(1, 2)))
+
+
+def test_a_wrong_question_is_told_whole(ask):
+    with pytest.raises(ConfigError) as told:
+        ask(num_devices=0, global_batch=0, precision="bf16", limits=Limits(families=("zebra",)))
+    assert len(told.value.problems) == 4
+
+
+@pytest.mark.parametrize("limits", [{}, {"pp": (2,), "shards": ("full",)}, {"recompute": ("full",)}, {"pp": (1,)}])
+def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
+    step = search(ask(shape=load_model("gpt-6.6b"), num_devices=8, global_batch=16).limited(**limits), 1).best
+    config = run_config(step, "gpt-6.6b", "dgx-1-v100", "pipeloom")
+    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
+    config, problems = with_model_sizes(config)
+    assert [*problems, *config.problems(trains=False)] == []
+    assert simulate_config(config).prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
