@@ -1,10 +1,14 @@
 """docs/reproduction: its data files are what the code computes, its tables are the data files, its sentences hold."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeloom.catalog import load_software, names
-from reproduction import batch, facts, loops, tables
-from reproduction.machine import MODELS, OWN
+from pipeloom.cost.flops import hardware_flops
+from reproduction import batch, cost_time, facts, kept, loops, tables
+from reproduction.fastest import fastest, loop_counts
+from reproduction.machine import CLUSTER, MEGATRON, MODELS, OWN, base_run, candidate
 
 DATA = {name: tables.read_rows(name) for name in tables.NAMES}
 
@@ -131,3 +135,121 @@ def test_the_published_gain_lies_between_the_two_kinds_of_messages_against_1f1b(
         if row["change"] == "as in the catalog" and row["batch"] == "8"
     }
     assert found["whole"] < 0.43 < found["cut"]
+
+
+# --------------------------------------------------------------------------------- cost and time; nothing recomputed
+
+SCALED = cost_time.with_devices(DATA["batch"], DATA["scaled"])
+
+
+@pytest.mark.parametrize(
+    ("model", "messages", "method", "devices", "sequences"),
+    [
+        ("gpt-52b", "whole", "breadth-first", 4096, 16),
+        ("gpt-52b", "cut", "1F1B", 1024, 64),
+        ("gpt-6.6b", "cut", "depth-first", 256, 8),
+        ("gpt-6.6b", "cut", "no pipeline", 4096, 64),
+    ],
+)
+def test_points_of_larger_clusters_are_searched_again(model, messages, method, devices, sequences):
+    row = cost_time.scaled(model, messages, method, devices, sequences)
+    assert row in DATA["scaled"]
+    assert int(row["tp"]) * int(row["pp"]) * int(row["dp"]) == devices
+
+
+@pytest.mark.parametrize(("model", "method", "sequences"), [("gpt-52b", "1F1B", 512), ("gpt-6.6b", "GPipe", 8)])
+def test_configurations_without_recomputation_are_searched_again(model, method, sequences):
+    assert kept.kept(model, method, sequences) in DATA["kept"]
+
+
+def test_days_and_device_days_follow_from_utilization_and_batch():
+    row = {"model": "gpt-52b", "messages": "cut", "method": "1F1B", "devices": "64", "batch_per_device": "2"}
+    (found,) = cost_time.curve([{**row, "tflop_per_s": "40"}], "gpt-52b", "cut", "1F1B", "recalled", is_simulated=True)
+    shape = MODELS["gpt-52b"]
+    tokens = 20 * shape.parameters * (1 + 128 / 6780)
+    seconds = tokens * hardware_flops(shape, 1024, "full") / (64 * 40e12)
+    assert found.days == pytest.approx(seconds / 86400)
+    assert found.device_days == 64 * found.days
+
+
+@pytest.mark.parametrize("method", batch.METHODS)
+def test_the_papers_assumption_is_the_simulation_on_64_and_costs_the_samples_elsewhere(method):
+    for model in MODELS:
+        simulated, assumed = (
+            cost_time.curve(SCALED, model, "cut", method, "recalled", is_simulated=is_simulated)
+            for is_simulated in (True, False)
+        )
+        assert simulated[0] == assumed[0]
+        assert [best.devices for best in assumed] == list(cost_time.SIZES)
+        costs = [best.device_days for best in assumed]
+        assert costs == sorted(costs)
+        batches = [best.batch_per_device for best in assumed]
+        assert batches == sorted(batches, reverse=True)
+
+
+def test_breadth_first_is_ahead_of_megatron_on_every_cluster_and_less_so_by_the_papers_extrapolation():
+    for model in MODELS:
+        for messages in ("cut", "whole"):
+            gains = {
+                (critical, is_simulated): tables.cost_time_gains(
+                    SCALED, model, messages, critical, is_simulated=is_simulated
+                )
+                for critical in cost_time.CRITICAL
+                for is_simulated in (True, False)
+            }
+            for critical in cost_time.CRITICAL:
+                assert min(gains[critical, True].values()) > 0.2
+                assert max(gains[critical, True].values()) < 0.32
+                assert 0.04 < gains[critical, False][4096] < 0.165
+            for devices in cost_time.SIZES:
+                assert abs(gains["recalled", True][devices] - gains["fit", True][devices]) < 0.05
+
+
+@pytest.mark.parametrize(("model", "most"), [("gpt-52b", 256), ("gpt-6.6b", 1024)])
+def test_no_pipeline_is_the_cheapest_of_small_clusters_and_breadth_first_of_large_ones(model, most):
+    curves = {
+        method: cost_time.curve(SCALED, model, "cut", method, "recalled", is_simulated=True) for method in batch.METHODS
+    }
+    for number, devices in enumerate(cost_time.SIZES):
+        best = min(curves, key=lambda method, n=number: curves[method][n].days)
+        assert best == ("no pipeline" if devices <= most else "breadth-first")
+
+
+def test_without_recomputation_1f1b_passes_depth_first_and_at_last_breadth_first():
+    found = {
+        size: {method: float(row["mfu"]) for method, row in of_size.items()}
+        for size, of_size in tables.kept_mfu(DATA["kept"], "gpt-52b").items()
+    }
+    passes = [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("depth-first", 1)]
+    assert passes == [size for size in found if size >= 2]
+    assert [size for size, mfu in found.items() if mfu["1F1B"] > mfu["breadth-first"]] == [8]
+    assert [size for size, mfu in found.items() if max(mfu, key=mfu.get) == "no pipeline"] == [3, 4, 6, 8]
+    again = {
+        row["batch_per_device"]: row["recompute"]
+        for row in DATA["kept"]
+        if row["model"] == "gpt-52b" and row["method"] == "breadth-first"
+    }
+    assert [float(size) for size, kind in again.items() if kind == "full"] == [size for size in found if size >= 0.5]
+
+
+# ------------------------------------------------------------------------------------------ the fastest of candidates
+
+
+@pytest.mark.parametrize("method", batch.METHODS)
+def test_the_fastest_candidate_is_that_of_simulating_everything(method):
+    candidates = list(batch.METHODS[method](batch.Setting("gpt-6.6b", 16), OWN, MEGATRON))
+    steps = [candidate.simulate(CLUSTER) for candidate in candidates]
+    fitting = [step.prediction.step_time_s for step in steps if step.prediction.fits]
+    found = fastest(candidates, CLUSTER)
+    assert found is not None
+    assert found.prediction.step_time_s == min(fitting)
+
+
+def test_nothing_is_fastest_where_nothing_fits():
+    run = replace(base_run("gpt-52b"), global_batch=8)
+    assert fastest([candidate(run, OWN, "breadth-first")], CLUSTER) is None
+
+
+def test_loops_divide_the_layers():
+    assert loop_counts(12, 4) == [1, 3]
+    assert loop_counts(12, 5) == []

@@ -1,12 +1,15 @@
 """Figure 3 of the paper: the best configuration of each method at each batch, on 64 V100."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Shard
-from pipeloom.planner.search import Candidate, axes, divisors, fastest, loop_counts
+from pipeloom.layout import Recompute, Shard
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.question import axes, divisors
+from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import (
     CLUSTER,
     MEGATRON,
@@ -21,19 +24,36 @@ from reproduction.machine import (
 )
 
 BATCHES = (8, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-MOST_TP = CLUSTER.devices_per_node
+TPS = divisors(CLUSTER.devices_per_node)
 REPLICATED: tuple[Shard, ...] = ("none", "optimizer")
 SHARDED: tuple[Shard, ...] = ("none", "optimizer", "full")
 
 
-def runs(model: str, batch: int, shards: tuple[Shard, ...]) -> Iterator[Run]:
-    """Every way to lay a batch out on all devices, with one stage for each rank."""
-    base = base_run(model)
-    for tp, pp, dp in axes(NUM_DEVICES, MOST_TP):
-        if batch % dp == 0:
-            for size in divisors(batch // dp):
-                for shard in shards if dp > 1 else ("none",):
-                    yield replace(base, tp=tp, pp=pp, dp=dp, micro_batch=size, global_batch=batch, shard=shard)
+@dataclass(frozen=True)
+class Setting:
+    """What a configuration is searched for.
+
+    Attributes:
+        model: name.
+        batch: sequences of a step, on the paper's 64 devices.
+        factor: by what devices, replicas and batch are multiplied.
+        recompute: what may be recomputed.
+    """
+
+    model: str
+    batch: int
+    factor: int = 1
+    recompute: tuple[Recompute, ...] = ("full",)
+
+    def runs(self, shards: tuple[Shard, ...]) -> Iterator[Run]:
+        """Every way to lay the batch out on all devices, with one stage for each rank."""
+        base, factor = replace(base_run(self.model), global_batch=self.batch * self.factor), self.factor
+        for tp, pp, dp in axes(NUM_DEVICES, TPS):
+            if self.batch % dp == 0:
+                laid = replace(base, tp=tp, pp=pp, dp=dp * factor)
+                for size, kind in product(divisors(self.batch // dp), self.recompute):
+                    for shard in shards if laid.dp > 1 else ("none",):
+                        yield replace(laid, micro_batch=size, recompute=kind, shard=shard)
 
 
 def looped(run: Run) -> Iterator[Run]:
@@ -42,43 +62,43 @@ def looped(run: Run) -> Iterator[Run]:
         yield replace(run, loops=loops)
 
 
-def breadth_first(model: str, batch: int, own: Software, _: Software) -> Iterator[Candidate]:
+def breadth_first(setting: Setting, own: Software, _: Software) -> Iterator[Candidate]:
     """Any number of loops and any sharding, overlapped."""
-    for run in runs(model, batch, SHARDED):
+    for run in setting.runs(SHARDED):
         if run.pp > 1:
             yield from (candidate(each, own, "breadth-first") for each in looped(run))
 
 
-def depth_first(model: str, batch: int, _: Software, megatron: Software) -> Iterator[Candidate]:
+def depth_first(setting: Setting, _: Software, megatron: Software) -> Iterator[Candidate]:
     """Megatron-LM's interleaved schedule: more than two ranks, M divisible by them (its ``arguments.py``)."""
-    for run in runs(model, batch, REPLICATED):
+    for run in setting.runs(REPLICATED):
         if run.pp > 2 and run.num_microbatches % run.pp == 0:
             yield from (candidate(each, megatron, "depth-first") for each in looped(run) if each.loops > 1)
 
 
-def one_forward_one_backward(model: str, batch: int, _: Software, megatron: Software) -> Iterator[Candidate]:
+def one_forward_one_backward(setting: Setting, _: Software, megatron: Software) -> Iterator[Candidate]:
     """Megatron-LM without loops."""
-    for run in runs(model, batch, REPLICATED):
+    for run in setting.runs(REPLICATED):
         if run.pp > 1 and run.shape.layers % run.pp == 0:
             yield candidate(run, megatron, "1f1b")
 
 
-def gpipe(model: str, batch: int, own: Software, _: Software) -> Iterator[Candidate]:
+def gpipe(setting: Setting, own: Software, _: Software) -> Iterator[Candidate]:
     """The overlapped program without loops; a stage is gathered whole."""
-    for run in runs(model, batch, SHARDED):
+    for run in setting.runs(SHARDED):
         if run.pp > 1 and run.shape.layers % run.pp == 0:
             yield candidate(run, own, "gpipe")
 
 
-def no_pipeline(model: str, batch: int, own: Software, _: Software) -> Iterator[Candidate]:
+def no_pipeline(setting: Setting, own: Software, _: Software) -> Iterator[Candidate]:
     """Data and tensor parallelism alone: every layer a stage of the one rank, micro-batches in both orders."""
-    for run in runs(model, batch, SHARDED):
+    for run in setting.runs(SHARDED):
         if run.pp == 1:
             layered = replace(run, loops=run.shape.layers)
             yield from (candidate(layered, own, family) for family in ("breadth-first", "depth-first"))
 
 
-Method = Callable[[str, int, Software, Software], Iterator[Candidate]]
+Method = Callable[[Setting, Software, Software], Iterator[Candidate]]
 METHODS: dict[str, Method] = {
     "breadth-first": breadth_first,
     "depth-first": depth_first,
@@ -91,7 +111,7 @@ METHODS: dict[str, Method] = {
 def best(model: str, messages: str, method: str, batch: int) -> Row | None:
     """The best configuration of a method; ``None`` if none fits."""
     own, megatron = with_messages(OWN, messages), with_messages(MEGATRON, messages)
-    step = fastest(METHODS[method](model, batch, own, megatron), CLUSTER)
+    step = fastest(METHODS[method](Setting(model, batch), own, megatron), CLUSTER)
     if step is None:
         return None
     keys = {"model": model, "messages": messages, "method": method, "batch": str(batch)}

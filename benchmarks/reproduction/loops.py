@@ -3,8 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
-from pipeloom.planner.search import Candidate
-from pipeloom.predict.step import simulate_step
+from pipeloom.planner.candidate import Candidate
 from reproduction.machine import (
     CLUSTER,
     MEGATRON,
@@ -36,7 +35,7 @@ def loop_rows() -> list[Row]:
         if looped == "depth-first" and loops > 1 and count % 8:
             continue  # Megatron-LM refuses it
         chosen = chosen_for(looped, network, count, loops)
-        step = simulate_step(chosen.run, CLUSTER, chosen.software, chosen.order)
+        step = chosen.simulate(CLUSTER)
         idle = {"bubble_fraction": f"{step.bubble_fraction:.4f}"}
         rows.append({"network": network, "schedule": looped, **described(step), **idle})
     return rows

@@ -6,8 +6,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator
 
 from reproduction.batch import METHODS
+from reproduction.cost_time import CRITICAL, SIZES, curve
 from reproduction.loops import LOOPS, NETWORKS
 from reproduction.machine import MESSAGES, MODELS, Row
 from reproduction.tables import NETWORK_TITLES
@@ -75,6 +77,45 @@ def draw_batch(rows: Sequence[Row], file: Path) -> None:
         axes.set_ylabel("TFLOP/s of each GPU, recomputation counted")
     panels[0].legend(fontsize=9, loc="lower right", frameon=False)
     figure.suptitle("The best configuration of each method on 64 V100")
+    figure.savefig(file, dpi=130)
+
+
+def draw_cost_time(rows: Sequence[Row], file: Path) -> None:
+    """Days of training over GPU-days: as the paper extrapolates, and simulated on each cluster."""
+    figure, panels = _panels(len(MODELS), 2, (12.5, 10))
+    places = [(model, is_simulated) for model in MODELS for is_simulated in (False, True)]
+    for axes, (model, is_simulated) in zip(panels, places, strict=True):
+        how = "simulated on each cluster" if is_simulated else "by the utilization of 64 GPUs, as the paper assumes"
+        axes.set_title(f"{model}, {how}", fontsize=10)
+        for method in METHODS:
+            for critical, style in zip(CRITICAL, ({"lw": 1.8}, {"lw": 0.8, "ls": ":", "alpha": 0.8}), strict=True):
+                points = curve(rows, model, "cut", method, critical, is_simulated=is_simulated)
+                label = LABELS[method] if critical == "recalled" else None
+                line = ([best.device_days for best in points], [best.days for best in points])
+                axes.plot(*line, marker=MARKERS[method], ms=4, c=COLORS[method], label=label, **style)
+                if method == "breadth-first" and critical == "recalled":
+                    for best in points:
+                        place = (best.device_days, best.days)
+                        axes.annotate(f"{best.devices:,}", place, (-6, -4), textcoords="offset points", ha="right")
+        axes.set(xscale="log", yscale="log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(EngFormatter(sep=""))
+            axis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axis.set_minor_formatter(EngFormatter(sep=""))
+    for axes in panels[-2:]:
+        axes.set_xlabel("cost (GPU-days)")
+    for axes in panels[::2]:
+        axes.set_ylabel("training time (days)")
+    panels[0].legend(fontsize=9, loc="upper right", frameon=False)
+    values = "; ".join(
+        f"{name}: {', '.join(f'{value:,.0f}' for value in sizes.values())} sequences"
+        for name, sizes in CRITICAL.items()
+    )
+    figure.suptitle(
+        f"Training time over cost, {SIZES[0]} to {SIZES[-1]:,} V100, the best batch and configuration of each method, "
+        f"messages cut\nB_crit {values} (dotted)",
+        fontsize=11,
+    )
     figure.savefig(file, dpi=130)
 
 

@@ -6,8 +6,8 @@ from functools import cache
 
 from pipeloom.cost.hardware import Group
 from pipeloom.cost.software import Software
-from pipeloom.planner.search import fastest
-from reproduction.batch import METHODS
+from reproduction.batch import METHODS, Setting
+from reproduction.fastest import fastest
 from reproduction.machine import CLUSTER, MEGATRON, OWN, Row, base_run, tflop_per_s, with_efficiency, with_messages
 
 PUBLISHED_GAIN = 0.43
@@ -20,7 +20,7 @@ BASELINES = ("depth-first", "1F1B")
 @cache
 def best_tflop_per_s(method: str, batch: int, own: Software, megatron: Software) -> float:
     """TFLOP/s of a method's best configuration; 0 if none fits."""
-    step = fastest(METHODS[method](MODEL, batch, own, megatron), CLUSTER)
+    step = fastest(METHODS[method](Setting(MODEL, batch), own, megatron), CLUSTER)
     return 0.0 if step is None else tflop_per_s(step)
 
 
@@ -60,7 +60,7 @@ def variants() -> Iterator[tuple[str, str, Software, Software]]:
         changed = (with_efficiency(each, data_bus=0.2) for each in (own, megatron))
         yield f"data-parallel bandwidth: 0.2 of the link instead of {usual.data_bus:.2g}", messages, *changed
     own, megatron = with_messages(OWN, "whole"), with_messages(MEGATRON, "cut")
-    yield "only Megatron-LM cuts messages, the catalog's default", "mixed", own, megatron
+    yield "only Megatron-LM cuts messages", "mixed", own, megatron
 
 
 def gather_of_pieces_s() -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from reproduction.batch import BATCHES, METHODS
+from reproduction.cost_time import CRITICAL, SIZES, Best, curve, with_devices
 from reproduction.facts import TITLES
 from reproduction.loops import LOOPS, MICROBATCHES, NETWORKS
 from reproduction.machine import MODELS, NUM_DEVICES, Row
@@ -13,7 +14,7 @@ from reproduction.sensitivity import BASELINES
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproduction"
 PAGE = FOLDER / "README.md"
-NAMES = ("facts", "group_traffic", "loops", "batch", "sensitivity", "needed")
+NAMES = ("facts", "group_traffic", "loops", "batch", "kept", "scaled", "sensitivity", "needed")
 
 
 def write_rows(name: str, rows: Sequence[Row]) -> None:
@@ -51,6 +52,9 @@ def blocks(data: dict[str, Sequence[Row]]) -> dict[str, str]:
         "loops": "\n\n".join(_loops(loops, network) for network in NETWORKS),
         **{f"batch {model}": _batch(batch, model) for model in MODELS},
         "gains": _gains(batch),
+        **{f"kept {model}": _kept(data["kept"], model) for model in MODELS},
+        **{f"cost time {model}": _cost_time(with_devices(batch, data["scaled"]), model) for model in MODELS},
+        "cost time gains": _cost_time_gains(with_devices(batch, data["scaled"])),
         "sensitivity": _sensitivity(data["sensitivity"]),
         "needed": _needed(data["needed"]),
         "answer": _answer(data),
@@ -158,6 +162,84 @@ def _gains(rows: Sequence[Row]) -> str:
         for batch in BATCHES
     ]
     return table(("batch per device", *(f"{model}, {messages}" for model, messages in columns)), lines)
+
+
+def kept_mfu(rows: Sequence[Row], model: str) -> dict[float, dict[str, Row]]:
+    """Batch per device -> method -> its best configuration, if nothing has to be recomputed."""
+    found: dict[float, dict[str, Row]] = {}
+    for row in rows:
+        if row["model"] == model:
+            found.setdefault(float(row["batch_per_device"]), {})[row["method"]] = row
+    return found
+
+
+def _kept(rows: Sequence[Row], model: str) -> str:
+    lines = []
+    for batch, of_batch in kept_mfu(rows, model).items():
+        best = max(of_batch.values(), key=lambda row: float(row["mfu"]))
+        cells = [_kept_point(of_batch.get(method), best) for method in METHODS]
+        lines.append([f"{batch:g}", *cells])
+    return table(("batch per device", *METHODS), lines)
+
+
+def _kept_point(row: Row | None, best: Row) -> str:
+    if row is None:
+        return "-"
+    mfu = f"{float(row['mfu']):.1%}".replace("%", " %")
+    again = "" if row["recompute"] == "none" else " r"
+    return f"{f'**{mfu}**' if row is best else mfu}{again}"
+
+
+def _curves(
+    rows: Sequence[Row], model: str, messages: str, critical: str, *, is_simulated: bool
+) -> dict[str, list[Best]]:
+    return {method: curve(rows, model, messages, method, critical, is_simulated=is_simulated) for method in METHODS}
+
+
+def _cost_time(rows: Sequence[Row], model: str) -> str:
+    curves = _curves(rows, model, "cut", "recalled", is_simulated=True)
+    lines = []
+    for devices in SIZES:
+        found = {method: best for method, points in curves.items() for best in points if best.devices == devices}
+        least = min(best.days for best in found.values())
+        lines.append([f"{devices:,}", *(_cost_point(found.get(method), least) for method in METHODS)])
+    return table(("GPUs", *METHODS), lines)
+
+
+def _cost_point(best: Best | None, least: float) -> str:
+    if best is None:
+        return "-"
+    days = f"{best.days:,.1f}" if best.days < 100 else f"{best.days:,.0f}"
+    return (
+        f"{f'**{days}**' if best.days == least else days} at {best.batch_per_device:g}: {best.device_days / 1000:,.1f}"
+    )
+
+
+def cost_time_gains(
+    rows: Sequence[Row], model: str, messages: str, critical: str, *, is_simulated: bool
+) -> dict[int, float]:
+    """Devices -> what breadth-first gains in training speed, and in cost, over the best of Megatron-LM."""
+    curves = _curves(rows, model, messages, critical, is_simulated=is_simulated)
+    days = {method: {best.devices: best.days for best in points} for method, points in curves.items()}
+    return {
+        devices: min(days[method][devices] for method in BASELINES) / days["breadth-first"][devices] - 1
+        for devices in SIZES
+    }
+
+
+def _cost_time_gains(rows: Sequence[Row]) -> str:
+    columns = [(messages, is_simulated) for messages in ("cut", "whole") for is_simulated in (True, False)]
+    lines = []
+    for model in MODELS:
+        for critical, sizes in CRITICAL.items():
+            found = [
+                cost_time_gains(rows, model, messages, critical, is_simulated=is_simulated)
+                for messages, is_simulated in columns
+            ]
+            title = [model, f"{sizes[model]:,.0f}, {critical}"]
+            lines += [[*title, f"{devices:,}", *(percent(gain[devices]) for gain in found)] for devices in SIZES]
+    heads = (f"{messages}, {'simulated' if is_simulated else 'as assumed'}" for messages, is_simulated in columns)
+    return table(("model", "B_crit", "GPUs", *heads), lines)
 
 
 def _sensitivity(rows: Sequence[Row]) -> str:

@@ -1,6 +1,7 @@
 """Pictures of traces. Nothing is computed here but where the ink goes."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,24 @@ from pipeloom.trace import Span, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
 _MOST_LABELS = 1200
 _ROW_HEIGHT = 0.86
 _STRIP_HEIGHT = 0.2
+
+
+def check_formats(files: Sequence[Path]) -> None:
+    """Refuse files that no picture can be drawn to.
+
+    Raises:
+        UserError: an ending is not known.
+    """
+    for file in files:
+        if file.suffix.lower().lstrip(".") not in FORMATS:
+            known = ", ".join(f".{name}" for name in FORMATS)
+            raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
 
 
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
@@ -39,10 +53,7 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
 
 def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
     """Draw several traces below each other on one time axis, each under its headline; see ``plot_timeline``."""
-    for file in files:
-        if file.suffix.lower().lstrip(".") not in FORMATS:
-            known = ", ".join(f".{name}" for name in FORMATS)
-            raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
+    check_formats(files)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,10 +73,7 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
         key += "; strip below: weights gathered (light), gradients reduced (dark)"
     panels[-1].set_xlabel(f"time ({unit}); {key}")
     for file in files:
-        try:
-            figure.savefig(file, dpi=150)
-        except OSError as error:
-            raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
+        _save(figure, file)
 
 
 def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
@@ -147,9 +155,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
     Raises:
         UserError: the ending is not known, or the file cannot be written.
     """
-    if file.suffix.lstrip(".") not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
+    check_formats([file])
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,7 +173,56 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
     axes.set(xscale="log", yscale="log", aspect="equal")
     axes.set(xlabel="measured step time (s)", ylabel="predicted step time (s)")
     axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, file)
+
+
+Mark = tuple[float, float, str]
+"""(dollars, days, label)."""
+_MARKERS = "os^vxDP*"
+
+
+def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], file: Path, *, title: str) -> None:
+    """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
+
+    Args:
+        curves: method -> points; their labels say how many devices.
+        front: points of the Pareto front, drawn as a wide band below the curves.
+        file: where to; the ending names the format, ``FORMATS``.
+        title: the headline.
+
+    Raises:
+        UserError: the ending is not known, or the file cannot be written.
+    """
+    check_formats([file])
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    figure = Figure(figsize=(8.5, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    band = [mark[:2] for mark in front]
+    axes.plot(*zip(*band, strict=True), color="#f2c14e", linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
+    for (method, marks), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
+        if marks:
+            dollars, days, _ = zip(*marks, strict=True)
+            (line,) = axes.plot(dollars, days, marker=marker, markersize=5, label=method)
+            for x, y, label in marks:
+                axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=line.get_color())
+    axes.set(xscale="log", yscale="log", xlabel="cost (dollars)", ylabel="training time (days)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(EngFormatter(sep=""))
+        axis.set_minor_formatter(EngFormatter(sep=""))
+        axis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9, title="points: devices", title_fontsize=8)
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, file)
+
+
+def _save(figure: "Figure", file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error}") from error
+        raise UserError(f"cannot write the picture {file}: {error.strerror}") from error

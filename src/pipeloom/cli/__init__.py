@@ -13,6 +13,7 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a finished run as one HTML page: predicted beside measured",
     "plan": "find the best layout of a model on a cluster, with reasons",
+    "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
     "simulate": "say what a step of a described run will look like on a cluster",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",

@@ -1,0 +1,58 @@
+"""The fastest of candidates that are listed one by one.
+
+The paper's methods are narrower than what a search over layouts tries: loops that divide the layers, one group size,
+every layer recomputed, and room for two stages of sharded weights. So they are listed, and the planner's bounds say
+which of them need not be simulated; the answer is that of simulating all.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.planner.bounds import Bounds, Sharded, placement_of
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.question import divisors
+from pipeloom.predict.step import SimulatedStep
+
+
+def loop_counts(layers: int, pp: int) -> list[int]:
+    """Numbers of stages for each rank with which all stages have equally many layers."""
+    return divisors(layers // pp) if layers % pp == 0 else []
+
+
+@lru_cache(maxsize=8192)
+def _bounds(run: Run, cluster: Cluster, software: Software) -> Bounds:
+    return Bounds(run, cluster, software, placement_of(run.placement, run.pp, run.loops))
+
+
+def bounds_of(candidate: Candidate, cluster: Cluster) -> Sharded:
+    """Its bounds; layouts that differ in what is sharded share most of them."""
+    run = candidate.run
+    return _bounds(replace(run, shard="none", replicate=1), cluster, candidate.software).sharded(run.shard)
+
+
+def may_fit(candidate: Candidate, cluster: Cluster) -> bool:
+    """Whether the least that it holds fits a device."""
+    inputs = candidate.order.choice.stage_inputs
+    held = bounds_of(candidate, cluster).held_bytes(None if inputs is None else np.array(inputs, np.float64))
+    return float(held.max()) <= cluster.device.memory_bytes
+
+
+def fastest(candidates: Iterable[Candidate], cluster: Cluster) -> SimulatedStep | None:
+    """The step that is simulated fastest among those that fit; ``None`` if none does."""
+    open_ones = [candidate for candidate in candidates if may_fit(candidate, cluster)]
+    bounds_s = [bounds_of(candidate, cluster).step_s for candidate in open_ones]
+    best: SimulatedStep | None = None
+    for bound_s, number in sorted(zip(bounds_s, range(len(open_ones)), strict=True)):
+        if best is not None and bound_s >= best.prediction.step_time_s:
+            break
+        step = open_ones[number].simulate(cluster)
+        is_faster = best is None or step.prediction.step_time_s < best.prediction.step_time_s
+        if step.prediction.fits and is_faster:
+            best = step
+    return best

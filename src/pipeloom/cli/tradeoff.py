@@ -1,0 +1,290 @@
+"""``pipeloom tradeoff``: cost and time of a training over cluster sizes, for each method."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Attention, ModelShape, Precision
+from pipeloom.cost.software import Software
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.question import Question
+from pipeloom.planner.tradeoff import (
+    DEVICE_COUNTS,
+    METHODS,
+    Curves,
+    Point,
+    Tradeoff,
+    Training,
+    cluster_problems,
+    default_critical_batch,
+    scaling_problems,
+    tradeoff,
+    whole_batches,
+)
+from pipeloom.progress import Bar
+
+_TOKENS_PER_PARAMETER = 20
+"""Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
+_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Say what training a model costs and how long it takes on clusters of several sizes, with each method's best
+    layout and batch: a larger batch needs 1 + B / B_crit times the tokens, a smaller one keeps devices less busy.
+    """
+
+    model: str
+    """A model of the catalog, a TOML file, or a Hugging Face config.json."""
+    cluster: str
+    """A cluster of the catalog or a file; how many devices is said below."""
+    seq: int
+    """Tokens of a sequence."""
+    tokens: float | None = None
+    """Tokens that training takes with small batches. None: 20 for each parameter (arXiv 2203.15556)."""
+    critical_batch: float | None = None
+    """B_crit in sequences: with such a batch twice the tokens are needed. None: by the fit of arXiv 2001.08361."""
+    critical_batch_tokens: float | None = None
+    """B_crit in tokens instead."""
+    price: float | None = None
+    """Dollars for a device and hour. None: what the cluster's file says."""
+    devices: tuple[int, ...] = DEVICE_COUNTS
+    """Cluster sizes."""
+    reference: int | None = None
+    """Devices on which layouts are searched; each is then scaled by its data axis. None: the smallest cluster."""
+    every_size: bool = False
+    """Search all layouts of each cluster instead, which takes some times as long."""
+    batch_per_device: tuple[str, ...] = ()
+    """Sequences of a batch for each device, such as 1/8 or 0.125. Empty: powers of two from 1/8 to 8."""
+    methods: tuple[str, ...] = METHODS
+    """breadth-first, depth-first, 1f1b, gpipe, no-pipeline: those to compare."""
+    software: tuple[str, ...] = ("pipeloom",)
+    """Programs of the catalog or files: one for all, METHOD=PROGRAM for one method."""
+    precision: Precision | None = None
+    """Of weights and activations. None: the first of bf16, fp16, fp32 that the device computes in."""
+    attention: Attention = "flash2"
+    """Its kernel."""
+    json: bool = False
+    """Print JSON for programs; docs/tradeoff.md lists its keys."""
+    plot: Path | None = None
+    """Draw time against cost to this file: .png, .svg or .pdf."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the arguments, search, print."""
+    options = tyro.cli(Options, args=words, prog="pipeloom tradeoff", description=Options.__doc__)
+    if options.plot is not None:
+        from pipeloom.plot import check_formats
+
+        check_formats([options.plot])
+    asked = asked_by(options)
+    with TradeoffProgress(len(asked.methods) * len(asked.batches_per_device)) as bar:
+        curves = tradeoff(asked, bar.show)
+    if not curves.points:
+        raise UserError(
+            f"no layout of any method fits {asked.question.num_devices} devices of {asked.question.cluster.name}: "
+            "take more for the reference, with --reference and --devices, or devices with more memory"
+        )
+    if options.plot is not None:
+        _draw(curves, options.plot)
+    if options.json:
+        print(json.dumps(to_json(curves)))
+    else:
+        from pipeloom.cli.tradeoff_text import print_curves
+
+        print_curves(curves, has_default_batch=options.critical_batch is options.critical_batch_tokens is None)
+        if options.plot is not None:
+            print(f"picture   {options.plot}")
+    return 0
+
+
+class TradeoffProgress(Bar):
+    """Progress over methods and batches, on standard error."""
+
+    def __init__(self, total: int) -> None:
+        columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
+        super().__init__(sys.stderr, *columns, total=total, transient=True)
+
+    def show(self, done: int, _: int) -> None:
+        """So many are done."""
+        self._update(done)
+
+
+class _Problems(list[str]):
+    """What is wrong, collected."""
+
+    def attempt(self, load: Callable[[], _Loaded]) -> _Loaded | None:
+        """What it returns; ``None`` if it complains, which is noted."""
+        try:
+            return load()
+        except UserError as error:
+            self.append(str(error))
+        return None
+
+
+def asked_by(options: Options) -> Tradeoff:
+    """The question.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+    """
+    problems = _Problems()
+    shape = problems.attempt(lambda: load_model(options.model))
+    cluster = problems.attempt(lambda: load_cluster(options.cluster))
+    if cluster is not None:
+        problems += cluster_problems(cluster)
+    methods = _methods(options, problems)
+    reference = options.reference or min(options.devices, default=1)
+    batches = _batches(options, problems)
+    problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))
+    values = _training(options, shape, cluster, problems)
+    if problems or shape is None or cluster is None:
+        raise ConfigError(problems, "the command line")
+    return Tradeoff(
+        question=_question(options, shape, cluster, reference),
+        training=Training(**values),
+        methods=methods,
+        device_counts=tuple(sorted(set(options.devices))),
+        batches_per_device=batches or whole_batches(reference),
+        searches_every_size=options.every_size,
+    )
+
+
+def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: int) -> Question:
+    known = cluster.device.peak_flops_per_s
+    usual: Precision = next((precision for precision in _PRECISIONS if precision in known), "bf16")
+    return Question(
+        shape=shape,
+        cluster=cluster,
+        software=Software(name=""),
+        num_devices=reference,
+        global_batch=1,
+        seq=options.seq,
+        precision=options.precision or usual,
+        attention=options.attention,
+    )
+
+
+def _methods(options: Options, problems: _Problems) -> dict[str, Software]:
+    """Method -> program; unknown methods are left to the question."""
+    general = [word for word in options.software if "=" not in word]
+    if len(general) > 1:
+        problems.append(
+            f"--software takes one program for all methods, found {', '.join(general)}; METHOD=PROGRAM is for one"
+        )
+    chosen = dict.fromkeys(options.methods, (general or ["pipeloom"])[0])
+    for word in options.software:
+        method, sign, program = word.partition("=")
+        if sign and method not in chosen:
+            problems.append(f"--software {word}: expected one of the methods {', '.join(chosen)}")
+        elif sign:
+            chosen[method] = program
+    known = {program: problems.attempt(lambda name=program: load_software(name)) for program in set(chosen.values())}
+    unknown = [method for method in chosen if method not in METHODS]
+    problems += [f"there is no method '{name}': expected one of {', '.join(METHODS)}" for name in unknown]
+    return {method: software for method, program in chosen.items() if (software := known[program]) is not None}
+
+
+def _batches(options: Options, problems: _Problems) -> tuple[Fraction, ...]:
+    found = []
+    for word in options.batch_per_device:
+        try:
+            found.append(Fraction(word))
+        except (ValueError, ZeroDivisionError):
+            problems.append(f"a batch per device must be a number such as 1/8 or 0.125, found '{word}'")
+    return tuple(sorted(set(found)))
+
+
+def _training(
+    options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: _Problems
+) -> dict[str, float]:
+    """Values of the training; where one is missing since something else is wrong, a harmless one stands for it."""
+    if options.seq < 1:
+        problems.append(f"--seq must be at least 1, found {options.seq}")
+    seq = max(1, options.seq)
+    batch = options.critical_batch
+    if batch is not None and options.critical_batch_tokens is not None:
+        problems.append("expected --critical-batch or --critical-batch-tokens, found both")
+    if batch is None and options.critical_batch_tokens is not None:
+        batch = options.critical_batch_tokens / seq
+    if batch is None:
+        batch = default_critical_batch(shape, seq) if shape is not None else 1.0
+    tokens = options.tokens
+    if tokens is None:
+        tokens = float(_TOKENS_PER_PARAMETER * shape.parameters) if shape is not None else 1.0
+    price = options.price
+    if price is None and cluster is not None and cluster.num_devices is None:
+        price = cluster.price_per_device_hour
+        if price is None:
+            problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: say one with --price DOLLARS")
+    values = {"tokens": tokens, "critical_batch": batch, "price_per_device_hour": 1.0 if price is None else price}
+    problems += Training.problems(**values)
+    return values
+
+
+def _draw(curves: Curves, file: Path) -> None:
+    from pipeloom.plot import plot_tradeoff
+
+    asked = curves.asked
+    plot_tradeoff(
+        {method: _marks(curves.curve(method)) for method in asked.methods},
+        _marks(curves.front),
+        file,
+        title=f"{asked.question.shape.name} on {asked.question.cluster.name}, "
+        f"{asked.training.tokens:.3g} tokens, B_crit {asked.training.critical_batch:,.0f} sequences",
+    )
+
+
+def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
+    return [(point.dollars, point.days, f"{point.num_devices:,}") for point in points]
+
+
+def to_json(curves: Curves) -> dict[str, Any]:
+    """What ``--json`` prints, in SI units but for dollars and days.
+
+    Keys: ``model``, ``cluster``, ``seq``, ``precision``, ``tokens``, ``critical_batch`` (sequences),
+    ``price_per_device_hour``, ``reference_devices``, ``methods`` (method -> program), ``points`` (every method, cluster
+    size and batch that fits; ``run`` is the layout), ``best`` (for each cluster size the numbers of the best point, and
+    of each method's), ``front`` (numbers of the points of the Pareto front, the fastest first), ``missing`` (method and
+    batch per device that fit nowhere on the reference).
+    """
+    asked = curves.asked
+    numbers = {id(point): number for number, point in enumerate(curves.points)}
+
+    def number_of(point: Point | None) -> int | None:
+        return None if point is None else numbers[id(point)]
+
+    return {
+        "model": asked.question.shape.name,
+        "cluster": asked.question.cluster.name,
+        "seq": asked.question.seq,
+        "precision": asked.question.precision,
+        **asdict(asked.training),
+        "reference_devices": asked.question.num_devices,
+        "methods": {method: software.name for method, software in asked.methods.items()},
+        "points": [
+            {"num_devices": p.num_devices, "global_batch": p.run.global_batch, "days": p.days, **asdict(p)}
+            for p in curves.points
+        ],
+        "best": [
+            {
+                "num_devices": count,
+                "point": number_of(curves.best(count)),
+                "by_method": {method: number_of(curves.best(count, method)) for method in asked.methods},
+            }
+            for count in asked.device_counts
+        ],
+        "front": [numbers[id(point)] for point in curves.front],
+        "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],
+    }

@@ -1,0 +1,401 @@
+"""What training costs and how long it takes, over cluster sizes: the time and cost model of arXiv 2211.05953.
+
+A larger batch needs more samples for the same loss, ``1 + B / B_crit`` times those of a small one (arXiv 1812.06162,
+section 2.2), and more devices need a larger batch or waste more time. So for each method and each batch per device the
+search finds the best layouts on a reference number of devices; each is scaled by its data axis to every cluster size,
+at the same batch per device, and simulated there again. Or it searches every size from the start.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import isfinite
+from typing import Any, NamedTuple
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.cost.software import Software
+from pipeloom.errors import ConfigError
+from pipeloom.planner.question import Question
+from pipeloom.planner.search import search
+from pipeloom.predict.step import SimulatedStep
+
+Progress = Callable[[int, int], None]
+"""Told how many points are done, of how many."""
+
+DAY_S = 86_400.0
+BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
+"""Sequences of a batch for each device, 1/8 to 8."""
+DEVICE_COUNTS = tuple(64 * 4**power for power in range(5))
+"""64 to 16,384 devices."""
+ALTERNATIVES = 10
+"""Layouts of the reference that are scaled: the fastest there need not be the fastest on more devices."""
+
+
+def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
+    """What a method allows, as limits of a question.
+
+    Args:
+        name: one of ``METHODS``.
+        shape: the model; no pipeline has more ranks or loops than pieces.
+    """
+    several = tuple(range(2, shape.layers + 3))
+    if name == "no-pipeline":
+        return {"pp": (1,)}
+    is_looped = name in ("breadth-first", "depth-first")
+    return {"pp": several, "families": (name,), "loops": several if is_looped else (1,)}
+
+
+METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")
+"""Pipelines with two loops or more, pipelines without, and none."""
+
+
+def critical_batch_tokens(parameters: float) -> float:
+    """Tokens of the critical batch at the loss that a model converges to: B* / L^(1 / 0.21).
+
+    With B* = 2e8 tokens, and L = (8.8e13 / N)^0.076 for N parameters without embeddings (Kaplan et al., arXiv
+    2001.08361, equations 1.1 and 1.4). It is a fit to models of up to 1.5 billion parameters on one text corpus.
+
+    Args:
+        parameters: N.
+    """
+    loss = (8.8e13 / parameters) ** 0.076
+    return 2e8 / loss ** (1 / 0.21)
+
+
+def default_critical_batch(shape: ModelShape, seq: int) -> float:
+    """``critical_batch_tokens`` of a model, in sequences."""
+    return critical_batch_tokens(shape.layers * shape.layer_matrix_parameters) / seq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is to be reached, and what a device costs.
+
+    Attributes:
+        tokens: that small batches would need.
+        critical_batch: sequences; a batch of so many needs twice the tokens.
+        price_per_device_hour: dollars.
+    """
+
+    tokens: float
+    critical_batch: float
+    price_per_device_hour: float
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            ConfigError: everything that is wrong.
+        """
+        problems = self.problems(self.tokens, self.critical_batch, self.price_per_device_hour)
+        if problems:
+            raise ConfigError(problems, "the training")
+
+    @staticmethod
+    def problems(tokens: float, critical_batch: float, price_per_device_hour: float) -> list[str]:
+        """What is wrong with these values."""
+        found = []
+        if not (isfinite(tokens) and tokens >= 1):
+            found.append(f"the token budget must be at least 1 and finite, found {tokens:g}")
+        if not (isfinite(critical_batch) and critical_batch >= 1):
+            found.append(f"the critical batch must be at least 1 sequence and finite, found {critical_batch:.3g}")
+        if not (isfinite(price_per_device_hour) and price_per_device_hour > 0):
+            found.append(f"the price of a device hour must be above 0 and finite, found {price_per_device_hour:g}")
+        return found
+
+    def needed_tokens(self, global_batch: int) -> float:
+        """Tokens with a batch of so many sequences, (1 + B / B_crit) times the budget."""
+        return self.tokens * (1 + global_batch / self.critical_batch)
+
+    def seconds(self, global_batch: int, tokens_per_s: float) -> float:
+        """Seconds of the whole training."""
+        return self.needed_tokens(global_batch) / tokens_per_s
+
+    def dollars(self, seconds: float, num_devices: int) -> float:
+        """Price of so many devices for so long."""
+        return seconds / 3600 * num_devices * self.price_per_device_hour
+
+
+def scaling_problems(reference: int, device_counts: Sequence[int], batches: Sequence[Fraction]) -> list[str]:
+    """What is wrong with cluster sizes and batches per device."""
+    found = []
+    if reference < 1:
+        return [f"the reference must be at least 1 device, found {reference}"]
+    if not device_counts:
+        found.append("there must be at least one number of devices")
+    if not batches:
+        found.append("there must be at least one batch per device")
+    found += [
+        f"numbers of devices must be multiples of the reference of {reference}, found {count}: change it, or the "
+        "reference"
+        for count in device_counts
+        if count < 1 or count % reference
+    ]
+    found += [
+        f"a batch per device times the {reference} devices of the reference must be whole sequences, found "
+        f"{float(batch):g} x {reference} = {float(batch * reference):g}"
+        for batch in batches
+        if batch <= 0 or (batch * reference).denominator != 1
+    ]
+    return found
+
+
+def cluster_problems(cluster: Cluster) -> list[str]:
+    """Why a cluster has no sizes to choose from."""
+    if cluster.num_devices is None:
+        return []
+    size = f"{cluster.num_devices} devices in nodes of several kinds"
+    return [f"the cluster '{cluster.name}' has {size}; sizes are compared with nodes of one kind: name the file of one"]
+
+
+def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVICE) -> tuple[Fraction, ...]:
+    """Those batches per device that are whole sequences on the reference."""
+    return tuple(batch for batch in batches if (batch * reference).denominator == 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tradeoff:
+    """What is asked: the curves of some methods over cluster sizes.
+
+    Attributes:
+        question: of the reference; its batch is not looked at, its limits hold for every method.
+        training: how much, and at what price.
+        methods: method -> program; keys are those of ``METHODS``.
+        device_counts: cluster sizes, multiples of the reference's devices.
+        batches_per_device: sequences; a multiple of the reference's devices of them is whole.
+        alternatives: layouts of the reference that are scaled, for each method and batch.
+        searches_every_size: whether all layouts of each cluster are searched instead, which takes longer.
+    """
+
+    question: Question
+    training: Training
+    methods: Mapping[str, Software]
+    device_counts: tuple[int, ...] = DEVICE_COUNTS
+    batches_per_device: tuple[Fraction, ...] = BATCHES_PER_DEVICE
+    alternatives: int = ALTERNATIVES
+    searches_every_size: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be asked.
+
+        Raises:
+            ConfigError: everything that is wrong.
+        """
+        problems = scaling_problems(self.question.num_devices, self.device_counts, self.batches_per_device)
+        problems += cluster_problems(self.question.cluster)
+        problems += method_problems(self.question, self.methods)
+        if problems:
+            raise ConfigError(problems, "the trade-off")
+
+    def asked(self, method: str) -> Question:
+        """The reference's question for a method."""
+        return of_method(self.question, method, self.methods[method])
+
+
+def of_method(question: Question, method: str, software: Software) -> Question:
+    """A question with what a method allows.
+
+    Raises:
+        ConfigError: the program does not run the method.
+    """
+    wanted = question.limits
+    allowed = {
+        name: values if (limit := getattr(wanted, name)) is None else tuple(set(values) & set(limit))
+        for name, values in method_limits(method, question.shape).items()
+    }
+    return replace(question, software=software).limited(**allowed)
+
+
+def method_problems(question: Question, methods: Mapping[str, Software]) -> list[str]:
+    """Why methods cannot be asked for."""
+    if not methods:
+        return [f"there must be at least one method of {', '.join(METHODS)}"]
+    found: list[str] = []
+    for method, software in methods.items():
+        if method not in METHODS:
+            found.append(f"there is no method '{method}': expected one of {', '.join(METHODS)}")
+            continue
+        try:
+            of_method(question, method, software)
+        except ConfigError as error:
+            found += [f"{method}: {problem}" for problem in error.problems]
+    return found
+
+
+class Layout(NamedTuple):
+    """What of a layout stays when its data axis grows."""
+
+    tp: int
+    pp: int
+    loops: int
+    micro_batch: int
+    sequence_parallel: bool
+    family: str
+
+    @classmethod
+    def of(cls, step: SimulatedStep) -> "Layout":
+        """Of a step."""
+        run = step.run
+        return cls(run.tp, run.pp, run.loops, run.micro_batch, run.sequence_parallel, step.order.choice.family)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A method with a batch on a cluster.
+
+    Attributes:
+        method: of ``METHODS``.
+        program: name of the software.
+        family: schedule.
+        run: its layout.
+        batch_per_device: sequences.
+        step_time_s: of a step.
+        tokens_per_s: of the cluster.
+        mfu: model FLOPs utilization, a fraction.
+        reference_mfu: the method's on the reference's devices with the same batch per device, which the paper takes for
+            all sizes; ``None`` where nothing fits there.
+        memory_bytes: of the fullest device.
+        tokens: that are needed with this batch.
+        seconds: of the whole training.
+        dollars: for it.
+    """
+
+    method: str
+    program: str
+    family: str
+    run: Run
+    batch_per_device: float
+    step_time_s: float
+    tokens_per_s: float
+    mfu: float
+    reference_mfu: float | None
+    memory_bytes: float
+    tokens: float
+    seconds: float
+    dollars: float
+
+    @property
+    def num_devices(self) -> int:
+        """Of the cluster."""
+        return self.run.num_devices
+
+    @property
+    def days(self) -> float:
+        """Of the whole training."""
+        return self.seconds / DAY_S
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The answer.
+
+    Attributes:
+        asked: the question.
+        points: of every method, cluster size and batch that fits.
+        missing: (method, batch per device) that fit nowhere on the reference.
+    """
+
+    asked: Tradeoff
+    points: tuple[Point, ...]
+    missing: tuple[tuple[str, Fraction], ...] = field(default=())
+
+    def best(self, num_devices: int, method: str | None = None) -> Point | None:
+        """The fastest point of a cluster, which is also its cheapest.
+
+        Args:
+            num_devices: of the cluster.
+            method: only of this one.
+        """
+        among = [p for p in self.points if p.num_devices == num_devices and method in (None, p.method)]
+        return min(among, key=lambda point: point.seconds, default=None)
+
+    def curve(self, method: str) -> list[Point]:
+        """A method's best point of each cluster, in the order of the clusters."""
+        found = (self.best(count, method) for count in sorted(self.asked.device_counts))
+        return [point for point in found if point is not None]
+
+    @property
+    def front(self) -> list[Point]:
+        """Points than which no other is both as fast and as cheap, the fastest first."""
+        chosen = pareto_front([(point.seconds, point.dollars) for point in self.points])
+        return [self.points[number] for number in chosen]
+
+
+def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
+    """Numbers of the pairs than which no other is at most as large in both and smaller in one; by the first value.
+
+    Of equal pairs the first one is taken.
+    """
+    found: list[int] = []
+    least = float("inf")
+    for number in sorted(range(len(pairs)), key=lambda number: (*pairs[number], number)):
+        if pairs[number][1] < least:
+            found.append(number)
+            least = pairs[number][1]
+    return found
+
+
+def tradeoff(asked: Tradeoff, progress: Progress | None = None) -> Curves:
+    """The curves.
+
+    Args:
+        asked: what.
+        progress: is told after every method and batch.
+    """
+    points: list[Point] = []
+    missing: list[tuple[str, Fraction]] = []
+    work = [(method, batch) for method in asked.methods for batch in asked.batches_per_device]
+    for number, (method, batch) in enumerate(work):
+        question = replace(asked.asked(method), global_batch=int(batch * asked.question.num_devices))
+        steps = search(question, 1 if asked.searches_every_size else asked.alternatives).steps
+        if not steps:
+            missing.append((method, batch))
+        for count in asked.device_counts:
+            larger = _with_more(question, count // question.num_devices)
+            step = search(larger, 1).best if asked.searches_every_size else _best_scaled(larger, steps)
+            if step is not None:
+                points.append(_point(asked.training, method, step, steps[0].mfu if steps else None))
+        if progress is not None:
+            progress(number + 1, len(work))
+    return Curves(asked, tuple(points), tuple(missing))
+
+
+def _with_more(question: Question, factor: int) -> Question:
+    return replace(question, num_devices=question.num_devices * factor, global_batch=question.global_batch * factor)
+
+
+def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> SimulatedStep | None:
+    """The fastest of some layouts with a data axis that takes all devices.
+
+    What is sharded and recomputed is decided again, since more replicas leave more memory and have more to exchange.
+    """
+    layouts = dict.fromkeys(map(Layout.of, steps))
+    found = (search(question.limited(**_limits(layout)), 1).best for layout in layouts)
+    fitting = [step for step in found if step is not None]
+    return min(fitting, key=lambda step: step.prediction.step_time_s, default=None)
+
+
+def _limits(layout: Layout) -> dict[str, Any]:
+    kept = {name: (value,) for name, value in layout._asdict().items() if name != "family"}
+    return {**kept, "families": (layout.family,)}
+
+
+def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:
+    run = step.run
+    seconds = training.seconds(run.global_batch, step.tokens_per_s)
+    return Point(
+        method=method,
+        program=step.software.name,
+        family=step.order.choice.family,
+        run=run,
+        batch_per_device=run.global_batch / run.num_devices,
+        step_time_s=step.prediction.step_time_s,
+        tokens_per_s=step.tokens_per_s,
+        mfu=step.mfu,
+        reference_mfu=reference_mfu,
+        memory_bytes=step.prediction.memory.total_bytes,
+        tokens=training.needed_tokens(run.global_batch),
+        seconds=seconds,
+        dollars=training.dollars(seconds, run.num_devices),
+    )

@@ -1,0 +1,103 @@
+"""``pipeloom tradeoff``: tables, JSON, a picture, and refusals that name everything."""
+
+import json
+
+import pytest
+
+from pipeloom.catalog import load_model
+from pipeloom.cli import main
+
+ASKED = (
+    *("tradeoff", "--model", "gpt-6.6b", "--cluster", "dgx-a100", "--seq", "1024", "--devices", "16", "64"),
+    *("--batch-per-device", "1/2", "2", "--methods", "breadth-first", "1f1b"),
+)
+
+
+def test_json_has_every_point_and_what_was_asked(capsys):
+    words = ("--software", "pipeloom", "1f1b=megatron-2021", "--critical-batch", "1000", "--tokens", "1e10")
+    assert main([*ASKED, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["methods"] == {"breadth-first": "pipeloom", "1f1b": "megatron-2021"}
+    assert (found["tokens"], found["critical_batch"], found["price_per_device_hour"]) == (1e10, 1000, 2.5)
+    assert (found["reference_devices"], found["precision"], found["seq"]) == (16, "bf16", 1024)
+    assert len(found["points"]) == 8
+    for point in found["points"]:
+        assert point["num_devices"] == point["run"]["tp"] * point["run"]["pp"] * point["run"]["dp"]
+        assert point["tokens"] == pytest.approx(1e10 * (1 + point["global_batch"] / 1000))
+        assert point["seconds"] == pytest.approx(point["tokens"] / point["tokens_per_s"])
+        assert point["dollars"] == pytest.approx(point["seconds"] / 3600 * point["num_devices"] * 2.5)
+    for best in found["best"]:
+        seconds = [p["seconds"] for p in found["points"] if p["num_devices"] == best["num_devices"]]
+        assert found["points"][best["point"]]["seconds"] == min(seconds)
+        assert best["point"] in best["by_method"].values()
+    assert found["points"][found["front"][0]]["num_devices"] == 64
+    assert found["missing"] == []
+
+
+def test_tables_name_the_best_and_every_method_and_a_picture_is_drawn(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    picture = tmp_path / "curves.png"
+    assert main([*ASKED, "--critical-batch-tokens", "1024000", "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "B_crit    1,000 sequences\n" in out
+    assert f"tokens    {20 * load_model('gpt-6.6b').parameters:.4g} with small batches" in out
+    assert "$2.5 for a device and hour" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[0].rstrip("*") for line in lines if line and line[0].rstrip("*") in ("16", "64")] == ["16", "64"] * 2
+    assert ["devices", "breadth-first", "1f1b"] in lines
+    assert "the largest that was tried" in out or "the smallest that was tried" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_default_critical_batch_says_where_it_comes_from(capsys):
+    words = ("--devices", "16", "--batch-per-device", "1", "--methods", "1f1b")
+    assert main([*ASKED[:7], *words]) == 0
+    assert "arXiv 2001.08361" in capsys.readouterr().out
+
+
+def test_everything_that_is_wrong_is_said_at_once(capsys):
+    words = ("--cluster", "dgx-v100", "--devices", "64", "96", "--critical-batch", "0.5", "--tokens", "-1")
+    more = (
+        "--methods",
+        "breadth",
+        "1f1b",
+        "--software",
+        "megatron",
+        "gpipe=pipeloom",
+        "--batch-per-device",
+        "x",
+        "1/3",
+    )
+    assert main(["tradeoff", "--model", "gpt-6", "--seq", "0", *words, *more]) == 2
+    message = capsys.readouterr().err
+    for text in (
+        "there is no model 'gpt-6'",
+        "there is no cluster 'dgx-v100': did you mean 'dgx-1-v100'?",
+        "there is no software 'megatron'",
+        "--software gpipe=pipeloom: expected one of the methods breadth, 1f1b",
+        "there is no method 'breadth'",
+        "must be multiples of the reference of 64, found 96",
+        "found 'x'",
+        "0.333333 x 64 = 21.3333",
+        "the critical batch must be at least 1 sequence and finite, found 0.5",
+        "the token budget must be at least 1 and finite, found -1",
+        "--seq must be at least 1, found 0",
+    ):
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: say one with --price"),
+        (("--precision", "fp32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device hour must be above 0"),
+        (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
+        (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
+        (("--critical-batch", "9", "--critical-batch-tokens", "9"), "found both"),
+        (("--plot", "curves.gif"), "expected a file ending in one of .png"),
+        (("--model", "gpt-1t"), "no layout of any method fits 16 devices of dgx-a100"),
+    ],
+)
+def test_one_mistake_is_one_clear_message(capsys, words, message):
+    assert main([*ASKED, *words]) == 2
+    assert message in capsys.readouterr().err
