@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
 from pipeloom.config_file import read_run_file
 
@@ -36,16 +37,20 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words(model)) == 0
     out = capsys.readouterr().out
-    for part in (
-        "best layouts",
-        "Why it wins",
-        "What would change it",
-        "How far off this may be",
-        "nobody has measured",
-    ):
-        assert part in out
-    assert "MFU" in out
-    assert "$/1e9" in out
+    headings = ("best layouts", "Why it wins", "What would change it", "How far off this may be")
+    assert all(part in out for part in (*headings, "so how far off they are is unknown", "MFU"))
+    assert "$/1e9" not in out  # nobody publishes a price for these machines
+
+
+def test_the_price_of_tokens(model, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    asked = [*words(model, cluster="dgx-a100"), "--no-explain"]
+    assert main([*asked, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["layouts"][0]
+    dollars = 4 * load_cluster("dgx-a100").price_per_device_hour * 1e9 / first["tokens_per_s"] / 3600
+    assert first["dollars_per_billion_tokens"] == pytest.approx(dollars)
+    assert main(asked) == 0
+    assert "$/1e9" in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_gets_fewer_columns(model, capsys, monkeypatch):

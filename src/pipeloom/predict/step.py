@@ -9,8 +9,7 @@ from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, st
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.pieces import piece_seconds
-from pipeloom.cost.ranks import rank_device_bytes
+from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
@@ -120,7 +119,7 @@ class SimulatedStep:
     def has_measured_pieces(self) -> bool:
         """Whether the seconds of all pieces were measured on the cluster; otherwise closed forms tell some or all."""
         alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
-        return all(piece_seconds(run, self.cluster, self.software).is_measured for run in alike)
+        return all(pieces.is_measured for run in alike for pieces in rank_pieces(run, self.cluster, self.software))
 
     @property
     def mfu(self) -> float:
