@@ -12,9 +12,10 @@ from functools import lru_cache
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.ranks import placement_of
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.planner.bounds import Bounds, Sharded, placement_of
+from pipeloom.planner.bounds import Bounds, Sharded
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import divisors
 from pipeloom.predict.step import SimulatedStep
@@ -27,7 +28,7 @@ def loop_counts(layers: int, pp: int) -> list[int]:
 
 @lru_cache(maxsize=8192)
 def _bounds(run: Run, cluster: Cluster, software: Software) -> Bounds:
-    return Bounds(run, cluster, software, placement_of(run.placement, run.pp, run.loops))
+    return Bounds(run, cluster, software, placement_of(run))
 
 
 def bounds_of(candidate: Candidate, cluster: Cluster) -> Sharded:

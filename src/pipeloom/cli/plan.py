@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import tyro
 
@@ -109,8 +109,6 @@ def run(words: list[str]) -> int:
     """Parse the arguments, plan, print; 1 if nothing fits."""
     options = tyro.cli(Options, args=words, prog="pipeloom plan", description=Options.__doc__)
     asked = _asked(options)
-    if options.best < 1:
-        raise UserError(f"--best must be at least 1, found {options.best}")
     from pipeloom.cli.plan_text import PlanProgress, print_plan
 
     with PlanProgress(is_shown=not options.json) as progress:
@@ -130,7 +128,7 @@ def run(words: list[str]) -> int:
 def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
     config = run_config(best, asked.model, _cluster_file(options, asked, best), asked.software)
     if asked.config is not None:
-        config = _over(asked.config, config)
+        config = _over(asked.config, config, has_model=options.model is not None)
     if options.out is not None:
         try:
             options.out.write_text(format_run(config), encoding="utf-8")
@@ -150,11 +148,13 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
 
 def _cluster_file(options: Options, asked: Asked, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
-    if options.out is None or best.cluster == asked.question.cluster:
+    if (options.out is None and options.export is None) or best.cluster == asked.question.cluster:
         return asked.cluster
-    file = options.out.with_name(f"{options.out.stem}.cluster.toml")
+    beside = options.out or (options.export or Path()) / "run.toml"
+    file = beside.with_name(f"{beside.stem}.cluster.toml")
     note = f"{asked.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(cluster_to_toml(best.cluster, {"": [note]}), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the cluster {file}: {error.strerror}") from error
@@ -163,15 +163,14 @@ def _cluster_file(options: Options, asked: Asked, best: SimulatedStep) -> str:
     return str(file)
 
 
-def _over(config: RunConfig, planned: RunConfig) -> RunConfig:
-    """A run's own settings, with what was planned."""
-    receive, prefetch = planned.schedule.receive_buffers, planned.schedule.prefetch
-    schedule = replace(planned.schedule, receive_buffers=receive, prefetch=prefetch)
+def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfig:
+    """A run's own settings, with what was planned; and with the model of the question, if that was another."""
     training = replace(config.training, dtype=planned.training.dtype, device=planned.training.device)
     return replace(
         config,
         layout=planned.layout,
-        schedule=schedule,
+        schedule=planned.schedule,
+        model=planned.model if has_model else config.model,
         machine=planned.machine,
         data=replace(config.data, seq_len=planned.data.seq_len),
         training=training,
@@ -181,6 +180,10 @@ def _over(config: RunConfig, planned: RunConfig) -> RunConfig:
 def _asked(options: Options) -> Asked:
     """The question, with everything that is missing or wrong told at once."""
     problems: list[str] = []
+    if options.best < 1:
+        problems.append(f"--best must be at least 1, found {options.best}")
+    if options.budget_s is not None and not options.budget_s > 0:
+        problems.append(f"--budget-s must be above 0, found {options.budget_s}")
     config = _read(options.config, problems) if options.config is not None else None
     missing = [
         f"--{name.replace('_', '-')}"
@@ -201,7 +204,8 @@ def _asked(options: Options) -> Asked:
     if problems or shape is None or cluster is None or software is None:
         raise ConfigError(problems, "the question")
     layout, known = (config.layout, config.data) if config is not None else (None, None)
-    usual: Precision = "bf16" if "bf16" in cluster.device.peak_flops_per_s else "fp32"
+    known_types = cluster.device.peak_flops_per_s
+    usual = cast("Precision", "bf16" if "bf16" in known_types else next(iter(known_types)))
     question = Question(
         shape=shape,
         cluster=cluster,

@@ -1,5 +1,6 @@
 """The answer of ``pipeloom plan`` for people."""
 
+import os
 import sys
 
 from rich.console import Console
@@ -44,9 +45,15 @@ class PlanProgress(Bar):
         self._update(decided, layouts=f"{decided:,} of {layouts:,} layouts decided")
 
 
+def _console() -> Console:
+    """As wide as the terminal; where there is none, wide enough for everything."""
+    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(highlight=False, width=None if is_told else _WIDE + 60)
+
+
 def print_plan(plan: Plan) -> None:
     """Print the plan; tables fit the terminal's width as far as they can."""
-    console = Console(highlight=False)
+    console = _console()
     _print_question(console, plan)
     if plan.best is None:
         _print_nothing(console, plan)
@@ -77,7 +84,8 @@ def _print_question(console: Console, plan: Plan) -> None:
     )
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
-        proof = f"the time was up: a layout of {seconds(plan.open_bound_s)} a step may still be there"
+        open_ = f"{counts.undecided:,} were not looked at"
+        proof = f"the time was up: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
     console.print(
         f"{counts.layouts:,} layouts in {counts.seconds:.1f} s: {counts.simulated:,} simulated; bounds ruled out "
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
@@ -168,8 +176,9 @@ def recomputed(step: SimulatedStep) -> str:
 def _axes(step: SimulatedStep) -> str:
     run = step.run
     batches, shard = f"{run.num_microbatches} x {run.micro_batch}", run.shard if run.dp > 1 else "none"
-    axes = f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {count(run.loops, 'loop')}"
-    return f"{axes}, {batches}, {schedule_of(step)}, {shard}"
+    axes = f"tp {run.tp}{' sp' if run.sequence_parallel else ''}, pp {run.pp}, dp {run.dp}, {count(run.loops, 'loop')}"
+    again = "" if recomputed(step) == "-" else f", {recomputed(step)} again"
+    return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
 
 
 def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...], *, is_wide: bool) -> Table:
@@ -177,15 +186,27 @@ def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...], *, is_wide: boo
     unit, _ = unit_s(best.prediction.step_time_s)
     told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
     told = told if is_wide else []
-    rows = table("", ["step", *(CAUSES[name] for name in told), "layout"])
+    columns = [*(CAUSES[name] for name in told), "layout"] if is_wide else ["most of it"]
+    rows = table("", ["step", *columns])
     for rival in rivals:
         if rival.step is None:
-            rows.add_row(rival.kind, "none fits", *[""] * (len(told) + 1))
+            rows.add_row(rival.kind, "none fits", *[""] * len(columns))
             continue
         more_s = rival.step.prediction.step_time_s - best.prediction.step_time_s
         cells = [_signed(rival.more_s[name] / unit) for name in told]
-        rows.add_row(rival.kind, _signed(more_s / unit), *cells, _axes(rival.step))
+        most = _axes(rival.step) if is_wide else _most_of_it(rival, unit)
+        rows.add_row(rival.kind, _signed(more_s / unit), *cells, most)
     return rows
+
+
+def _most_of_it(rival: Rival, unit: float) -> str:
+    """The two largest causes, and the axes."""
+    largest = sorted(rival.more_s, key=lambda name: -abs(rival.more_s[name]))[:2]
+    told = ", ".join(f"{CAUSES[name]} {_signed(rival.more_s[name] / unit)}" for name in largest)
+    if rival.step is None:
+        return told
+    run = rival.step.run
+    return f"{told} ({run.tp} x {run.pp} x {run.dp})"
 
 
 def _signed(value: float) -> str:
@@ -216,7 +237,11 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
-        f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
+        + (
+            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
+            if near.missing_bytes > 0
+            else "by a bound it would fit, but no schedule of it does"
+        )
     )
     if not near.ways_out:
         console.print(

@@ -5,12 +5,14 @@ rank has ``dp x tp`` devices that follow each other. They work in lock-step, ten
 replicas at the end of a step, so that the slowest of them counts.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.layout import Recompute
 from pipeloom.schedule import PLACEMENTS, Placement
 
 
@@ -56,12 +58,33 @@ def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSe
 
 
 def fastest_pieces(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
-    """Seconds of the model's pieces on the rank whose layers are fastest.
+    """Seconds of the model's pieces, each on the rank where it is fastest.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
-    return min(rank_pieces(run, cluster, software), key=lambda pieces: sum(pieces.layer))
+    pieces = rank_pieces(run, cluster, software)
+    if all(each is pieces[0] for each in pieces):
+        return pieces[0]
+    return replace(
+        min(pieces, key=lambda each: sum(each.layer)),
+        embedding=min((each.embedding for each in pieces), key=sum),
+        head=min((each.head for each in pieces), key=sum),
+    )
+
+
+KINDS: tuple[Recompute, Recompute] = ("none", "full")
+
+
+def recompute_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, ...]:
+    """For each pipeline rank the seconds that a layer takes more if its backward computes it again.
+
+    Not those of its forward: where a host's launches take longest, those of forward and backward overlap the device's.
+    """
+    plain, again = (
+        rank_pieces(replace(run, recompute=kind, recompute_layers=None), cluster, software) for kind in KINDS
+    )
+    return tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in zip(plain, again, strict=True))
 
 
 def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:

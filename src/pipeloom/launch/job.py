@@ -49,8 +49,9 @@ class Job:
 
         What ``training.dtype`` says, unless that is its default: a plan for a cluster says it in ``machine.precision``.
         """
-        names = {"float64": "fp64", "bfloat16": "bf16", "float32": self.config.machine.precision}
-        return names[self.config.training.dtype]
+        planned = self.config.machine.precision
+        half = planned if planned == "fp16" else "bf16"  # training.dtype has no fp16
+        return {"float64": "fp64", "bfloat16": half, "float32": planned}[self.config.training.dtype]
 
     @property
     def has_gpus(self) -> bool:
@@ -60,7 +61,7 @@ class Job:
     def dtype_notes(self) -> list[str]:
         """What to say where that is not what ``pipeloom train`` computes in."""
         own, other = self.config.training.dtype, self.config.machine.precision
-        if own != "float32" or other == "fp32":
+        if own == "float64" or (own, other) in (("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "fp32")):
             return []
         return [f"training.dtype is {own}; products are in {other}, as machine.precision says"]
 

@@ -7,7 +7,7 @@ from pipeloom.errors import UserError
 from pipeloom.planner.bounds import Floats
 from pipeloom.planner.question import Question, axes, divisors
 from pipeloom.planner.search import search
-from pipeloom.planner.space import Leaf, arrangements, why_not
+from pipeloom.planner.space import Leaf, Sharding, arrangements, why_not
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.words import count
 
@@ -19,7 +19,7 @@ class Closest:
     Attributes:
         leaf: that layout, with everything shared out that can be.
         least_bytes: that it needs at least on its fullest device, the one with the least room left.
-        missing_bytes: of them that a device does not have.
+        missing_bytes: of them that a device does not have; 0 if only a bound says that it would fit.
         ways_out: changes of the question with which something fits, each with its best step.
     """
 
@@ -43,15 +43,17 @@ def closest(question: Question) -> Closest:
     held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
     fullest = int((held - rooms).argmax())
     ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    return Closest(leaf, float(held[fullest]), float(held[fullest] - rooms[fullest]), tuple(ways_out))
+    return Closest(leaf, float(held[fullest]), max(0.0, float(held[fullest] - rooms[fullest])), tuple(ways_out))
 
 
 def _leanest(question: Question) -> list[Leaf]:
-    """Every schedule of every cut, with as much shared out as can be."""
+    """Every schedule of every cut, with every level of sharding by itself."""
     return [
-        Leaf(cut, cut.shardings[-1], choice)
+        Leaf(cut, Sharding((level,), sharding.replicate), choice)
         for arrangement in arrangements(question)[0]
         for cut in arrangement.cuts()
+        for sharding in cut.shardings
+        for level in sharding.levels
         for choice in cut.choices
         if choice.stage_inputs is not None
     ]
@@ -59,8 +61,8 @@ def _leanest(question: Question) -> list[Leaf]:
 
 def _held_bytes(leaf: Leaf) -> Floats:
     """For each rank what its devices hold at least."""
-    memory = leaf.cut.memory.sharded(leaf.sharding.levels[-1], leaf.sharding.replicate)
-    return memory.held_bytes(leaf.stage_inputs)
+    (level,) = leaf.sharding.levels
+    return leaf.cut.memory.sharded(level, leaf.sharding.replicate).held_bytes(leaf.stage_inputs)
 
 
 def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
@@ -114,14 +116,16 @@ def _near_batches(question: Question) -> list[int]:
     batch, sizes = question.global_batch, _data_axes(question, question.num_devices)
     below = max((batch // dp * dp for dp in sizes), default=0)
     above = min((-(-batch // dp) * dp for dp in sizes), default=0)
-    return [number for number in dict.fromkeys((below, above)) if number > 0]
+    near = [number for number in dict.fromkeys((below, above)) if number > 0]
+    return [number for number in near if arrangements(replace(question, global_batch=number))[0]]
 
 
 def _near_devices(question: Question) -> list[int]:
     """The next smaller and the next larger number of devices with which a layout divides the batch."""
 
     def divides(number: int) -> bool:
-        return any(question.global_batch % dp == 0 for dp in _data_axes(question, number))
+        may = any(question.global_batch % dp == 0 for dp in _data_axes(question, number))
+        return may and bool(arrangements(replace(question, num_devices=number))[0])
 
     number = question.num_devices
     below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)

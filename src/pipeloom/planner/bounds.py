@@ -16,21 +16,15 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, lent_bytes, logits_bytes, state_bytes, working_bytes
-from pipeloom.cost.ranks import rank_device_bytes, rank_parts, rank_pieces
+from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
-from pipeloom.schedule import PLACEMENTS, Placement, Schedule
+from pipeloom.schedule import Placement, Schedule
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
-
-
-@lru_cache(maxsize=1024)
-def placement_of(name: str, pp: int, loops: int) -> Placement:
-    """A placement by name, remembered."""
-    return PLACEMENTS[name](pp, loops)
 
 
 @lru_cache(maxsize=1024)
@@ -87,9 +81,9 @@ class Bounds:
 
     def recomputing_s(self, layers: Floats) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        pieces, ranks = rank_pieces(self.run, self.cluster, self.software), self.work[0]
-        forward_s = np.array([rank.layer[0] for rank in pieces]) * self.run.num_microbatches
-        return float((ranks.there_s + ranks.own_s + ranks.back_s + layers * forward_s).max())
+        ranks, each_s = self.work[0], np.array(recompute_s(self.run, self.cluster, self.software))
+        own_s = ranks.own_s + layers * each_s * self.run.num_microbatches
+        return float((ranks.there_s + own_s + ranks.back_s).max())
 
     @cached_property
     def rooms(self) -> Floats:

@@ -3,7 +3,7 @@
 from statistics import fmean
 
 from pipeloom.cost.analytic import layers_by_recompute
-from pipeloom.cost.ranks import placement_of, rank_pieces
+from pipeloom.cost.ranks import placement_of, recompute_s
 from pipeloom.predict.step import SimulatedStep
 
 CAUSES = {
@@ -39,10 +39,11 @@ def causes(step: SimulatedStep) -> dict[str, float]:
 def _recompute_s(step: SimulatedStep) -> float:
     """Seconds of recomputed layers of a step, mean of the pipeline ranks."""
     run, again_s = step.run, 0.0
+    each_s = recompute_s(run, step.cluster, step.software)
     for stage, rank in zip(layers_by_recompute(run, step.software), placement_of(run).rank_by_stage, strict=True):
         for alike, count in stage:
             if alike.recompute == "full":
-                again_s += count * rank_pieces(alike, step.cluster, step.software)[rank].layer[0]
+                again_s += count * each_s[rank]
     return again_s * run.num_microbatches / run.pp
 
 

@@ -1,12 +1,13 @@
 """A plan: the best layouts of a question, why the first one wins, what would change it, and advice."""
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.planner.advice import Closest, closest, no_layout
-from pipeloom.planner.causes import differences
+from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Counts, Progress, Rank, Search, search
@@ -95,6 +96,7 @@ def make_plan(
     Raises:
         UserError: no layout divides the devices and the batch; with what would.
     """
+    deadline = None if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress)
     found = searching.best(count, budget_s=budget_s)
     counts = replace(found.counts)
@@ -105,23 +107,36 @@ def make_plan(
     if best is None:
         near = closest(question) if found.open_bound_s is None else None
         return Plan(question, (), counts, found.open_bound_s, (), (), bar, (), near)
-    steps, rivals = found.steps, tuple(_rivals(searching, question, best)) if explains else ()
+    if not explains:
+        return Plan(question, found.steps, counts, found.open_bound_s, (), (), bar, (), None)
+    steps, rivals = found.steps, tuple(_rivals(searching, question, best, deadline))
     faster = [rival.step for rival in rivals if rival.step is not None and _is_faster(rival.step, best)]
-    if faster:  # cut once more by what its layers recompute, which the search leaves to the end
-        steps = tuple(sorted((*steps, *faster), key=Rank.of)[:count])
+    if faster:  # stages cut once more by what their layers recompute, or found after the time for the best was up
+        steps = tuple(sorted({Rank.of(step): step for step in (*steps, *faster)}.values(), key=Rank.of)[:count])
         best = steps[0]
-        rivals = tuple(_against(best, rival.kind, rival.step) for rival in rivals)
-    changes = tuple(_changes(question, best)) if explains else ()
+        rivals = tuple(_rivals(searching, question, best, deadline))
+    changes = tuple(_changes(question, best, deadline))
     advice = tuple(_advice(question, best, rivals, changes))
     return Plan(question, steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
 
 
-def _rivals(searching: Search, question: Question, best: SimulatedStep) -> Iterator[Rival]:
-    """The best of each other kind, if the question allows it."""
+def _left_s(deadline: float | None) -> float | None:
+    """Seconds until then."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+def _is_over(deadline: float | None) -> bool:
+    return _left_s(deadline) == 0.0
+
+
+def _rivals(searching: Search, question: Question, best: SimulatedStep, deadline: float | None) -> Iterator[Rival]:
+    """The best of each other kind that there is, as far as the time goes."""
     for kind, limits in _kinds(question, best):
-        yield _against(best, kind, searching.best(1, limits).best)
+        if searching.has(limits) and not _is_over(deadline):
+            yield _against(best, kind, searching.best(1, limits, budget_s=_left_s(deadline)).best)
     for kind, other in _alone(question, best):
-        yield _against(best, kind, search(other, 1).best)
+        if not _is_over(deadline):
+            yield _against(best, kind, search(other, 1, budget_s=_left_s(deadline)).best)
 
 
 def _against(best: SimulatedStep, kind: str, step: SimulatedStep | None) -> Rival:
@@ -134,7 +149,7 @@ def _is_faster(step: SimulatedStep, best: SimulatedStep) -> bool:
 
 
 def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
-    """What could be different -> the limits that allow nothing else."""
+    """What could be different -> the limits that allow nothing else; some allow nothing at all."""
     run, limits, family = best.run, question.limits, best.order.choice.family
     sizes = divisors(question.num_devices)
     pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
@@ -168,11 +183,13 @@ def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Quest
         yield f"{number} devices of {kind.name}{ALONE}", replace(question, cluster=kind, num_devices=number)
 
 
-def _changes(question: Question, best: SimulatedStep) -> Iterator[Change]:
-    """What would be best if the question were a little different."""
+def _changes(question: Question, best: SimulatedStep, deadline: float | None) -> Iterator[Change]:
+    """What would be best if the question were a little different; only what is proved in time."""
     for what, other in _changed(question, best):
-        found = search(other, 1)
-        if found.counts.layouts:
+        if _is_over(deadline):
+            return
+        found = search(other, 1, budget_s=_left_s(deadline))
+        if found.counts.layouts and found.open_bound_s is None:
             step = found.best
             yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)
 
@@ -261,9 +278,10 @@ def _longer(best: SimulatedStep, other: SimulatedStep) -> str:
 
 def _advice_on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
     more = next((change for change in changes if change.what == "twice the batch"), None)
-    if best.bubble_fraction > IDLE and more is not None and more.step is not None:
+    share = causes(best)["bubble_s"] / best.prediction.step_time_s
+    if best.run.pp > 1 and share > IDLE and more is not None and more.step is not None:
         yield (
-            f"Devices are idle for {best.bubble_fraction:.0%} of the pipeline, since there are few micro-batches. "
+            f"The bubble is {share:.0%} of the step, since there are few micro-batches. "
             f"Twice the batch would give {more.speed:.2f} times the tokens a second."
         )
 

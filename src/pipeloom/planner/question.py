@@ -88,6 +88,7 @@ class Question:
     def _problems(self) -> list[str]:
         sizes = {"devices": self.num_devices, "the global batch": self.global_batch, "seq": self.seq}
         found = [f"{name} must be at least 1, found {value}" for name, value in sizes.items() if value < 1]
+        found += [f"{name} must be at most {MOST:,}, found {value}" for name, value in sizes.items() if value > MOST]
         lack = self.cluster.lack(self.num_devices)
         if lack is not None:
             found.append(lack)
@@ -118,8 +119,9 @@ class Question:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """Sharding levels that may be chosen."""
-        return self.limits.shards or self.software.shards or LEVELS
+        """Sharding levels that may be chosen, the least first."""
+        among = self.limits.shards or self.software.shards or LEVELS
+        return tuple(level for level in LEVELS if level in among)
 
     @property
     def recompute(self) -> tuple[Recompute, ...]:
@@ -156,6 +158,8 @@ class Question:
         )
 
 
+MOST = 10**9
+"""Devices, sequences of a batch and tokens of a sequence that may be asked about."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Every sharding level, the least first."""
 

@@ -32,6 +32,7 @@ class Counts:
         layouts: in all.
         too_large: ruled out since they need more memory than a device has, or fit with less recomputed.
         too_slow: ruled out by the bound of their step time.
+        undecided: left open when the time was up.
         simulated: whose step was simulated.
         excluded: what is no layout, by cause: combinations of axes.
         seconds: that the search took.
@@ -41,6 +42,7 @@ class Counts:
     too_large: int = 0
     too_slow: int = 0
     simulated: int = 0
+    undecided: int = 0
     excluded: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -78,7 +80,11 @@ class Kind(NamedTuple):
 
 
 def kind_of(run: Run, family: str) -> Kind:
-    """The kind of a layout; how often stages loop, how the schedule groups and what is sharded do not matter."""
+    """The kind of a layout; how often stages loop, how the schedule groups and what is sharded do not matter.
+
+    Without a pipeline the order of accumulation does not, either.
+    """
+    family = family if run.pp > 1 else ""
     recompute = "some" if run.recompute_layers else run.recompute
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
 
@@ -153,6 +159,11 @@ class Search:
         for arrangement in found:
             self._push(everything, arrangement.bound_s, arrangement, arrangement.missing_bytes)
         self._queue = everything.queue
+        self._arrangements = found
+
+    def has(self, limits: Limits) -> bool:
+        """Whether there is any layout that limits allow, whether it fits or not."""
+        return any(_admits(limits, arrangement) for arrangement in self._arrangements)
 
     def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
         """The best layouts, each of another kind.
@@ -184,7 +195,13 @@ class Search:
         self._queue = goal.aside + goal.queue
         counts = self._counts
         counts.seconds += time.monotonic() - begin
-        counts.too_slow = counts.layouts - counts.too_large - counts.simulated
+        left = counts.layouts - counts.too_large - counts.simulated
+        counts.undecided = (
+            0
+            if open_bound_s is None
+            else sum(entry.node.count for entry in self._queue if entry.bound_s <= goal.limit_s)
+        )
+        counts.too_slow = left - counts.undecided
         steps = sorted((_finished(settled) for settled in goal.best), key=Rank.of)
         return Found(tuple(steps), counts, open_bound_s)
 

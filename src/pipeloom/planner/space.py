@@ -18,22 +18,24 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
-from pipeloom.cost.ranks import fastest_pieces, rank_device_bytes, rank_slowness
+from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
 from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.layout import Shard
-from pipeloom.planner.bounds import Bounds, Floats, placement_of
+from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 
 Kept = Literal["none", "selective", "some", "full"]
 """What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
 
+MOST_ON_A_STEP = 500_000
+"""Micro-batches times pipeline ranks; a schedule of more takes longer to make than anybody waits."""
 FEW_LOOPS = 4
 """Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly."""
 GROUP_FACTORS = (1.25, 2, 4, 8, 16)
@@ -107,10 +109,17 @@ class Arrangement:
             loops
             for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
             if (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
-            if self.question.limits.allows(loops=loops)
+            if self.question.limits.allows(loops=loops) and self._divides(loops)
         ]
         found = [(loops, "looped") for loops in allowed]
         return found + ([(2, "v")] if 2 in allowed and pp > 1 and is_balanced else [])
+
+    def _divides(self, loops: int) -> bool:
+        """Whether the program's own rule, if it has one, finds layers for all stages."""
+        software, layers = self.question.software, self.run.shape.layers
+        if software.partition == "balanced":
+            return True
+        return sum(stage_layers(replace(self.run, loops=loops), software)[0]) == layers
 
     def cuts(self) -> Iterator["Cut"]:
         """With every number of loops."""
@@ -119,7 +128,7 @@ class Arrangement:
                 yield self._cut(replace(self.run, loops=loops, placement=placement))
 
     def _cut(self, run: Run) -> "Cut":
-        placement = placement_of(run.placement, run.pp, run.loops)
+        placement = placement_of(run)
         if self.question.software.partition == "balanced":
             layers = _layers_by_stage(self._pieces, run.shape.layers, placement, self._slowness)
             run = replace(run, layers_by_stage=layers)
@@ -236,7 +245,7 @@ class Cut:
     @property
     def placement(self) -> Placement:
         """The rank of each stage."""
-        return placement_of(self.run.placement, self.run.pp, self.run.loops)
+        return placement_of(self.run)
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
@@ -251,7 +260,11 @@ class Cut:
     @property
     def missing_bytes(self) -> float:
         """What is missing at least on the fullest device, with everything shared out that can be."""
-        return self.memory.missing_bytes(self.memory.sharded(self.shardings[-1].levels[-1]).held_bytes())
+        levels = dict.fromkeys(level for sharding in self.shardings for level in sharding.levels)
+        chosen = (
+            levels if self.run.shape.tied else list(levels)[-1:]
+        )  # a rank may borrow a tied matrix from its own shards
+        return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in chosen)
 
     def leaves(self) -> Iterator["Leaf"]:
         """With every sharding and every schedule."""
@@ -320,7 +333,7 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
 
     On a cluster of several kinds of nodes, all of them for every order of its groups.
     """
-    shape, limits, excluded = question.shape, question.limits, Counter[str]()
+    limits, excluded = question.limits, Counter[str]()
     found: list[Arrangement] = []
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
         if not limits.allows(tp=tp, pp=pp, dp=dp):
@@ -330,10 +343,11 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
             excluded[cause] += 1
             continue
         for micro_batch in divisors(question.global_batch // dp):
-            if limits.allows(micro_batch=micro_batch):
+            if question.global_batch // dp // micro_batch * pp > MOST_ON_A_STEP:
+                excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
+            elif limits.allows(micro_batch=micro_batch):
                 run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
                 found += [kind for cluster in question.clusters for kind in _kinds(question, cluster, run)]
-    assert shape.layers > 0
     return found, excluded
 
 
