@@ -96,6 +96,18 @@ def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys
     assert (again["tp"], again["pp"], again["dp"]) == (config.layout.tp, config.layout.pp, config.layout.dp)
 
 
+def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    assert main([*words(model), "--out", str(first), "--no-explain"]) == 0
+    other = tmp_path / "other.toml"
+    other.write_text(MODEL.replace("layers = 6", "layers = 9"))
+    assert main(["plan", str(first), "--model", str(other), "--out", str(second), "--no-explain"]) == 0
+    assert read_run_file(second)[0].model.file == other
+    capsys.readouterr()
+    assert main(["simulate", str(second), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["shape"]["layers"] == 9
+
+
 def test_what_others_launch_is_written(model, tmp_path, capsys):
     folder = tmp_path / "start"
     assert main([*words(model), "--export", str(folder), "--no-explain"]) == 0
@@ -111,7 +123,8 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
         ({"precision": "bf16"}, ["the precision must be one that v100-sxm-32gb computes in"]),
         ({"families": "zebra"}, ["pipeloom has no family 'zebra'; it has"]),
         ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
-        ({"best": 0}, ["--best must be at least 1"]),
+        ({"best": 0, "budget-s": "nan"}, ["--best must be at least 1", "--budget-s must be above 0, found nan"]),
+        ({"global-batch": 10**20}, ["the global batch must be at most 1,000,000,000"]),
     ],
 )
 def test_wrong_questions_are_helped(model, changes, parts, capsys):

@@ -7,17 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.planner.plan import with_memory
 from pipeloom.planner.question import Question
 from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
 from pipeloom.planner.space import arrangements
+
+SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
+"""Parts of a device's memory: with less, layers are recomputed because they have to be."""
 
 
 @st.composite
 def leaves(draw):
     question = Question(
         shape=load_model(draw(st.sampled_from(["gpt-6.6b", "llama-3-8b", "llama-13b"]))),
-        cluster=load_cluster(draw(st.sampled_from(["dgx-1-v100", "dgx-a100"]))),
-        software=load_software(draw(st.sampled_from(["pipeloom", "pipeloom", "megatron-2021", "scaling-2023b"]))),
+        cluster=with_memory(load_cluster(draw(st.sampled_from(["dgx-1-v100", "dgx-a100"]))), draw(SHARES)),
+        software=load_software(
+            draw(st.sampled_from(["pipeloom", "pipeloom", "megatron-2021", "scaling-2023b", "nanotron"]))
+        ),
         num_devices=draw(st.sampled_from([4, 8, 16, 64])),
         global_batch=draw(st.sampled_from([16, 32, 48])),
         seq=1024,

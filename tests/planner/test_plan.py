@@ -8,7 +8,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
-from pipeloom.planner.plan import make_plan, with_bandwidth
+from pipeloom.planner.plan import make_plan, with_bandwidth, with_memory
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
@@ -100,6 +100,34 @@ def test_a_batch_that_nothing_divides_is_answered_with_batches_that_do(ask):
 def test_devices_that_nothing_divides_are_answered_with_numbers_that_do(ask):
     with pytest.raises(UserError, match="there may be 8 or 14 devices instead of 13"):
         make_plan(ask(num_devices=13, global_batch=14).limited(pp=(1, 2)))
+
+
+def test_sharding_levels_may_be_told_in_any_order(ask):
+    short = with_memory(load_cluster("dgx-1-v100"), 0.08)
+    one, other = (
+        search(ask(cluster=short, limits=Limits(shards=shards)), 3).steps
+        for shards in (("none", "full"), ("full", "none"))
+    )
+    assert [step.run for step in one] == [step.run for step in other] != []
+
+
+def test_a_kind_that_does_not_exist_is_no_rival(ask):
+    plan = make_plan(ask(num_devices=13, global_batch=13).limited(tp=(1,), micro_batch=(1,)))
+    assert plan.best.run.dp == 13
+    assert not {"a pipeline", "tp other than 1", "micro-batches other than 1"} & {rival.kind for rival in plan.rivals}
+    assert not any("pipeline" in sentence for sentence in plan.advice)
+
+
+def test_the_budget_is_for_the_whole_answer(ask):
+    plan = make_plan(ask(num_devices=16, global_batch=32), budget_s=1e-6)
+    assert plan.best is None
+    assert plan.counts.undecided > 0
+    assert (plan.rivals, plan.changes) == ((), ())
+
+
+def test_a_batch_of_too_many_micro_batches_is_left_out(ask):
+    with pytest.raises(UserError, match="micro-batches on its ranks"):
+        make_plan(ask(num_devices=4, global_batch=4_000_012).limited(micro_batch=(1,)))
 
 
 def test_a_wrong_question_is_told_whole(ask):
