@@ -2,6 +2,7 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
