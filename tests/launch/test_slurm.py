@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from clusters import mixed
 from launch_runs import CLUSTER, reasons_of, run_of, written_for
 
 from pipeloom.launch import hand_over
@@ -69,6 +70,13 @@ def test_a_run_on_cpus_asks_for_no_gpus_and_one_with_checkpoints_does_not_begin_
     written = written_for("slurm", tmp_path, checkpoint={"every": 10})
     assert "--gpus" not in (tmp_path / "pipeloom.sbatch").read_text()
     assert written.differs == ()
+
+
+def test_nodes_of_several_kinds_have_to_be_ordered_and_the_script_says_so(tmp_path):
+    both = mixed(*((replace(CLUSTER, name=name), 2) for name in ("new", "old")))
+    (written,) = hand_over(run_of(layout={"dp": 4}), both, tmp_path, ["slurm"]).written
+    assert any("the first ranks belong on new, then old" in sentence for sentence in written.differs)
+    assert "new, then old" in " ".join((tmp_path / "pipeloom.sbatch").read_text().replace("#", " ").split())
 
 
 def test_every_node_gets_its_number_the_first_host_and_the_same_port(tmp_path, played):

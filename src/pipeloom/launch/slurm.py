@@ -50,9 +50,17 @@ def _make(job: Job) -> Draft:
 
 
 def _differences(job: Job) -> tuple[str, ...]:
-    if job.config.checkpoint.every is not None:
-        return ()
-    return ("checkpoint.every is not set: a run that ends early has no checkpoint and begins anew",)
+    found: list[str] = []
+    if job.config.checkpoint.every is None:
+        found.append("checkpoint.every is not set: a run that ends early has no checkpoint and begins anew")
+    kinds = [kind.name for kind, _ in job.cluster.kinds(job.config.layout.num_ranks)]
+    if len(kinds) > 1:
+        order = ", then ".join(kinds)
+        found.append(
+            f"Slurm numbers nodes as it likes, and the first ranks belong on {order}: give it a SLURM_HOSTFILE in that "
+            "order with --distribution=arbitrary, or a constraint for each part"
+        )
+    return tuple(found)
 
 
 TARGET = Target("slurm", "Slurm", (*TORCHRUN.files, SCRIPT), TORCHRUN.problems, _make)
