@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import layers_of_stages, stage_costs
+from pipeloom.cost.analytic import layers_of_stages, stage_costs, with_fastest_layers
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.shape import Run
 from pipeloom.cost.uneven import SAME, Uneven
 from pipeloom.generate import Choice
-from pipeloom.planner.partition import with_fastest_layers
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import PLACEMENTS, Placement
 

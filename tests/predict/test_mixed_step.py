@@ -7,11 +7,11 @@ from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import (
-    fastest_layers,
     stage_collectives_s,
     stage_costs,
     step_seconds,
     step_terms,
+    with_fastest_layers,
     with_own_layers,
 )
 from pipeloom.cost.pieces import piece_seconds
@@ -181,13 +181,13 @@ def test_slower_ranks_get_fewer_layers():
         == slowness[3]
         == pytest.approx(sum(piece_seconds(RUN, SLOW, OURS).layer) / sum(piece_seconds(RUN, FAST, OURS).layer))
     )
-    layers = fastest_layers(RUN, cluster, OURS)
+    layers = with_fastest_layers(RUN, cluster, OURS).layers_by_stage
     by_rank = [sum(layers[rank::4]) for rank in range(4)]
     assert sum(layers) == 32
     assert min(by_rank[:2]) > max(by_rank[2:])
     many = replace(RUN, global_batch=16)
     found = step_of(many, cluster)
-    assert found.run.layers_by_stage == fastest_layers(many, cluster, OURS)
+    assert found.run.layers_by_stage == with_fastest_layers(many, cluster, OURS).layers_by_stage
     even = step_of(replace(many, layers_by_stage=(4,) * 8), cluster)
     assert found.prediction.step_time_s < 0.85 * even.prediction.step_time_s
     assert predict(many, cluster, OURS).costs == predict(found.run, cluster, OURS).costs

@@ -18,7 +18,7 @@ from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
-from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.describe import load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 
 _NO_NUMBERS: tuple[int, ...] = ()
@@ -196,11 +196,11 @@ def _asked(options: Options) -> Asked:
     model_name = options.model or (_model_name(config) if config is not None else None)
     cluster_name = options.cluster or (machine.cluster if machine is not None else "")
     software_name = options.software or (machine.software if machine is not None else "pipeloom")
-    shape = _load(load_model, model_name, problems)
+    shape = load_or_note(load_model, model_name, problems) if model_name else None
     if shape is None and config is not None and model_name is None:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
-    cluster = _load(load_cluster, cluster_name, problems)
-    software = _load(load_software, software_name, problems)
+    cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
+    software = load_or_note(load_software, software_name, problems)
     if problems or shape is None or cluster is None or software is None:
         raise ConfigError(problems, "the question")
     layout, known = (config.layout, config.data) if config is not None else (None, None)
@@ -235,19 +235,6 @@ def _read(path: Path, problems: list[str]) -> RunConfig:
 
 def _model_name(config: RunConfig) -> str | None:
     return config.model.preset or (str(config.model.file) if config.model.file is not None else None)
-
-
-def _load(load: Any, name: str | None, problems: list[str]) -> Any:
-    """What a name stands for; ``None``, and more problems, if that is wrong."""
-    if not name:
-        return None
-    try:
-        return load(name)
-    except ConfigError as error:
-        problems += [f"{name}: {problem}" for problem in error.problems]
-    except UserError as error:
-        problems.append(str(error))
-    return None
 
 
 def _limits(options: Options) -> Limits:

@@ -114,10 +114,8 @@ def step_seconds(run: Run, cluster: Cluster, software: Software) -> list[float]:
     return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 
 
-def fastest_layers(
-    run: Run, cluster: Cluster, software: Software, slowness: Sequence[float] | None = None
-) -> tuple[int, ...]:
-    """Layers of each stage that make the slowest rank fastest, by the seconds of the pieces.
+def with_fastest_layers(run: Run, cluster: Cluster, software: Software, slowness: Sequence[float] | None = None) -> Run:
+    """The run with the layers of each stage that make its slowest rank fastest, by the seconds of its pieces.
 
     Args:
         run: its placement counts; what it says of layers does not.
@@ -130,7 +128,8 @@ def fastest_layers(
         UserError: more stages than pieces, or the cluster has not so many devices.
     """
     by_rank = rank_slowness(run, cluster, software) if slowness is None else slowness
-    return layers_of_pieces(fastest_partition(step_seconds(run, cluster, software), placement_of(run), by_rank))
+    sizes = fastest_partition(step_seconds(run, cluster, software), placement_of(run), by_rank)
+    return replace(run, layers_by_stage=layers_of_pieces(sizes))
 
 
 def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
@@ -144,7 +143,7 @@ def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
     slowness = rank_slowness(run, cluster, software)
     if min(slowness) == max(slowness):
         return run
-    return replace(run, layers_by_stage=fastest_layers(run, cluster, software, slowness))
+    return with_fastest_layers(run, cluster, software, slowness)
 
 
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:

@@ -32,6 +32,10 @@ class PieceSeconds:
     message_s: float = 0.0
     is_measured: bool = False
 
+    def both_s(self, layers: int) -> list[float]:
+        """Seconds of each piece, forward and backward: embedding, so many equal layers, head."""
+        return [sum(self.embedding), *[sum(self.layer)] * layers, sum(self.head)]
+
 
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.

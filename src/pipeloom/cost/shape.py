@@ -1,6 +1,6 @@
 """What a cost model has to know about a run: the transformer's shape and how it is laid out."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.config import ModelConfig
@@ -81,6 +81,21 @@ def shape_of(model: ModelConfig) -> ModelShape:
         vocab=model.vocab_size,
         tied=model.tied,
         name=model.preset or (str(model.file) if model.file else model.family),
+    )
+
+
+def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
+    """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
+    return replace(
+        model,
+        family="llama" if shape.mlp == "swiglu" else "gpt2",
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        ffn_size=shape.ffn,
+        vocab_size=shape.vocab,
+        tied=shape.tied,
     )
 
 

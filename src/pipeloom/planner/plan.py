@@ -116,7 +116,7 @@ def make_plan(
         best = steps[0]
         rivals = tuple(_rivals(searching, question, best, deadline))
     changes = tuple(_changes(question, best, deadline))
-    advice = tuple(_advice(question, best, rivals, changes))
+    advice = tuple(_advice(question, best, rivals, changes, deadline))
     return Plan(question, steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
 
 
@@ -249,12 +249,18 @@ IDLE = 0.15
 """Bubble from which on advice is given."""
 
 
-def _advice(question: Question, best: SimulatedStep, rivals: Sequence[Rival], changes: Sequence[Change]) -> list[str]:
+def _advice(
+    question: Question,
+    best: SimulatedStep,
+    rivals: Sequence[Rival],
+    changes: Sequence[Change],
+    deadline: float | None,
+) -> list[str]:
     return [
         *_advice_on_pipelines(best, rivals),
         *_advice_on_bubble(best, changes),
         *_advice_on_memory(best),
-        *_advice_on_devices(question, best),
+        *_advice_on_devices(question, best, deadline),
         *_advice_on_kinds(best, rivals),
     ]
 
@@ -295,11 +301,11 @@ def _advice_on_memory(best: SimulatedStep) -> Iterator[str]:
         )
 
 
-def _advice_on_devices(question: Question, best: SimulatedStep) -> Iterator[str]:
+def _advice_on_devices(question: Question, best: SimulatedStep, deadline: float | None) -> Iterator[str]:
     fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
-    if fewer < 1 or question.num_devices == 2 * fewer:
+    if fewer < 1 or question.num_devices == 2 * fewer or _is_over(deadline):
         return
-    other = search(replace(question, num_devices=fewer), 1).best
+    other = search(replace(question, num_devices=fewer), 1, budget_s=_left_s(deadline)).best
     if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
         yield (
             f"{question.num_devices} devices divide badly: with {fewer} of them a step takes "

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.cost.shape import ModelShape, Run, model_of
 from pipeloom.layout import Layout
 from pipeloom.predict.step import SimulatedStep
 
@@ -52,16 +52,7 @@ def _model(shape: ModelShape, name: str | None) -> ModelConfig:
     if name is not None:
         path = Path(name)
         return ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
-    return ModelConfig(
-        family="llama" if shape.mlp == "swiglu" else "gpt2",
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        ffn_size=shape.ffn,
-        vocab_size=shape.vocab,
-        tied=shape.tied,
-    )
+    return model_of(shape, ModelConfig())
 
 
 def _layout(run: Run) -> Layout:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeloom.cost.analytic import stage_layers
+from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
 from pipeloom.generate import Choice
 from pipeloom.layout import Recompute, Shard
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.partition import with_fastest_layers
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
 from pipeloom.predict.step import Order, compute_schedule

@@ -72,9 +72,7 @@ class Arrangement:
 
         As if all ranks were as fast as the fastest.
         """
-        run, pieces = self.run, self._pieces
-        layer_s = sum(pieces.layer)
-        both_s = [sum(pieces.embedding), *[layer_s] * run.shape.layers, sum(pieces.head)]
+        run, both_s = self.run, self._pieces.both_s(self.run.shape.layers)
         way_s = sum(seconds * (run.pp - 1 - n) for n, seconds in enumerate(both_s[: run.pp - 1])) / run.pp
         fixed_s = self.question.software.efficiency.microbatch_s
         return run.num_microbatches * (sum(both_s) / run.pp + fixed_s) + way_s
@@ -168,8 +166,7 @@ class Sharding(NamedTuple):
 def _layers_by_stage(
     pieces: PieceSeconds, layers: int, placement: Placement, slowness: tuple[float, ...]
 ) -> tuple[int, ...]:
-    seconds = [sum(pieces.embedding), *[sum(pieces.layer)] * layers, sum(pieces.head)]
-    return layers_of_pieces(fastest_partition(seconds, placement, slowness))
+    return layers_of_pieces(fastest_partition(pieces.both_s(layers), placement, slowness))
 
 
 @lru_cache(maxsize=65536)
@@ -260,11 +257,10 @@ class Cut:
     @property
     def missing_bytes(self) -> float:
         """What is missing at least on the fullest device, with everything shared out that can be."""
-        levels = dict.fromkeys(level for sharding in self.shardings for level in sharding.levels)
-        chosen = (
-            levels if self.run.shape.tied else list(levels)[-1:]
-        )  # a rank may borrow a tied matrix from its own shards
-        return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in chosen)
+        levels = list(dict.fromkeys(level for sharding in self.shardings for level in sharding.levels))
+        if not self.run.shape.tied:  # where it is, a rank may borrow the matrix from its own shards, and hold more
+            levels = levels[-1:]
+        return min(self.memory.missing_bytes(self.memory.sharded(level).held_bytes()) for level in levels)
 
     def leaves(self) -> Iterator["Leaf"]:
         """With every sharding and every schedule."""

@@ -8,7 +8,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run, shape_of
+from pipeloom.cost.shape import Run, model_of, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.fast import FAMILY_OF
@@ -35,20 +35,10 @@ def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
     if (model.preset is None) == (model.file is None):
         return config, []
     problems: list[str] = []
-    shape = _load(load_model, model.preset or str(model.file), problems)
+    shape = load_or_note(load_model, model.preset or str(model.file), problems)
     if shape is None:
         return config, problems
-    sized = replace(
-        model,
-        family="llama" if shape.mlp == "swiglu" else "gpt2",
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        ffn_size=shape.ffn,
-        vocab_size=shape.vocab,
-        tied=shape.tied,
-    )
+    sized = model_of(shape, model)
     source = "model.preset" if model.preset else "model.file"
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
@@ -82,8 +72,8 @@ def describe(config: RunConfig) -> Described:
 def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[str]]:
     machine = config.machine
     problems: list[str] = []
-    cluster = _load(load_cluster, machine.cluster, problems)
-    software = _load(load_software, machine.software, problems)
+    cluster = load_or_note(load_cluster, machine.cluster, problems)
+    software = load_or_note(load_software, machine.software, problems)
     if cluster is not None:
         problems += _lacks(config, cluster)
     return cluster, software, problems
@@ -106,7 +96,7 @@ def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
     ]
 
 
-def _load(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
+def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
     """What a name of the catalog or a file stands for; ``None``, and more ``problems``, if that is wrong."""
     try:
         return load(name)
