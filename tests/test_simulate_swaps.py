@@ -91,5 +91,5 @@ def test_wrong_swaps_are_refused(text, words):
 def test_swaps_are_text_but_nothing_for_pytorch():
     schedule = parse_schedule(EARLY)
     assert format_schedule(schedule) == EARLY + "\n"
-    with pytest.raises(ScheduleTextError, match="PyTorch's runtime has neither EVICT nor LOAD"):
+    with pytest.raises(ScheduleTextError, match="PyTorch's runtime swaps neither activations nor stages"):
         format_torch_csv(schedule)

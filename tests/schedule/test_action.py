@@ -9,7 +9,8 @@ from pipeloom.schedule import Action, Kind
 
 quick = settings(max_examples=100, deadline=None)
 tied_kinds = [Kind.SEND_TIED, Kind.RECV_TIED, Kind.SEND_TIED_GRAD, Kind.RECV_TIED_GRAD]
-stage_kinds = [Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, *tied_kinds]
+stage_swaps = [Kind.SWAP_IN, Kind.SWAP_OUT, Kind.UPDATE]
+stage_kinds = [Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, *tied_kinds, *stage_swaps]
 counts = st.integers(0, 10**6)
 actions = st.one_of(
     st.builds(Action, st.sampled_from([kind for kind in Kind if kind not in stage_kinds]), counts, counts, counts),

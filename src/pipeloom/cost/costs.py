@@ -32,6 +32,7 @@ class UniformCosts:
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
         reduce_s: seconds of reducing one stage's gradient.
         swap_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
+        offload_s: seconds of moving what a stage keeps for a micro-batch to the host, and of bringing it back.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
     """
@@ -44,6 +45,7 @@ class UniformCosts:
     unshard_s: float = 0.0
     reduce_s: float = 0.0
     swap_s: float = 0.0
+    offload_s: float = 0.0
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
 
@@ -58,8 +60,15 @@ class UniformCosts:
                 return self.backward_s / 2
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s
+        return self._of_stage(action.kind)
+
+    def _of_stage(self, kind: Kind) -> float:
+        """Seconds of what runs beside compute and concerns one stage alone."""
+        match kind:
             case Kind.EVICT | Kind.LOAD:
                 return self.swap_s
+            case Kind.OFFLOAD | Kind.RELOAD:
+                return self.offload_s
             case Kind.UNSHARD:
                 return self.unshard_s
             case Kind.REDUCE_GRAD:
@@ -84,6 +93,7 @@ class StageCosts:
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
         swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
+        offload_s: the same for moving it to the host, and for bringing it back.
         weight_share: part of a backward that a split leaves to the gradients of the weights.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
@@ -99,6 +109,7 @@ class StageCosts:
     unshard_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
     swap_s: tuple[float, ...] = ()
+    offload_s: tuple[float, ...] = ()
     weight_share: float = 0.5
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
@@ -136,6 +147,8 @@ class StageCosts:
                 return self.reduce_s[stage] if self.reduce_s else 0.0
             case Kind.EVICT | Kind.LOAD:
                 return self.swap_s[stage] if self.swap_s else 0.0
+            case Kind.OFFLOAD | Kind.RELOAD:
+                return self.offload_s[stage] if self.offload_s else 0.0
             case Kind.RECV_TIED:
                 return self.tied_s
             case Kind.RECV_TIED_GRAD:

@@ -16,7 +16,7 @@ from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
-from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
@@ -330,7 +330,7 @@ class Executor:
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(microbatch, tensor, objective, trains=trains)
+        output = self._stages[stage].forward(Part(microbatch, action.slice), tensor, objective, trains=trains)
         if trains:
             self._count_inputs()
         if is_last:
@@ -350,7 +350,8 @@ class Executor:
         assert action.microbatch is not None
         if self._data_parallel is not None:
             self._data_parallel.before_backward(action.stage)
-        gradient = self._stages[action.stage].backward(action.microbatch, self._input(action))
+        part = Part(action.microbatch, action.slice)
+        gradient = self._stages[action.stage].backward(part, self._input(action))
         if gradient is not None:
             self._results[action] = gradient
 

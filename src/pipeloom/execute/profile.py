@@ -14,7 +14,7 @@ from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import Collective
-from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
@@ -223,9 +223,9 @@ def stage_runner(
 
     def run() -> tuple[float, float]:
         begin = _now(device)
-        stage.forward(0, tensor, objective if is_last else None, trains=True)
+        stage.forward(Part(0), tensor, objective if is_last else None, trains=True)
         middle = _now(device)
-        stage.backward(0, gradient)
+        stage.backward(Part(0), gradient)
         return middle - begin, _now(device) - middle
 
     return run

@@ -1,6 +1,7 @@
 """One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,13 @@ here both ends of every boundary have agreed on them."""
 
 Objective = Callable[[Tensor, int], Tensor]
 """(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
+
+
+class Part(NamedTuple):
+    """What a stage runs at once: a micro-batch, or a slice of its tokens."""
+
+    microbatch: int
+    slice: int = 0
 
 
 class Stage:
@@ -33,19 +41,19 @@ class Stage:
         self.index = index
         self._output = output
         self._needs_input_gradient = needs_input_gradient
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
         self.held_bytes = 0
 
     @property
     def num_held(self) -> int:
-        """Micro-batches that went forward and not yet back."""
+        """Parts of the batch that went forward and not yet back."""
         return len(self._kept)
 
-    def forward(self, microbatch: int, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
-        """Run a micro-batch forward.
+    def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
+        """Run a part of the batch forward.
 
         Args:
-            microbatch: index under which ``backward`` finds what is kept.
+            part: under which ``backward`` finds what is kept.
             tensor: the stage's input.
             objective: applied to the output; on the last stage only.
             trains: keep what the backward needs; otherwise nothing is kept.
@@ -60,25 +68,25 @@ class Stage:
             if trains and self._needs_input_gradient:
                 tensor = tensor.detach().requires_grad_()
             output = self.module(tensor)
-            self._output.check(output, f"the output of stage {self.index} for micro-batch {microbatch}")
+            self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
             if objective is not None:
-                output = objective(output, microbatch)
+                output = objective(output, part.microbatch)
         if trains:
-            self._kept[microbatch] = (tensor, output)
+            self._kept[part] = (tensor, output)
             self.held_bytes += tensor.nbytes
         return output.detach()
 
-    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Run a micro-batch backward; gradients add to the parameters' ``grad``.
+    def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+        """Run a part of the batch backward; gradients add to the parameters' ``grad``.
 
         Args:
-            microbatch: one that went forward.
+            part: one that went forward.
             gradient: of the output; ``None`` on the last stage, whose output is a scalar loss.
 
         Returns:
             The gradient of the input, if an earlier stage waits for it.
         """
-        tensor, output = self._kept.pop(microbatch)
+        tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"

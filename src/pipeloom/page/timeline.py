@@ -19,9 +19,14 @@ _WORDS = {
     Kind.RECV_B: "receive of the gradient",
     Kind.EVICT: "eviction of activations",
     Kind.LOAD: "load of evicted activations",
+    Kind.OFFLOAD: "offload of activations to the host",
+    Kind.RELOAD: "reload of activations from the host",
     Kind.UNSHARD: "gather of the weights",
     Kind.RESHARD: "release of the weights",
     Kind.REDUCE_GRAD: "reduction of the gradient",
+    Kind.SWAP_IN: "stage from the host",
+    Kind.SWAP_OUT: "stage to the host",
+    Kind.UPDATE: "optimizer step",
     Kind.SEND_TIED: "send of the tied matrix",
     Kind.RECV_TIED: "receive of the tied matrix",
     Kind.SEND_TIED_GRAD: "send of the tied matrix's gradient",
@@ -88,7 +93,7 @@ def _colors(action: Action, num_stages: int) -> tuple[str, str]:
     if action.kind in STAGE_KINDS:
         return _GREY
     if action.kind not in COMPUTE_KINDS:
-        is_output = action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.EVICT)
+        is_output = action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.EVICT, Kind.OFFLOAD)
         action = action._replace(kind=Kind.FORWARD if is_output else Kind.BACKWARD)
     fill, ink = box_colors(action, num_stages)
     return "#" + "".join(f"{round(part * 255):02x}" for part in fill), "#ffffff" if ink == "white" else ink

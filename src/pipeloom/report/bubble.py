@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.action import COLLECTIVE_KINDS, COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS, Kind
+from pipeloom.schedule.action import COLLECTIVE_KINDS, COMPUTE_KINDS, OUT_OF, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
 
@@ -88,7 +88,7 @@ class _Needs:
         self.collects = spans.row.is_kind(*COLLECTIVE_KINDS)
         self.borrows = spans.row.is_kind(*TIED_RECEIVE_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
-        is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(Kind.LOAD)
+        is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(*OUT_OF)
         self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))
         for needed in waits.T:
             exists = needed >= 0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.spans import Seconds, Spans
@@ -112,8 +112,8 @@ def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
     kept = np.asarray(held.input_bytes)[own.row.stage] / schedule.num_slices
     ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
-    takes = own.row.is_kind(Kind.FORWARD, Kind.LOAD)
-    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.EVICT) | ends_early
+    takes = own.row.is_kind(Kind.FORWARD, *OUT_OF)
+    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *LOAD_OF) | ends_early
     yield "stage inputs", own.start_s[takes], kept[takes]
     yield "stage inputs", own.end_s[gives], -kept[gives]
     working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)

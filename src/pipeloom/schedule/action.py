@@ -26,8 +26,12 @@ class Kind(StrEnum):
     RECV_B = "RECV_B"
     """Receive the gradient for the stage's output from the next stage."""
     EVICT = "EVICT"
-    """Move what a stage keeps for a micro-batch's backward out of the device: to another rank, host memory, a disk."""
+    """Move what a stage keeps for a micro-batch's backward to the rank's partner."""
     LOAD = "LOAD"
+    """Move it back."""
+    OFFLOAD = "OFFLOAD"
+    """Move what a stage keeps for a micro-batch's backward to the memory of the host."""
+    RELOAD = "RELOAD"
     """Move it back."""
     UNSHARD = "UNSHARD"
     """Gather the stage's full weights from the ranks that hold shards of them."""
@@ -43,19 +47,31 @@ class Kind(StrEnum):
     """Send the head's gradient for that matrix from the last stage to the first one."""
     RECV_TIED_GRAD = "RECV_TIED_GRAD"
     """Receive the head's gradient, which becomes part of the first stage's."""
+    SWAP_IN = "SWAP_IN"
+    """Bring the stage's weights, gradients and optimizer state from the memory of the host."""
+    SWAP_OUT = "SWAP_OUT"
+    """Move them there."""
+    UPDATE = "UPDATE"
+    """The optimizer's step on the stage's weights."""
 
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
-SWAP_KINDS = frozenset({Kind.EVICT, Kind.LOAD})
+LOAD_OF = {Kind.EVICT: Kind.LOAD, Kind.OFFLOAD: Kind.RELOAD}
+"""What brings back what an action moves out: the tier is the partner, or the host."""
+OUT_OF = {load: out for out, load in LOAD_OF.items()}
+SWAP_KINDS = frozenset(LOAD_OF) | frozenset(OUT_OF)
+"""Kinds that move what a stage keeps for a micro-batch."""
+STAGE_SWAP_KINDS = frozenset({Kind.SWAP_IN, Kind.SWAP_OUT})
+"""Kinds that move a whole stage between device and host."""
 COLLECTIVE_KINDS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})
 """Kinds of the data-parallel lane."""
 TIED_SEND_KINDS = frozenset({Kind.SEND_TIED, Kind.SEND_TIED_GRAD})
 TIED_RECEIVE_KINDS = frozenset({Kind.RECV_TIED, Kind.RECV_TIED_GRAD})
 TIED_KINDS = TIED_SEND_KINDS | TIED_RECEIVE_KINDS
 """Messages about the matrix that embedding and head share."""
-STAGE_KINDS = COLLECTIVE_KINDS | TIED_KINDS
+STAGE_KINDS = COLLECTIVE_KINDS | TIED_KINDS | STAGE_SWAP_KINDS | {Kind.UPDATE}
 """Kinds that concern a whole stage: their actions name no micro-batch."""
 
 _PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?")

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
 
 
-_LANE_PATTERN = re.compile(r"(compute|data-parallel|evict|load|host)|send to (\d+)|recv from (\d+)")
+_LANE_PATTERN = re.compile(r"(compute|data-parallel|evict|load|to host|from host|host)|send to (\d+)|recv from (\d+)")
 
 
 class Lane(NamedTuple):
     """What runs one action at a time: ``compute``, ``send`` to or ``recv`` from a peer, ``data-parallel``,
-    ``evict`` and ``load`` of swapped activations, ``host``.
+    ``evict`` to the partner and ``load`` from it, ``to host`` and ``from host`` for what is swapped there, ``host``.
     """
 
     name: str
@@ -51,8 +51,8 @@ class Lane(NamedTuple):
         """
         match = _LANE_PATTERN.fullmatch(text)
         if match is None:
-            known = "'compute', 'data-parallel', 'evict', 'load', 'host', 'send to 1', 'recv from 0'"
-            raise UserError(f"'{text}' is no lane: expected a text such as {known}")
+            known = "'compute', 'data-parallel', 'evict', 'load', 'to host', 'from host', 'host', 'send to 1'"
+            raise UserError(f"'{text}' is no lane: expected a text such as {known}, 'recv from 0'")
         plain, send_peer, receive_peer = match.groups()
         if plain is not None:
             return cls(plain)
@@ -61,8 +61,21 @@ class Lane(NamedTuple):
 
 COMPUTE_LANE = Lane("compute")
 DATA_PARALLEL_LANE = Lane("data-parallel")
-SWAP_LANES = {Kind.EVICT: Lane("evict"), Kind.LOAD: Lane("load")}
-"""One for each direction, since links carry both at once."""
+TO_HOST_LANE = Lane("to host")
+FROM_HOST_LANE = Lane("from host")
+OWN_LANES = {
+    Kind.UNSHARD: DATA_PARALLEL_LANE,
+    Kind.RESHARD: DATA_PARALLEL_LANE,
+    Kind.REDUCE_GRAD: DATA_PARALLEL_LANE,
+    Kind.EVICT: Lane("evict"),
+    Kind.LOAD: Lane("load"),
+    Kind.OFFLOAD: TO_HOST_LANE,
+    Kind.SWAP_OUT: TO_HOST_LANE,
+    Kind.RELOAD: FROM_HOST_LANE,
+    Kind.SWAP_IN: FROM_HOST_LANE,
+}
+"""Kinds that run beside compute on a lane of their rank alone. Swaps have one for each direction, since links carry
+both at once."""
 HOST_LANE = Lane("host")
 """The processor that launches actions, one after the other in the order of the row. No action runs there."""
 
@@ -79,15 +92,11 @@ def lane_of(action: Action, placement: Placement) -> Lane:
             return Lane("recv", owner[stage - 1])
         case Kind.RECV_B:
             return Lane("recv", owner[stage + 1])
-        case Kind.UNSHARD | Kind.RESHARD | Kind.REDUCE_GRAD:
-            return DATA_PARALLEL_LANE
-        case Kind.EVICT | Kind.LOAD:
-            return SWAP_LANES[action.kind]
         case Kind.SEND_TIED | Kind.SEND_TIED_GRAD:
             return Lane("send", owner[tied_partner(action, len(owner)).stage])
         case Kind.RECV_TIED | Kind.RECV_TIED_GRAD:
             return Lane("recv", owner[tied_partner(action, len(owner)).stage])
-    return COMPUTE_LANE
+    return OWN_LANES.get(action.kind, COMPUTE_LANE)
 
 
 _TIED_PARTNER = {

@@ -7,12 +7,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import LOAD_OF, TIED_KINDS, Action, Kind
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, SWAP_LANES, Lane, lane_of, tied_action
+from pipeloom.schedule.depend import COMPUTE_LANE, OWN_LANES, Lane, lane_of, tied_action
 from pipeloom.schedule.kernels import waits as kernels
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
+
+_OWN_LANES = tuple(dict.fromkeys([COMPUTE_LANE, *OWN_LANES.values()]))
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,17 @@ class Facts:
         return self._has(Kind.BACKWARD_INPUT)
 
     @property
-    def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
-        """What decides whom an action waits for: outputs received, backwards split, micro-batches swapped."""
-        return self.is_received, self.is_split, self._is_swapped
+    def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Ints]:
+        """What decides whom an action waits for: outputs received, backwards split, who has what a backward needs."""
+        return self.is_received, self.is_split, self._keeper
 
     @cached_property
-    def _is_swapped(self) -> NDArray[np.bool_]:
-        return self._has(Kind.LOAD)
+    def _keeper(self) -> Ints:
+        """[stage, micro-batch, slice] the kind after which a rank has what the backward needs."""
+        keeper = np.full(self.shape, CODE[Kind.FORWARD], np.int32)
+        for kind in LOAD_OF.values():
+            keeper[self._has(kind)] = CODE[kind]
+        return keeper
 
     def _has(self, kind: Kind) -> NDArray[np.bool_]:
         """[stage, micro-batch, slice] whether the schedule has such an action."""
@@ -104,10 +110,9 @@ class Facts:
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, Lane], ...]:
-        """Every lane with its rank: of compute, data parallelism and swaps, each by rank; of the directed edges."""
+        """Every lane with its rank: those of one rank alone, each by rank; of the directed edges."""
         ranks = range(self.placement.num_ranks)
-        own = (COMPUTE_LANE, DATA_PARALLEL_LANE, *SWAP_LANES.values())
-        lanes = dict.fromkeys((rank, lane) for lane in own for rank in ranks)
+        lanes = dict.fromkeys((rank, lane) for lane in _OWN_LANES for rank in ranks)
         lanes.update(dict.fromkeys(self._message_lanes.values()))
         return tuple(lanes)
 
@@ -129,10 +134,8 @@ class Facts:
         """For each action the number of its lane in ``lanes``."""
         number = {lane: n for n, lane in enumerate(self.lanes)}
         table = np.tile(self.owner, (len(KINDS), 1))
-        for kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD):
-            table[CODE[kind]] += self.placement.num_ranks
-        for place, kind in enumerate(SWAP_LANES, start=2):
-            table[CODE[kind]] += place * self.placement.num_ranks
+        for kind, lane in OWN_LANES.items():
+            table[CODE[kind]] += _OWN_LANES.index(lane) * self.placement.num_ranks
         for (kind, stage), lane in self._message_lanes.items():
             table[CODE[kind], stage] = number[lane]
         return table[self.columns.kind, self.columns.stage]

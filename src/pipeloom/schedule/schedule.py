@@ -46,6 +46,8 @@ class Schedule:
             ``None`` for no limit.
         gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
             further one waits for a reduction to end. ``None`` for room for all.
+        partners: for each rank the rank to which it evicts; ``None`` where nothing says, which then is fit for
+            simulation only.
 
     Raises:
         ScheduleError: the rows break a rule.
@@ -60,6 +62,7 @@ class Schedule:
     max_stage_inputs: tuple[int, ...] | None = None
     max_gathered: int | None = None
     gradient_buffers: int | None = None
+    partners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Verify: there is no unverified schedule."""

@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, SWAP_KINDS, TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS, SWAP_KINDS, TIED_KINDS, Action, Kind
 from pipeloom.schedule.lower_sharding import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
@@ -43,9 +43,9 @@ def format_torch_csv(schedule: Schedule) -> str:
     Raises:
         ScheduleTextError: the schedule swaps activations or sends a tied matrix, which PyTorch's runtime does not.
     """
-    if any(row.is_kind(*SWAP_KINDS).any() for row in schedule.rows):
+    if any(row.is_kind(*SWAP_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
-            "PyTorch's runtime has neither EVICT nor LOAD; write the schedule before it swaps anything"
+            "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
         )
     if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(

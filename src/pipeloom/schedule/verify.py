@@ -12,6 +12,8 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import (
     COMPUTE_KINDS,
+    LOAD_OF,
+    OUT_OF,
     RECEIVE_KINDS,
     SEND_KINDS,
     STAGE_KINDS,
@@ -222,16 +224,20 @@ def swaps_in_turn(schedule: "Schedule") -> Violations:
     for rank, slot, action in schedule.actions():
         if action.kind not in SWAP_KINDS:
             continue
-        other = action._replace(kind=Kind.LOAD if action.kind is Kind.EVICT else Kind.EVICT)
+        is_out = action.kind in LOAD_OF
+        other = action._replace(kind=LOAD_OF[action.kind] if is_out else OUT_OF[action.kind])
+        rival = action._replace(kind=Kind.OFFLOAD)
         if other not in slot_of:
             yield Violation(f"{action} stands alone: {other} is missing", rank, slot)
         elif action.stage < schedule.first_backward_stage:
             yield Violation(f"{action} keeps what no backward needs", rank, slot)
-        elif action.kind is Kind.EVICT and not slot_of[action._replace(kind=Kind.FORWARD)] < slot < slot_of[other]:
+        elif action.kind is Kind.EVICT and rival in slot_of:
+            yield Violation(f"{action} and {rival} are both there: it goes to the partner or to the host", rank, slot)
+        elif is_out and not slot_of[action._replace(kind=Kind.FORWARD)] < slot < slot_of[other]:
             yield Violation(
                 f"{action} does not stand between {action._replace(kind=Kind.FORWARD)} and {other}", rank, slot
             )
-        elif action.kind is Kind.LOAD:
+        elif not is_out:
             user = schedule.input_gradient(*_keyed(action))
             if slot_of[user] < slot:
                 yield Violation(f"{action} stands behind {user}, which needs it", rank, slot)

@@ -9,7 +9,7 @@ import numpy as np
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
-EVICT, LOAD, UNSHARD, RESHARD, REDUCE = range(8, 13)
+EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(8, 15)
 NO_MICROBATCH = -(2**31)
 
 
@@ -131,13 +131,18 @@ def swaps(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
     for stage in range(shape[0]):
         for microbatch in range(shape[1]):
             for part in range(shape[2]):
-                out = node_of[EVICT, stage, microbatch, part]
-                back = node_of[LOAD, stage, microbatch, part]
-                if out < 0 and back < 0:
-                    continue
                 made = node_of[FORWARD, stage, microbatch, part]
                 used = max(node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part])
-                if stage < first_backward_stage or not made < out < back < used:
+                num_ways = 0
+                for tier in range(EVICT, OFFLOAD + 1, 2):
+                    out = node_of[tier, stage, microbatch, part]
+                    back = node_of[tier + 1, stage, microbatch, part]
+                    if out < 0 and back < 0:
+                        continue
+                    num_ways += 1
+                    if stage < first_backward_stage or not made < out < back < used:
+                        return False
+                if num_ways > 1:
                     return False
     return True
 

@@ -4,9 +4,10 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B, EVICT, LOAD, UNSHARD = range(11)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
+EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD = range(8, 13)
 """Codes of kinds (``pipeloom.schedule.row.CODE``)."""
-NUM_KEYED = 10
+NUM_KEYED = 12
 """Kinds below it name a micro-batch: their actions have a key."""
 ABSENT = -2
 """In place of a node: the schedule lacks the action that is needed."""
@@ -48,7 +49,7 @@ def needs(
     shape: Shape,
     is_received: Bools,
     is_split: Bools,
-    is_swapped: Bools,
+    keeper: Ints,
     found: Longs,
 ) -> int:
     """Write the keys of the actions whose results an action uses to ``found``; their number.
@@ -58,7 +59,8 @@ def needs(
         shape: numbers of stages, micro-batches and token slices.
         is_received: for each stage whether its output reaches the next stage by a receive.
         is_split: for each stage, micro-batch and slice whether the backward is split into halves.
-        is_swapped: for each stage, micro-batch and slice whether what the backward needs is evicted and loaded.
+        keeper: for each stage, micro-batch and slice the kind of the action after which the rank has what the backward
+            needs: the forward, or what brings it back.
         found: takes up to three keys.
     """
     count = 0
@@ -73,8 +75,7 @@ def needs(
             found[count] = key_of(FORWARD, stage, microbatch, part - 1, shape)
             count += 1
     elif kind in (BACKWARD, BACKWARD_INPUT):
-        kept = LOAD if is_swapped[stage, microbatch, part] else FORWARD
-        found[count] = key_of(kept, stage, microbatch, part, shape)
+        found[count] = key_of(keeper[stage, microbatch, part], stage, microbatch, part, shape)
         count += 1
         if stage + 1 < shape[0]:
             source = key_of(RECV_B, stage, microbatch, part, shape)
@@ -95,12 +96,12 @@ def source_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape, i
     """The key of the one action whose result a half backward or communication uses; -1 for none."""
     if kind == BACKWARD_WEIGHT:
         return key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
-    if kind in (SEND_F, EVICT):
+    if kind in (SEND_F, EVICT, OFFLOAD):
         return key_of(FORWARD, stage, microbatch, part, shape)
     if kind == SEND_B:
         return input_gradient(stage, microbatch, part, shape, is_split)
-    if kind == LOAD:
-        return key_of(EVICT, stage, microbatch, part, shape)
+    if kind in (LOAD, RELOAD):
+        return key_of(EVICT if kind == LOAD else OFFLOAD, stage, microbatch, part, shape)
     if kind == RECV_F:
         return key_of(SEND_F, stage - 1, microbatch, part, shape)
     if kind == RECV_B:
@@ -120,7 +121,7 @@ def find_waits(
     shape: Shape,
     is_received: Bools,
     is_split: Bools,
-    is_swapped: Bools,
+    keeper: Ints,
 ) -> Ints:
     """For each node the nodes that have to end before it starts.
 
@@ -129,7 +130,7 @@ def find_waits(
         lane: for each node its lane, numbered over all ranks.
         num_lanes: number of lanes.
         node_of: from ``place``.
-        shape, is_received, is_split, is_swapped: see ``needs``.
+        shape, is_received, is_split, keeper: see ``needs``.
 
     Returns:
         [nodes, NUM_WAITS]: three for data, then the action before it on its lane, then what its place in the
@@ -143,7 +144,7 @@ def find_waits(
         last_compute = -1
         for node in range(first[rank], first[rank + 1]):
             count = needs(
-                kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, is_swapped, found
+                kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, keeper, found
             )
             for number in range(count):
                 waits[node, number] = node_of[found[number]]
