@@ -31,11 +31,10 @@ class Options:
 
 
 COLUMNS = ("loops", "bubble", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
-LEGEND = (
-    "bubble: idle / ideal; memory: most that each rank holds, in units of what a rank keeps of one micro-batch; "
-    "gathers: of sharded weights on the busiest rank, one stage gathered at once; sent: in activations of a micro-batch at a "
-    "stage's border; swapped: in the unit of memory"
-)
+LEGEND = """\
+bubble: idle / ideal; memory: most that each rank holds, in units of what a rank keeps of one micro-batch; gathers: of \
+sharded weights on the busiest rank, one stage gathered at once; sent: in activations of a micro-batch at a stage's \
+border; swapped: in the unit of memory"""
 
 
 @dataclass(frozen=True)
