@@ -45,7 +45,7 @@ class Options:
     group_size: int | None = None
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
-    """Stage -> rank: looped, v or linear. None: looped."""
+    """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     forward: float = 1.0
     """Cost of one stage's forward for one micro-batch."""
     backward: float = 2.0
