@@ -71,8 +71,9 @@ def make_executor(
     transport: Transport,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
+    first, split = schedule.first_backward_stage, schedule.split_stages
     stages = {
-        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > first, splits=index in split)
         for index in schedule.placement.stages_of(rank)
     }
     return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
-from pipeloom.schedule import Kind
 from pipeloom.toolchain import toolchain_problems
 
 if TYPE_CHECKING:
@@ -180,17 +179,10 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
 
 
 def _compile_problems(config: "RunConfig") -> list[str]:
-    training, choice = config.training, config.choice()
-    if not training.compile:
+    training = config.training
+    if not training.compile or training.compile_backend != "inductor":
         return []
-    problems = toolchain_problems(training.device) if training.compile_backend == "inductor" else []
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    if not choice.problems() and any(row.is_kind(*halves).any() for row in choice.make().rows):
-        problems.append(
-            f"training.compile makes one function of a stage's backward, which schedule.family {choice.family} splits "
-            "in two; leave training.compile out or use another family"
-        )
-    return problems
+    return toolchain_problems(training.device)
 
 
 def _data_parallel_problems(config: "RunConfig") -> list[str]:

@@ -30,6 +30,7 @@ from pipeloom.schedule.action import (
     TIED_SEND_KINDS,
 )
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
@@ -52,6 +53,11 @@ class StepResult:
     def trace(self) -> Trace:
         """What this rank did and when."""
         return self.record()
+
+
+def _part(action: Action) -> Part:
+    assert action.microbatch is not None
+    return Part(action.microbatch, action.slice)
 
 
 Steps = Generator[Pending, None, StepResult]
@@ -104,6 +110,8 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -146,7 +154,7 @@ class Executor:
         """
         self._begin(inputs, objective)
         if self._data_parallel is not None:
-            self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
+            self._data_parallel.begin(trains=any(action.kind in ADDS_TO_GRADIENT for action in self._row))
         if self._tied is not None:
             self._tied.begin(self._handover)
         for slot, action in enumerate(self._row):
@@ -164,7 +172,7 @@ class Executor:
         self._slot = len(self._row)
         yield from self._rest()
         self._clock.settle()
-        held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
+        held = self._held
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
         if self._tied is not None:
@@ -226,7 +234,7 @@ class Executor:
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
         self._collectives: dict[int, Collective] = {}
-        self._most_inputs = self._most_input_bytes = 0
+        self._held = Held()
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
 
@@ -331,37 +339,49 @@ class Executor:
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        part = Part(microbatch, action.slice)
+        part = _part(action)
         if self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice]:
             output = self._stages[stage].forward_once(part, tensor, objective)
         else:
             output = self._stages[stage].forward(part, tensor, objective, trains=trains)
         if trains:
-            self._count_inputs()
+            self._count_held()
         if is_last:
             self._results_of_objective[microbatch] = output
         else:
             self._results[action] = output
 
     def _recompute(self, action: Action) -> None:
-        assert action.microbatch is not None
         objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
-        self._stages[action.stage].recompute(Part(action.microbatch, action.slice), objective)
+        self._stages[action.stage].recompute(_part(action), objective)
 
-    def _count_inputs(self) -> None:
-        number = size = 0
-        for stage in self._stages.values():
-            number += stage.num_held
-            size += stage.held_bytes
-        self._most_inputs = max(self._most_inputs, number)
-        self._most_input_bytes = max(self._most_input_bytes, size)
+    def _count_held(self) -> None:
+        stages = self._stages.values()
+        now = Held(
+            stage_inputs=sum(stage.num_held for stage in stages),
+            stage_input_bytes=sum(stage.held_bytes for stage in stages),
+            pending=sum(stage.num_pending for stage in stages),
+            pending_bytes=sum(stage.pending_bytes for stage in stages),
+        )
+        self._held = self._held.most(now)
 
     def _backward(self, action: Action) -> None:
-        assert action.microbatch is not None
+        self._before_gradients(action)
+        self._keep_gradient(action, self._stages[action.stage].backward(_part(action), self._input(action)))
+
+    def _backward_input(self, action: Action) -> None:
+        self._keep_gradient(action, self._stages[action.stage].backward_input(_part(action), self._input(action)))
+        self._count_held()
+
+    def _backward_weight(self, action: Action) -> None:
+        self._before_gradients(action)
+        self._stages[action.stage].backward_weight(_part(action))
+
+    def _before_gradients(self, action: Action) -> None:
         if self._data_parallel is not None:
             self._data_parallel.before_backward(action.stage)
-        part = Part(action.microbatch, action.slice)
-        gradient = self._stages[action.stage].backward(part, self._input(action))
+
+    def _keep_gradient(self, action: Action, gradient: Tensor | None) -> None:
         if gradient is not None:
             self._results[action] = gradient
 

@@ -211,7 +211,8 @@ class Choice:
     def placement_name(self) -> str:
         """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
         known = FAMILIES.get(self.family)
-        return self.placement or (known and known.placement) or "looped"
+        own = known.placement if known is not None else None
+        return self.placement or own or "looped"
 
     def make(self) -> Schedule:
         """The compute-only schedule.

@@ -7,6 +7,7 @@ from pipeloom.schedule.lower_tied import add_tied
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.split import split_backward
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "lower",
     "parse_schedule",
     "parse_torch_csv",
+    "split_backward",
 ]

@@ -289,8 +289,9 @@ class Pipeline:
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
     def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
+        first, split = schedule.first_backward_stage, schedule.split_stages
         return {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, splits=index in split)
             for index, one in self.data_parallel.weights.items()
         }
 
