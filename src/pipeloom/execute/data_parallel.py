@@ -27,6 +27,8 @@ class Held:
         gradient_bytes: of their buffers.
         stage_inputs: inputs that stages kept for a backward.
         stage_input_bytes: of these inputs.
+        live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
+            accepted from ranks that evict; 0 where nobody counts.
     """
 
     gathered: int = 0
@@ -35,6 +37,7 @@ class Held:
     gradient_bytes: int = 0
     stage_inputs: int = 0
     stage_input_bytes: int = 0
+    live_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""

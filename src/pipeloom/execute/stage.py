@@ -1,12 +1,15 @@
 """One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.saved import Parcel, hollow
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
 """What ``torch.autograd.backward`` comes to. That checks shapes first, which takes as long as a small stage's backward;
@@ -41,7 +44,7 @@ class Stage:
         self.index = index
         self._output = output
         self._needs_input_gradient = needs_input_gradient
-        self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
         self.held_bytes = 0
 
     @property
@@ -49,7 +52,15 @@ class Stage:
         """Parts of the batch that went forward and not yet back."""
         return len(self._kept)
 
-    def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
+    def forward(
+        self,
+        part: Part,
+        tensor: Tensor,
+        objective: Objective | None,
+        *,
+        trains: bool,
+        parcel: Parcel | None = None,
+    ) -> Tensor:
         """Run a part of the batch forward.
 
         Args:
@@ -57,6 +68,7 @@ class Stage:
             tensor: the stage's input.
             objective: applied to the output; on the last stage only.
             trains: keep what the backward needs; otherwise nothing is kept.
+            parcel: takes what autograd saves, so that it can be moved.
 
         Returns:
             The output, detached: for the next stage, or the objective's result.
@@ -64,17 +76,20 @@ class Stage:
         Raises:
             BoundaryError: the output is not what was agreed on.
         """
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and self._needs_input_gradient:
                 tensor = tensor.detach().requires_grad_()
             output = self.module(tensor)
             self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
             if objective is not None:
                 output = objective(output, part.microbatch)
+        result = output.detach()
         if trains:
-            self._kept[part] = (tensor, output)
+            if parcel is not None:
+                parcel.close(tensor, output)
+            self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
             self.held_bytes += tensor.nbytes
-        return output.detach()
+        return result
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
@@ -89,6 +104,7 @@ class Stage:
         tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
+            assert isinstance(output, Tensor)
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
             gradient = torch.ones_like(output)
         _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
