@@ -34,7 +34,7 @@ def executors_of(schedule, toy, modules):
             modules,
             toy.outputs(),
             post.transport(rank),
-            Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), swap_post.wires),
+            Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), swap_post.wires(schedule)),
         )
         for rank in range(schedule.num_ranks)
     ]

@@ -39,7 +39,7 @@ def steps(schedules, num_steps, rendezvous, rank, size):
         modules, expected, outputs = toy.modules(), toy.modules(), toy.outputs()
         transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
-        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires.__getitem__)
+        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
         executor = make_executor(schedule, rank, modules, outputs, transport, swaps)
         for _ in range(num_steps):
             result = run_rank(executor, toy.inputs(), objective, 20)

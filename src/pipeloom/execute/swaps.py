@@ -1,7 +1,7 @@
 """What EVICT, LOAD, OFFLOAD and RELOAD do on a rank, what it does for ranks that evict to it, and what is held."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -182,7 +182,7 @@ class Swaps:
         schedule: Schedule,
         rank: int,
         lanes: SwapLanes,
-        wires: Callable[[int], Wires],
+        wires: Mapping[int, Wires],
         *,
         counts: bool = True,
     ) -> None:
@@ -194,8 +194,8 @@ class Swaps:
         self._lanes = {kind: lanes.of_kind(kind) for kind in kinds}
         self._device, self._counts = lanes.device, counts
         plans = evictions(schedule)
-        self._wires = wires(rank) if rank in plans else None
-        self._served = [Served(wires(other), plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
+        self._wires = wires[rank] if rank in plans else None
+        self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
         self._host = Vault(waits=lanes.waits)
         self._jobs = {Kind.EVICT: self._evict, Kind.LOAD: self._load}
         self._jobs |= {Kind.OFFLOAD: self._offload, Kind.RELOAD: self._reload}

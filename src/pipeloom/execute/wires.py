@@ -71,9 +71,11 @@ class SwapPost:
     def __init__(self) -> None:
         self._left: dict[tuple[int, Direction, str], deque[Tensor]] = defaultdict(deque)
 
-    def wires(self, evictor: int) -> Wires:
-        """The wires of an evicting rank; both ends are alike."""
-        return Wires(_PostWire(self, evictor, "evict"), _PostWire(self, evictor, "load"))
+    def wires(self, schedule: Schedule) -> dict[int, Wires]:
+        """All wires, by the rank that evicts; both ends of a wire are alike."""
+        return {
+            rank: Wires(_PostWire(self, rank, "evict"), _PostWire(self, rank, "load")) for rank in evictions(schedule)
+        }
 
     def place(self, evictor: int, direction: Direction, what: str) -> "deque[Tensor]":
         """Where something is left."""
