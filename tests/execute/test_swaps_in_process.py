@@ -1,26 +1,19 @@
 """Swapped activations, all ranks in one process: gradients, what is freed, and what is counted."""
 
-import gc
-from dataclasses import replace
-
 import pytest
-import torch
 from hypothesis import given, settings
-from swapping import insert_swaps, mirrored, places, swap_newest, swapping_schedules
-from torch.multiprocessing.reductions import StorageWeakRef
+from swapping import swap_newest, swapping_schedules
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.lanes import Neighborhood
-from pipeloom.execute.saved import Packing
 from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import SwapPost
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, lower, parse_schedule
-from pipeloom.schedule.action import OUT_OF, SWAP_KINDS
+from pipeloom.schedule import Kind, lower
+from pipeloom.schedule.action import SWAP_KINDS
 
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 

@@ -217,7 +217,9 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
 def _swap_problems(config: "RunConfig") -> list[str]:
     schedule, problems = config.schedule, list[str]()
     if schedule.balance and config.layout.pp < 2:
-        problems.append(f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}")
+        problems.append(
+            f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
+        )
     if schedule.offload and schedule.activation_gb is None:
         problems.append("schedule.offload moves what schedule.activation_gb has no room for; say how much that is")
     if schedule.activation_gb is not None:

@@ -23,11 +23,14 @@ class SwapLanes(Protocol):
 
     Attributes:
         waits: whether lanes wait by themselves, each in a thread of its own, or are pushed on.
-        device: where stages live.
     """
 
     waits: bool
-    device: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        """Where stages live."""
+        ...
 
     def of_kind(self, kind: Kind) -> Lane:
         """The lane of a kind's actions."""

@@ -1,7 +1,5 @@
 """Which of a run's activations move to another rank or to the host: passes over its schedule, and what they go by."""
 
-from dataclasses import dataclass
-
 import torch
 
 from pipeloom.config import RunConfig
@@ -84,8 +82,8 @@ def saved_bytes(config: RunConfig) -> list[int]:
     return found
 
 
-@dataclass(frozen=True)
 class _Rank(Single):
     """The first of some tensor-parallel ranks, which exchange nothing of meta tensors."""
 
-    size: int = 1  # type: ignore[misc]
+    def __init__(self, size: int) -> None:
+        self.size = size

@@ -304,9 +304,7 @@ class Pipeline:
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _executor(
-        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None
-    ) -> Executor:
+    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
         stages = self._stages(schedule, outputs)
         return Executor(
             schedule,
