@@ -123,11 +123,12 @@ class Parcel:
     def close(self, tensor: Tensor, output: Tensor) -> None:
         """After the forward, with the stage's input and output: see what moves."""
         given, made = (one.untyped_storage()._cdata for one in (tensor, output))  # noqa: SLF001
+        device = output.device
         own = {made, given} if self._owns_input else {made} - {given}
         moving = []
         for name, box in self._by_storage.items():
             is_ours = name in own or (name != given and torch._C._storage_Use_Count(name) == 1)  # noqa: SLF001
-            if box.nbytes > 0 and is_ours:
+            if box.nbytes > 0 and is_ours and _device_of(box) == device:
                 moving.append(box)
         self._boxes = moving
         self._by_storage.clear()
@@ -173,6 +174,11 @@ class Parcel:
             box.storage, box.begin = storage, begin
 
 
+def _device_of(box: _Box) -> torch.device | None:
+    """Where a box's bytes are; such as the state of a generator, they may be on the host where the stage is not."""
+    return None if box.storage is None else box.storage.device
+
+
 def _let_go(box: _Box) -> Tensor:
     storage, box.storage = box.storage, None
     assert storage is not None, "what was taken away is taken away again"
@@ -189,7 +195,9 @@ def _unpack(handle: "_Handle | Tensor") -> Tensor:
     box, dtype, first, shape, stride = handle
     assert box.storage is not None, "the backward came before what it needs was back"
     tensor = torch.empty(0, dtype=dtype, device=box.storage.device)
-    return tensor.set_(box.storage, box.begin // dtype.itemsize + first, shape, stride)  # type: ignore[arg-type]
+    tensor.set_(box.storage, box.begin // dtype.itemsize + first, shape, stride)  # type: ignore[arg-type]
+    # a generator reads its state, which compiled recomputation saves, from where the storage begins
+    return tensor.clone() if dtype is torch.uint8 and box.begin else tensor
 
 
 def hollow(tensor: Tensor, output: Tensor) -> "tuple[Tensor, Tensor | GradientEdge]":
