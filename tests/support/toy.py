@@ -10,6 +10,7 @@ from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
+from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.transport import Transport
 from pipeloom.execute.weights import master_dtype
 from pipeloom.schedule import Schedule
@@ -69,6 +70,7 @@ def make_executor(
     modules: Sequence[nn.Module],
     outputs: Sequence[TensorSpec],
     transport: Transport,
+    swaps: Swaps | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
     first, split = schedule.first_backward_stage, schedule.split_stages
@@ -76,7 +78,7 @@ def make_executor(
         index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > first, splits=index in split)
         for index in schedule.placement.stages_of(rank)
     }
-    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock())
+    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock(), swaps=swaps)
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -1,14 +1,17 @@
 """One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.saved import Parcel, hollow
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
@@ -73,7 +76,7 @@ class Stage:
         self.splits = splits
         if splits:
             defer(module)
-        self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
         self._inputs: dict[Part, Tensor] = {}
         self._pending: dict[Part, Pending] = {}
         self.held_bytes = 0
@@ -89,7 +92,15 @@ class Stage:
         """Parts of the batch between the two halves of their backward."""
         return len(self._pending)
 
-    def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
+    def forward(
+        self,
+        part: Part,
+        tensor: Tensor,
+        objective: Objective | None,
+        *,
+        trains: bool,
+        parcel: Parcel | None = None,
+    ) -> Tensor:
         """Run a part of the batch forward.
 
         Args:
@@ -97,6 +108,7 @@ class Stage:
             tensor: the stage's input.
             objective: applied to the output; on the last stage only.
             trains: keep what the backward needs; otherwise nothing is kept.
+            parcel: takes what autograd saves, so that it can be moved.
 
         Returns:
             The output, detached: for the next stage, or the objective's result.
@@ -104,17 +116,20 @@ class Stage:
         Raises:
             BoundaryError: the output is not what was agreed on.
         """
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
             output = self.module(tensor)
             self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
             if objective is not None:
                 output = objective(output, part.microbatch)
+        result = output.detach()
         if trains:
-            self._kept[part] = (tensor, output)
+            if parcel is not None:
+                parcel.close(tensor, output)
+            self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
             self.held_bytes += tensor.nbytes
-        return output.detach()
+        return result
 
     def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
         """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
@@ -123,11 +138,11 @@ class Stage:
         self.held_bytes += tensor.nbytes
         return output
 
-    def recompute(self, part: Part, objective: Objective | None) -> None:
-        """Run a part forward again, after ``forward_once``, and keep what its backward needs."""
+    def recompute(self, part: Part, objective: Objective | None, parcel: Parcel | None = None) -> None:
+        """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
         tensor = self._inputs.pop(part)
         self.held_bytes -= tensor.nbytes
-        self.forward(part, tensor, objective, trains=True)
+        self.forward(part, tensor, objective, trains=True, parcel=parcel)
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
@@ -177,11 +192,12 @@ class Stage:
             for one in pending.filed:
                 one.add()
 
-    def _take(self, part: Part, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _take(self, part: Part, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
         """What is kept of a part, which then is not any more: input, output, and the output's gradient."""
         tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
+            assert isinstance(output, Tensor)
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
             gradient = torch.ones_like(output)
         return tensor, output, gradient
