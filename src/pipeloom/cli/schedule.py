@@ -48,7 +48,7 @@ class Options:
     group_size: int | None = None
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
-    """Stage -> rank: looped, v or linear. None: looped."""
+    """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     keep: tuple[int, ...] | None = None
     """For each rank the stage inputs kept with everything computed from them; the others are recomputed. None: all."""
     forward: float = 1.0

@@ -181,7 +181,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    placement = order.choice.placement or "looped"
+    placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
