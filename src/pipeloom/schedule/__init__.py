@@ -7,6 +7,7 @@ from pipeloom.schedule.lower_tied import add_tied
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.slices import add_slices, sliced
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Schedule",
     "add_data_parallel",
     "add_reduce_grad",
+    "add_slices",
     "add_tied",
     "add_unshard",
     "format_schedule",
@@ -26,4 +28,5 @@ __all__ = [
     "lower",
     "parse_schedule",
     "parse_torch_csv",
+    "sliced",
 ]
