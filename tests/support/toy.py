@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
@@ -69,13 +69,15 @@ def make_executor(
     modules: Sequence[nn.Module],
     outputs: Sequence[TensorSpec],
     transport: Transport,
+    slices: TokenSlices | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
+    first = schedule.first_backward_stage
     stages = {
-        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > first, slices=slices)
         for index in schedule.placement.stages_of(rank)
     }
-    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock())
+    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock(), slices=slices)
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

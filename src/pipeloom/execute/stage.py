@@ -6,14 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
+from pipeloom.model import KeyValueCache
 
 _run_backward = torch.autograd.Variable._execution_engine.run_backward  # noqa: SLF001
 """What ``torch.autograd.backward`` comes to. That checks shapes first, which takes as long as a small stage's backward;
 here both ends of every boundary have agreed on them."""
 
 Objective = Callable[[Tensor, int], Tensor]
-"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
+"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate. Where
+micro-batches are cut, their slices are counted through: the number is micro-batch x slices + slice."""
 
 
 class Part(NamedTuple):
@@ -21,6 +23,10 @@ class Part(NamedTuple):
 
     microbatch: int
     slice: int = 0
+
+    def number(self, num_slices: int) -> int:
+        """Its place among all parts, slice by slice, micro-batch by micro-batch."""
+        return self.microbatch * num_slices + self.slice
 
 
 class Stage:
@@ -31,18 +37,29 @@ class Stage:
         index: global stage index.
         output: the spec that the output must fulfil.
         needs_input_gradient: whether an earlier stage waits for the gradient of the input.
+        slices: how micro-batches are cut; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
 
     Attributes:
         held_bytes: of the inputs that are kept for a backward; what autograd keeps beside them is not counted.
     """
 
-    def __init__(self, module: nn.Module, index: int, output: TensorSpec, *, needs_input_gradient: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        output: TensorSpec,
+        *,
+        needs_input_gradient: bool,
+        slices: TokenSlices | None = None,
+    ) -> None:
         self.module = module
         self.index = index
         self._output = output
         self._needs_input_gradient = needs_input_gradient
+        self._slices = slices
         self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[Part, Tensor] = {}
+        self._caches: dict[int, KeyValueCache] = {}
         self.held_bytes = 0
 
     @property
@@ -68,10 +85,9 @@ class Stage:
         with torch.set_grad_enabled(trains):
             if trains and self._needs_input_gradient:
                 tensor = tensor.detach().requires_grad_()
-            output = self.module(tensor)
-            self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
+            output = self._run(part, tensor, trains=trains)
             if objective is not None:
-                output = objective(output, part.microbatch)
+                output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         if trains:
             self._kept[part] = (tensor, output)
             self.held_bytes += tensor.nbytes
@@ -90,6 +106,21 @@ class Stage:
         self.held_bytes -= tensor.nbytes
         self.forward(part, tensor, objective, trains=True)
 
+    def _run(self, part: Part, tensor: Tensor, *, trains: bool) -> Tensor:
+        """The module's output, as agreed. What a micro-batch's slices share is dropped with the last one to need it."""
+        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
+        if self._slices is None:
+            output = self.module(tensor)
+            self._output.check(output, what)
+            return output
+        if part.slice == 0:
+            self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
+        output = self.module(tensor, self._caches[part.microbatch])
+        if not trains and part.slice == len(self._slices.lengths) - 1:
+            del self._caches[part.microbatch]
+        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
+        return output
+
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
 
@@ -106,6 +137,8 @@ class Stage:
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
             gradient = torch.ones_like(output)
         _run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        if part.slice == 0:
+            self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:
             return None
         assert tensor.grad is not None, f"stage {self.index} does not use its input"
@@ -115,4 +148,5 @@ class Stage:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
         self._inputs.clear()
+        self._caches.clear()
         self.held_bytes = 0
