@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) -> list[str]:
     """Everything that is wrong with the values, one sentence each; see ``RunConfig.problems``."""
-    found = [*_range_problems(config), *_order_problems(config)]
+    found = [*_range_problems(config), *_order_problems(config), *_slice_problems(config)]
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
@@ -126,6 +126,29 @@ def _order_problems(config: "RunConfig") -> list[str]:
     problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":
         problems.append("schedule.family forward-only trains nothing; use breadth-first")
+    return problems
+
+
+def _slice_problems(config: "RunConfig") -> list[str]:
+    layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
+    if wanted is None or layout.tp < 1:
+        return []
+    problems: list[str] = []
+    if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
+        shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
+        problems.append(f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}")
+    elif isinstance(wanted, tuple):
+        found = list(wanted)
+        if not found or min(found) < 1:
+            problems.append(f"layout.token_slices must name lengths of at least one token each, found {found}")
+        if sum(found) != num_tokens:
+            problems.append(f"layout.token_slices must add up to data.seq_len {num_tokens}, found {sum(found)}")
+        if any(length % layout.tp for length in found):
+            problems.append(f"layout.tp must divide each of layout.token_slices, found {layout.tp} and {found}")
+    if config.training.compile and wanted != 1:
+        problems.append(
+            "training.compile compiles for sequences of one length, and layout.token_slices cuts them; leave one out"
+        )
     return problems
 
 

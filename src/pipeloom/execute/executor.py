@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
@@ -43,7 +43,8 @@ class StepResult:
     """What one rank has from a step.
 
     Attributes:
-        outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
+        outputs: by micro-batch what the objective returned, added up over its slices; empty on ranks without the last
+            stage.
         held: most gathered weights, unreduced gradients and stage inputs of the step, and bytes for backwards.
         record: makes the trace. Most steps' traces are never asked for.
     """
@@ -81,6 +82,7 @@ class Executor:
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
         swaps: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
+        slices: how micro-batches are cut, where the schedule cuts them.
 
     Raises:
         UserError: the schedule is compute-only, has actions that nothing here can run, or lacks those of a tied matrix.
@@ -99,6 +101,7 @@ class Executor:
         tied: Tied | None = None,
         swaps: Swaps | None = None,
         run_ahead: int = sys.maxsize,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -111,6 +114,7 @@ class Executor:
         self._tied = tied
         self._swaps = swaps
         self._run_ahead = run_ahead
+        self._slices = slices
         self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -147,7 +151,8 @@ class Executor:
         """Run the row once.
 
         Args:
-            inputs: the first stage's input for each micro-batch; other ranks may pass nothing.
+            inputs: the first stage's input for each micro-batch, or for each of its slices, micro-batch by micro-batch;
+                other ranks may pass nothing.
             objective: applied to the last stage's output; other ranks may pass ``None``.
 
         Yields:
@@ -261,8 +266,9 @@ class Executor:
     def _check(self) -> None:
         if self.schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.schedule.lower first")
-        if self.schedule.num_slices > 1:
-            raise UserError("the executor runs whole micro-batches, found a schedule of token slices")
+        wanted, found = self.schedule.num_slices, 1 if self._slices is None else len(self._slices.lengths)
+        if wanted != found:
+            raise UserError(f"the schedule cuts micro-batches into {wanted} token slices, found lengths for {found}")
         unknown = sorted(
             {action.kind.value for _, _, action in self.schedule.actions()} - {kind.value for kind in self._handlers}
         )
@@ -294,9 +300,9 @@ class Executor:
         """The action whose result is this action's input, if it is not the batch or the loss."""
         if action.kind in TIED_KINDS | SWAP_KINDS:
             return None
-        own = {action._replace(kind=kind) for kind in (Kind.FORWARD, Kind.RECOMPUTE)}
         for needed in data_dependencies(action, self.schedule):
-            if action.kind in SEND_KINDS or (needed not in own and needed.kind not in SWAP_KINDS):
+            is_kept = needed.stage == action.stage and needed.kind in COMPUTE_KINDS | SWAP_KINDS  # the stage has it
+            if action.kind in SEND_KINDS or not is_kept:
                 return None if action.kind in RECEIVE_KINDS else needed
         return None
 
@@ -356,7 +362,7 @@ class Executor:
         assert microbatch is not None
         tensor = self._input(action)
         if tensor is None:
-            tensor = self._inputs[microbatch]
+            tensor = self._inputs[Part(microbatch, action.slice).number(self.schedule.num_slices)]
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
@@ -370,7 +376,8 @@ class Executor:
         if trains:
             self._count_held(action if not again else None)
         if is_last:
-            self._results_of_objective[microbatch] = output
+            found = self._results_of_objective
+            found[microbatch] = found[microbatch] + output if microbatch in found else output
         else:
             self._results[action] = output
 
@@ -391,7 +398,7 @@ class Executor:
             self._swaps.after_forward(forward.stage, _part(forward))
         stages = self._stages.values()
         now = Held(
-            stage_inputs=sum(stage.num_held for stage in stages),
+            stage_inputs=-(-sum(stage.num_held for stage in stages) // self.schedule.num_slices),
             stage_input_bytes=sum(stage.held_bytes for stage in stages),
             pending=sum(stage.num_pending for stage in stages),
             pending_bytes=sum(stage.pending_bytes for stage in stages),
@@ -429,7 +436,8 @@ class Executor:
         self._start_send(action, self._input(action))
 
     def _receive(self, action: Action) -> None:
-        self._start_receive(action, self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage])
+        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
+        self._start_receive(action, spec if self._slices is None else self._slices.spec(spec, action.slice))
 
     def _send_tied(self, action: Action) -> None:
         assert self._tied is not None

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.saved import Parcel, hollow
+from pipeloom.model import KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
-"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
+"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate. Where
+micro-batches are cut, their slices are counted through: the number is micro-batch x slices + slice."""
 
 
 class Part(NamedTuple):
@@ -23,6 +25,10 @@ class Part(NamedTuple):
 
     microbatch: int
     slice: int = 0
+
+    def number(self, num_slices: int) -> int:
+        """Its place among all parts, slice by slice, micro-batch by micro-batch."""
+        return self.microbatch * num_slices + self.slice
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Stage:
         output: the spec that the output must fulfil.
         needs_input_gradient: whether an earlier stage waits for the gradient of the input.
         splits: whether it is to run the halves of a backward on their own; the module then defers what it can.
+        slices: how micro-batches are cut; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
 
     Attributes:
         held_bytes: of the inputs that are kept for a backward; what autograd keeps beside them is not counted.
@@ -68,6 +75,7 @@ class Stage:
         *,
         needs_input_gradient: bool,
         splits: bool = False,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.module = module
         self.index = index
@@ -79,6 +87,8 @@ class Stage:
         self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
         self._inputs: dict[Part, Tensor] = {}
         self._pending: dict[Part, Pending] = {}
+        self._slices = slices
+        self._caches: dict[int, KeyValueCache] = {}
         self.held_bytes = 0
         self.pending_bytes = 0
 
@@ -119,10 +129,9 @@ class Stage:
         with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
-            output = self.module(tensor)
-            self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
+            output = self._run(part, tensor, trains=trains)
             if objective is not None:
-                output = objective(output, part.microbatch)
+                output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         result = output.detach()
         if trains:
             if parcel is not None:
@@ -144,6 +153,21 @@ class Stage:
         self.held_bytes -= tensor.nbytes
         self.forward(part, tensor, objective, trains=True, parcel=parcel)
 
+    def _run(self, part: Part, tensor: Tensor, *, trains: bool) -> Tensor:
+        """The module's output, as agreed. What a micro-batch's slices share is dropped with the last one to need it."""
+        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
+        if self._slices is None:
+            output = self.module(tensor)
+            self._output.check(output, what)
+            return output
+        if part.slice == 0:
+            self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
+        output = self.module(tensor, self._caches[part.microbatch])
+        if not trains and part.slice == len(self._slices.lengths) - 1:
+            del self._caches[part.microbatch]
+        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
+        return output
+
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
 
@@ -160,7 +184,7 @@ class Stage:
             return made
         tensor, output, gradient = self._take(part, gradient)
         run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return self._made(tensor.grad)
+        return self._made(part, tensor.grad)
 
     def backward_input(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """The first half of ``backward``: the gradient of the input. Nothing adds to the parameters' ``grad`` yet.
@@ -181,7 +205,7 @@ class Stage:
         pending = Pending(filed, [leaf for leaf, _ in made], [one for _, one in made])
         self._pending[part] = pending
         self.pending_bytes += pending.size
-        return self._made(own)
+        return self._made(part, own)
 
     def backward_weight(self, part: Part) -> None:
         """The second half of ``backward``: gradients add to the parameters' ``grad``. Weights need not be here."""
@@ -202,8 +226,10 @@ class Stage:
             gradient = torch.ones_like(output)
         return tensor, output, gradient
 
-    def _made(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the input, if somebody waits for it."""
+    def _made(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a part's input, if somebody waits for it."""
+        if part.slice == 0:
+            self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:
             return None
         assert gradient is not None, f"stage {self.index} does not use its input"
@@ -213,5 +239,6 @@ class Stage:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
         self._inputs.clear()
+        self._caches.clear()
         self._pending.clear()
         self.held_bytes = self.pending_bytes = 0

@@ -42,4 +42,4 @@ def refuse_missing(
                 f"pipeline rank {rank} still needs {needed:.6g}, {needed - most:.3g} more than its {most:.6g}"
             )
     if problems:
-        raise UserError(f"the budget of bytes cannot be kept by moving what backwards need: {'; '.join(problems)}")
+        raise UserError(f"the budget cannot be kept by moving what backwards need: {'; '.join(problems)}")
