@@ -41,12 +41,7 @@ def one_rank_schedules(draw, most_stages=4, most_microbatches=3):
 def any_schedules(draw):
     """A family's compute actions, with its communication or without."""
     names = sorted(name for name, family in FAMILIES.items() if family.has_backward)
-    name = draw(st.sampled_from(names))
-    schedule = make_schedule(
-        name,
-        pp=draw(st.integers(1, 8)),
-        loops=draw(st.integers(1, 3)) if FAMILIES[name].is_looped else 1,
-        num_microbatches=draw(st.integers(1, 16)),
-        placement=draw(st.sampled_from(["looped", "v", "linear"])),
-    )
+    name, fits = draw(named_sizes(names=names))
+    sizes = {"pp": draw(st.integers(1, 8)), "num_microbatches": draw(st.integers(1, 16))}
+    schedule = make_schedule(name, **sizes, **fits)
     return lower(schedule) if draw(st.booleans()) else schedule
