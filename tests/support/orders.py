@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @st.composite
@@ -46,7 +47,7 @@ def one_rank_schedules(draw, most_stages=4, most_microbatches=3):
 
 @st.composite
 def any_schedules(draw):
-    """A family's compute actions, with its communication or without."""
+    """A family's compute actions, some recomputed or none, with its communication or without."""
     names = sorted(name for name, family in FAMILIES.items() if family.has_backward)
     name = draw(st.sampled_from(names))
     schedule = make_schedule(
@@ -56,4 +57,7 @@ def any_schedules(draw):
         num_microbatches=draw(st.integers(1, 16)),
         placement=draw(st.sampled_from(["looped", "v", "linear"])),
     )
+    if draw(st.booleans()):
+        room = [draw(st.integers(1, max(1, peak))) for peak in schedule.peak_stage_inputs]
+        schedule = recompute_beyond(schedule, room, [1.0] * schedule.num_stages, [0.0] * schedule.num_stages)
     return lower(schedule) if draw(st.booleans()) else schedule

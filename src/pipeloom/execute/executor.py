@@ -103,6 +103,7 @@ class Executor:
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -264,9 +265,9 @@ class Executor:
         """The action whose result is this action's input, if it is not the batch or the loss."""
         if action.kind in TIED_KINDS:
             return None
-        own_forward = action._replace(kind=Kind.FORWARD)
+        own = {action._replace(kind=kind) for kind in (Kind.FORWARD, Kind.RECOMPUTE)}
         for needed in data_dependencies(action, self.schedule):
-            if action.kind in SEND_KINDS or needed != own_forward:
+            if action.kind in SEND_KINDS or needed not in own:
                 return None if action.kind in RECEIVE_KINDS else needed
         return None
 
@@ -330,13 +331,22 @@ class Executor:
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(Part(microbatch, action.slice), tensor, objective, trains=trains)
+        part = Part(microbatch, action.slice)
+        if self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice]:
+            output = self._stages[stage].forward_once(part, tensor, objective)
+        else:
+            output = self._stages[stage].forward(part, tensor, objective, trains=trains)
         if trains:
             self._count_inputs()
         if is_last:
             self._results_of_objective[microbatch] = output
         else:
             self._results[action] = output
+
+    def _recompute(self, action: Action) -> None:
+        assert action.microbatch is not None
+        objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
+        self._stages[action.stage].recompute(Part(action.microbatch, action.slice), objective)
 
     def _count_inputs(self) -> None:
         number = size = 0

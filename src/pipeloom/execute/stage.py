@@ -42,12 +42,13 @@ class Stage:
         self._output = output
         self._needs_input_gradient = needs_input_gradient
         self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[Part, Tensor] = {}
         self.held_bytes = 0
 
     @property
     def num_held(self) -> int:
         """Parts of the batch that went forward and not yet back."""
-        return len(self._kept)
+        return len(self._kept) + len(self._inputs)
 
     def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
         """Run a part of the batch forward.
@@ -76,6 +77,19 @@ class Stage:
             self.held_bytes += tensor.nbytes
         return output.detach()
 
+    def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
+        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
+        output = self.forward(part, tensor, objective, trains=False)
+        self._inputs[part] = tensor
+        self.held_bytes += tensor.nbytes
+        return output
+
+    def recompute(self, part: Part, objective: Objective | None) -> None:
+        """Run a part forward again, after ``forward_once``, and keep what its backward needs."""
+        tensor = self._inputs.pop(part)
+        self.held_bytes -= tensor.nbytes
+        self.forward(part, tensor, objective, trains=True)
+
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
 
@@ -100,4 +114,5 @@ class Stage:
     def forget(self) -> None:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
+        self._inputs.clear()
         self.held_bytes = 0

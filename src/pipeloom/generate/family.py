@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.errors import ConfigError
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ class Choice:
         loops: stages for each rank, at least 1.
         group_size: for grouped families, between ``pp`` and ``num_microbatches``; ``None`` for ``pp``.
         placement: a key of ``PLACEMENTS``; ``None`` for looped.
+        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
+            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
     """
 
     family: str
@@ -131,6 +134,7 @@ class Choice:
     loops: int = 1
     group_size: int | None = None
     placement: str | None = None
+    keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
@@ -138,9 +142,20 @@ class Choice:
         problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
         if self.placement is not None and self.placement not in PLACEMENTS:
             problems.append(_unknown("placement", self.placement, PLACEMENTS))
+        problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, _unknown("schedule", self.family, FAMILIES)]
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        problems = (
+            [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
+        )
+        if len(self.keep) != self.pp and self.pp >= 1:
+            problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
+        return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
         problems: list[str] = []
@@ -177,13 +192,17 @@ class Choice:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
         placement, answer = request.placement, chosen.rule(request)
-        return Schedule(
+        schedule = Schedule(
             rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
             num_microbatches=self.num_microbatches,
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
+        if self.keep is None:
+            return schedule
+        stages = schedule.num_stages
+        return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
 
     @property
     def _request(self) -> Request:
