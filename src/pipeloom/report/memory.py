@@ -82,8 +82,8 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
-    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes)
-    inputs, accepted = input_changes(*arguments, held.recomputed_bytes), accepted_changes(*arguments)
+    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes, held.recomputed_bytes)
+    inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))
         changes = [
