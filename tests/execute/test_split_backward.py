@@ -174,4 +174,4 @@ def test_a_run_that_splits_is_profiled_predicted_traced_and_evaluated(tmp_path, 
         seconds = {kind: [s.end_s - s.start_s for s in spans if s.action.kind is kind] for kind in Kind}
         assert len(seconds[Kind.BACKWARD_INPUT]) == len(seconds[Kind.BACKWARD_WEIGHT]) == 4 * 4
         assert not seconds[Kind.BACKWARD]
-        assert 0 < min(seconds[Kind.BACKWARD_WEIGHT])
+        assert min(seconds[Kind.BACKWARD_WEIGHT]) > 0

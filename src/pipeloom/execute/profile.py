@@ -161,7 +161,7 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     forward_s, first_s, weight_s, unshard_s, reduce_s = zip(
         *(by_stage[index] for index in sorted(by_stage)), strict=True
     )
-    backward_s = tuple(map(sum, zip(first_s, weight_s, strict=True)))
+    backward_s = tuple(first + second for first, second in zip(first_s, weight_s, strict=True))
     hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
     for host in set(hosts):
