@@ -1,6 +1,7 @@
 """Schedules to draw from: families and any legal order on one rank."""
 
 import hypothesis.strategies as st
+from families import named_sizes
 
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
@@ -10,17 +11,9 @@ from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
 def family_schedules(draw, trains=True):
     """A family's schedule with its sends and receives."""
     names = sorted(name for name, family in FAMILIES.items() if family.has_backward or not trains)
-    name = draw(st.sampled_from(names))
-    return lower(
-        make_schedule(
-            name,
-            pp=draw(st.integers(1, 4)),
-            loops=draw(st.integers(1, 4)) if FAMILIES[name].is_looped else 1,
-            num_microbatches=draw(st.integers(1, 9)),
-            placement=draw(st.sampled_from(["looped", "v", "linear"])),
-        ),
-        draw(st.integers(1, 3)),
-    )
+    name, fits = draw(named_sizes(most_loops=4, names=names))
+    sizes = {"pp": draw(st.integers(1, 4)), "num_microbatches": draw(st.integers(1, 9))}
+    return lower(make_schedule(name, **sizes, **fits), draw(st.integers(1, 3)))
 
 
 @st.composite

@@ -111,6 +111,7 @@ class Executor:
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.RECOMPUTE: self._recompute,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -272,9 +273,9 @@ class Executor:
         """The action whose result is this action's input, if it is not the batch or the loss."""
         if action.kind in TIED_KINDS:
             return None
-        own_forward = action._replace(kind=Kind.FORWARD)
+        own = {action._replace(kind=kind) for kind in (Kind.FORWARD, Kind.RECOMPUTE)}
         for needed in data_dependencies(action, self.schedule):
-            if action.kind in SEND_KINDS or needed != own_forward:
+            if action.kind in SEND_KINDS or needed not in own:
                 return None if action.kind in RECEIVE_KINDS else needed
         return None
 
@@ -338,13 +339,21 @@ class Executor:
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(_part(action), tensor, objective, trains=trains)
+        part = _part(action)
+        if self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice]:
+            output = self._stages[stage].forward_once(part, tensor, objective)
+        else:
+            output = self._stages[stage].forward(part, tensor, objective, trains=trains)
         if trains:
             self._count_held()
         if is_last:
             self._results_of_objective[microbatch] = output
         else:
             self._results[action] = output
+
+    def _recompute(self, action: Action) -> None:
+        objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
+        self._stages[action.stage].recompute(_part(action), objective)
 
     def _count_held(self) -> None:
         stages = self._stages.values()

@@ -75,13 +75,14 @@ class Stage:
             defer(module)
         self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
         self._pending: dict[Part, Pending] = {}
+        self._inputs: dict[Part, Tensor] = {}
         self.held_bytes = 0
         self.pending_bytes = 0
 
     @property
     def num_held(self) -> int:
         """Parts of the batch that went forward and not yet back, both halves."""
-        return len(self._kept) + len(self._pending)
+        return len(self._kept) + len(self._inputs) + len(self._pending)
 
     @property
     def num_pending(self) -> int:
@@ -114,6 +115,19 @@ class Stage:
             self._kept[part] = (tensor, output)
             self.held_bytes += tensor.nbytes
         return output.detach()
+
+    def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
+        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
+        output = self.forward(part, tensor, objective, trains=False)
+        self._inputs[part] = tensor
+        self.held_bytes += tensor.nbytes
+        return output
+
+    def recompute(self, part: Part, objective: Objective | None) -> None:
+        """Run a part forward again, after ``forward_once``, and keep what its backward needs."""
+        tensor = self._inputs.pop(part)
+        self.held_bytes -= tensor.nbytes
+        self.forward(part, tensor, objective, trains=True)
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
@@ -182,5 +196,6 @@ class Stage:
     def forget(self) -> None:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
+        self._inputs.clear()
         self._pending.clear()
         self.held_bytes = self.pending_bytes = 0

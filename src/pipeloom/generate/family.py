@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.errors import ConfigError
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,9 @@ class Family:
         is_looped: takes several stages for each rank; otherwise exactly one.
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
+        splits_backward: runs the two halves of backwards apart.
+        loops: the stages for each rank that it takes, where it takes one number of them alone.
+        placement: the one that it runs on; ``None`` for any.
         instead: the family to use when ``is_looped`` is violated.
         stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
             ``None`` where there is none.
@@ -84,6 +88,9 @@ class Family:
     is_looped: bool
     is_grouped: bool
     has_backward: bool
+    splits_backward: bool
+    loops: int | None
+    placement: str | None
     instead: str | None
     stage_inputs: StageInputs | None
 
@@ -98,6 +105,9 @@ def family(
     is_looped: bool,
     is_grouped: bool = False,
     has_backward: bool = True,
+    splits_backward: bool = False,
+    loops: int | None = None,
+    placement: str | None = None,
     instead: str | None = None,
     stage_inputs: StageInputs | None = None,
 ) -> Callable[[Rule], Rule]:
@@ -106,7 +116,19 @@ def family(
     def register(rule: Rule) -> Rule:
         assert name not in FAMILIES, f"two families are called {name}"
         summary = (rule.__doc__ or "").strip().splitlines()[0]
-        FAMILIES[name] = Family(name, rule, summary, is_looped, is_grouped, has_backward, instead, stage_inputs)
+        FAMILIES[name] = Family(
+            name=name,
+            rule=rule,
+            summary=summary,
+            is_looped=is_looped,
+            is_grouped=is_grouped,
+            has_backward=has_backward,
+            splits_backward=splits_backward,
+            loops=loops,
+            placement=placement,
+            instead=instead,
+            stage_inputs=stage_inputs,
+        )
         return rule
 
     return register
@@ -122,7 +144,9 @@ class Choice:
         num_microbatches: micro-batches of a step, at least 1.
         loops: stages for each rank, at least 1.
         group_size: for grouped families, between ``pp`` and ``num_microbatches``; ``None`` for ``pp``.
-        placement: a key of ``PLACEMENTS``; ``None`` for looped.
+        placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
+        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
+            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
     """
 
     family: str
@@ -131,6 +155,7 @@ class Choice:
     loops: int = 1
     group_size: int | None = None
     placement: str | None = None
+    keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
@@ -138,9 +163,20 @@ class Choice:
         problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
         if self.placement is not None and self.placement not in PLACEMENTS:
             problems.append(_unknown("placement", self.placement, PLACEMENTS))
+        problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, _unknown("schedule", self.family, FAMILIES)]
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        problems = (
+            [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
+        )
+        if len(self.keep) != self.pp and self.pp >= 1:
+            problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
+        return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
         problems: list[str] = []
@@ -148,6 +184,12 @@ class Choice:
         if self.loops > 1 and not chosen.is_looped:
             instead = f"use {chosen.instead} or loops 1"
             problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
+        if chosen.loops not in (None, self.loops):
+            wanted = f"{name} runs {chosen.loops} stages on each rank, found loops {self.loops}"
+            problems.append(f"{wanted}; use loops {chosen.loops}")
+        if chosen.placement is not None and self.placement not in (None, chosen.placement):
+            wanted = f"{name} runs on the placement {chosen.placement}, found {self.placement}"
+            problems.append(f"{wanted}; use {chosen.placement} or leave it out")
         if size is not None and not chosen.is_grouped:
             problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
         elif size is not None and are_sizes_right and not self.pp <= size <= self.num_microbatches:
@@ -163,7 +205,13 @@ class Choice:
         Raises:
             KeyError: no placement has that name, which ``problems`` tells.
         """
-        return PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+        return PLACEMENTS[self.placement_name](self.pp, self.loops)
+
+    @property
+    def placement_name(self) -> str:
+        """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
+        known = FAMILIES.get(self.family)
+        return self.placement or (known and known.placement) or "looped"
 
     def make(self) -> Schedule:
         """The compute-only schedule.
@@ -177,13 +225,17 @@ class Choice:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
         placement, answer = request.placement, chosen.rule(request)
-        return Schedule(
+        schedule = Schedule(
             rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
             num_microbatches=self.num_microbatches,
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
+        if self.keep is None:
+            return schedule
+        stages = schedule.num_stages
+        return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
 
     @property
     def _request(self) -> Request:

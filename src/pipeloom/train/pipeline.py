@@ -48,7 +48,9 @@ def training_schedule(config: RunConfig) -> Schedule:
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
+    choice = replace(
+        config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None, keep=None
+    )
     return _lowered(config, choice)
 
 
