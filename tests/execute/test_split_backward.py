@@ -8,16 +8,20 @@ from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
 from replicas import Cluster
-from small_run import small_run
+from small_run import small_run, write_text
 from toy import Toy, make_executor, objective, reference, worst_difference
 from transformers import TransformerCluster, complete, differences
 
+from pipeloom import run_folder
+from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import add_data_parallel, lower, split_backward
+from pipeloom.run_folder import read_run
+from pipeloom.schedule import Kind, add_data_parallel, lower, split_backward
+from pipeloom.trace import from_chrome
 from pipeloom.train.equivalence import TOLERANCES
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
@@ -153,3 +157,21 @@ def test_families_that_split_train_in_bfloat16_over_gloo(tmp_path):
         )
         (found,) = differences_over_gloo([config], 2)
     assert 1e-3 < max(found.values()) < TOLERANCES["bfloat16"]
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_splits_is_profiled_predicted_traced_and_evaluated(tmp_path, capsys):
+    words = ["train", "--data.path", str(write_text(tmp_path)), "--data.cache", str(tmp_path / "cache")]
+    words += ["--model.num-layers", "4", "--model.hidden-size", "32", "--model.num-heads", "2", "--data.seq-len", "32"]
+    words += ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
+    words += ["--training.steps", "3", "--output.folder", str(tmp_path / "run"), "--output.trace-step", "2"]
+    with split_family("depth-first", 1) as name:
+        assert main([*words, "--schedule.family", name]) == 0, capsys.readouterr().err
+    run = read_run(tmp_path / "run")
+    assert run.summary["validation_loss"] < 6
+    for text in (run_folder.TRACE, run_folder.PREDICTED_TRACE):
+        spans = from_chrome((tmp_path / "run" / text).read_text()).compute()
+        seconds = {kind: [s.end_s - s.start_s for s in spans if s.action.kind is kind] for kind in Kind}
+        assert len(seconds[Kind.BACKWARD_INPUT]) == len(seconds[Kind.BACKWARD_WEIGHT]) == 4 * 4
+        assert not seconds[Kind.BACKWARD]
+        assert min(seconds[Kind.BACKWARD_WEIGHT]) > 0

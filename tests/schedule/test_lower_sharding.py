@@ -27,8 +27,7 @@ from pipeloom.schedule import (
 )
 from pipeloom.schedule.sharding import fewest_stays
 
-COMPUTE = ("F", "B", "I")  # W needs no weights
-ON_WEIGHTS = ("F", "B", "I")
+COMPUTE = ("F", "B", "I", "R")  # on the weights; W needs none
 quick = settings(max_examples=80, deadline=None)
 residencies = st.integers(1, 5)
 prefetches = st.integers(0, 4)
@@ -49,7 +48,7 @@ def sharded(name, residency, prefetch=1, **sizes):
 
 def visits_of(row):
     """Stages of the visits, in order: runs of what computes on the weights of one stage."""
-    stages = [action.stage for action in row if action.kind.value in ON_WEIGHTS]
+    stages = [action.stage for action in row if action.kind.value in COMPUTE]
     return [stage for stage, _ in itertools.groupby(stages)]
 
 
