@@ -116,7 +116,7 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
     if action.kind in (Kind.FORWARD, Kind.UNSHARD):
         return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
-    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34}.get(action.kind, 0.42)
+    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34, Kind.RECOMPUTE: 0.62}.get(action.kind, 0.42)
     return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
 
 

@@ -46,6 +46,8 @@ class Options:
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: looped."""
+    keep: tuple[int, ...] | None = None
+    """For each rank the stage inputs kept with everything computed from them; the others are recomputed. None: all."""
     forward: float = 1.0
     """Cost of one stage's forward for one micro-batch."""
     backward: float = 2.0
@@ -208,6 +210,7 @@ def _schedule(options: Options) -> Schedule:
         loops=options.loops,
         group_size=options.group_size,
         placement=options.placement,
+        keep=options.keep,
     )
     if is_family:
         problems += choice.problems()
@@ -224,7 +227,7 @@ def _schedule(options: Options) -> Schedule:
 
 
 def _refuse_family_options(options: Options, file: Path) -> None:
-    names = ("pp", "loops", "microbatches", "group_size", "placement")
+    names = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
     given = [name for name in names if getattr(options, name) != getattr(Options, name)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -263,6 +266,8 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace) -> None:
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
     counts = {"weight gathers": _counts(schedule, Kind.UNSHARD), "reductions": _counts(schedule, Kind.REDUCE_GRAD)}
+    again = _counts(schedule, Kind.RECOMPUTE)
+    lines |= {"recomputed": _by_rank(again)} if any(again) else {}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
     if any(any(values) for values in counts.values()):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))

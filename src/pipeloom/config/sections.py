@@ -87,6 +87,9 @@ class ScheduleConfig:
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str = "looped"
     """Stage -> rank: looped, v or linear."""
+    keep: tuple[int, ...] | None = None
+    """For each pipeline rank the stage inputs that it keeps with everything computed from them until their backwards;
+    the others are recomputed, one by one, as few as possible. None: all."""
     receive_buffers: int = 2
     """Receives posted ahead and not yet used, for each directed edge between two ranks."""
     residency: int | None = None

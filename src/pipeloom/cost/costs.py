@@ -52,7 +52,7 @@ class UniformCosts:
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
         match action.kind:
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.RECOMPUTE:
                 return self.forward_s
             case Kind.BACKWARD:
                 return self.backward_s
@@ -124,7 +124,7 @@ class StageCosts:
         stage, kind = action.stage, action.kind
         backward_s = self.backward_s[stage]
         match kind:
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.RECOMPUTE:
                 return self.forward_s[stage]
             case Kind.BACKWARD:
                 return backward_s

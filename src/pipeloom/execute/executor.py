@@ -107,6 +107,7 @@ class Executor:
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.RECOMPUTE: self._recompute,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -336,7 +337,11 @@ class Executor:
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(Part(microbatch, action.slice), tensor, objective, trains=trains)
+        part = Part(microbatch, action.slice)
+        if self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice]:
+            output = self._stages[stage].forward_once(part, tensor, objective)
+        else:
+            output = self._stages[stage].forward(part, tensor, objective, trains=trains)
         if trains:
             self._count_inputs()
         if is_last:
@@ -344,6 +349,11 @@ class Executor:
             found[microbatch] = found[microbatch] + output if microbatch in found else output
         else:
             self._results[action] = output
+
+    def _recompute(self, action: Action) -> None:
+        assert action.microbatch is not None
+        objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
+        self._stages[action.stage].recompute(Part(action.microbatch, action.slice), objective)
 
     def _count_inputs(self) -> None:
         number = size = 0

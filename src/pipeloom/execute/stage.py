@@ -59,12 +59,13 @@ class Stage:
         self._slices = slices
         self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
         self._caches: dict[int, KeyValueCache] = {}
+        self._inputs: dict[Part, Tensor] = {}
         self.held_bytes = 0
 
     @property
     def num_held(self) -> int:
         """Parts of the batch that went forward and not yet back."""
-        return len(self._kept)
+        return len(self._kept) + len(self._inputs)
 
     def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
         """Run a part of the batch forward.
@@ -81,10 +82,16 @@ class Stage:
         Raises:
             BoundaryError: the output is not what was agreed on.
         """
+        output = self._forward(part, tensor, objective, trains=trains)
+        if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
+            del self._caches[part.microbatch]
+        return output
+
+    def _forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
         with torch.set_grad_enabled(trains):
             if trains and self._needs_input_gradient:
                 tensor = tensor.detach().requires_grad_()
-            output = self._run(part, tensor, trains=trains)
+            output = self._run(part, tensor)
             if objective is not None:
                 output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         if trains:
@@ -92,20 +99,33 @@ class Stage:
             self.held_bytes += tensor.nbytes
         return output.detach()
 
-    def _run(self, part: Part, tensor: Tensor, *, trains: bool) -> Tensor:
-        """The module's output, as agreed. What a micro-batch's slices share is dropped with the last one to need it."""
+    def _run(self, part: Part, tensor: Tensor) -> Tensor:
+        """The module's output, as agreed."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
             output = self.module(tensor)
             self._output.check(output, what)
             return output
-        if part.slice == 0:
+        if part.microbatch not in self._caches:
             self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
-        output = self.module(tensor, self._caches[part.microbatch])
-        if not trains and part.slice == len(self._slices.lengths) - 1:
-            del self._caches[part.microbatch]
+        cache = self._caches[part.microbatch]
+        cache.begin = self._slices.begin(part.slice)  # a slice that is recomputed is not the next one
+        output = self.module(tensor, cache)
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
+
+    def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
+        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
+        output = self._forward(part, tensor, objective, trains=False)
+        self._inputs[part] = tensor
+        self.held_bytes += tensor.nbytes
+        return output
+
+    def recompute(self, part: Part, objective: Objective | None) -> None:
+        """Run a part forward again, after ``forward_once``, and keep what its backward needs."""
+        tensor = self._inputs.pop(part)
+        self.held_bytes -= tensor.nbytes
+        self._forward(part, tensor, objective, trains=True)
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
@@ -134,4 +154,5 @@ class Stage:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
         self._caches.clear()
+        self._inputs.clear()
         self.held_bytes = 0

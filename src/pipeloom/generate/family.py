@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeloom.errors import ConfigError
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule, add_slices
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ class Choice:
             ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
         placement: a key of ``PLACEMENTS``; ``None`` for looped.
         num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
+        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
+            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
     """
 
     family: str
@@ -141,6 +144,7 @@ class Choice:
     group_size: int | None = None
     placement: str | None = None
     num_slices: int = 1
+    keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
@@ -153,9 +157,20 @@ class Choice:
         problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
         if self.placement is not None and self.placement not in PLACEMENTS:
             problems.append(_unknown("placement", self.placement, PLACEMENTS))
+        problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, _unknown("schedule", self.family, FAMILIES)]
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        problems = (
+            [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
+        )
+        if len(self.keep) != self.pp and self.pp >= 1:
+            problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
+        return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
         problems: list[str] = []
@@ -176,7 +191,7 @@ class Choice:
 
     @property
     def smallest_group(self) -> int:
-        """Fewest micro-batches of a group: those that have a slice for each rank; fewer would leave ranks without work."""
+        """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
         return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
 
     @property
@@ -203,7 +218,7 @@ class Choice:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
         placement, answer = request.placement, chosen.rule(request)
-        whole = Schedule(
+        schedule = Schedule(
             rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
             num_microbatches=self.num_microbatches,
@@ -211,7 +226,12 @@ class Choice:
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
-        return whole if request.num_slices == self.num_slices else add_slices(whole, self.num_slices)
+        if request.num_slices < self.num_slices:
+            schedule = add_slices(schedule, self.num_slices)
+        if self.keep is None:
+            return schedule
+        stages = schedule.num_stages
+        return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
 
     @property
     def _request(self) -> Request:

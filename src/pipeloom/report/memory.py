@@ -29,6 +29,8 @@ class HeldBytes:
     Attributes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
         input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward.
+        recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
+            input. Empty where nothing is.
         working_bytes: for each stage what a compute action needs while it runs, beside that.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
@@ -43,6 +45,7 @@ class HeldBytes:
     gathered_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     message_bytes: float
+    recomputed_bytes: tuple[float, ...] = ()
 
 
 PARTS = ("always", "stage inputs", "working", "gathered weights", "gradients", "receive buffers")
@@ -110,12 +113,22 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
 
 def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
-    kept = np.asarray(held.input_bytes)[own.row.stage] / schedule.num_slices
+    _, stage, microbatch, part = own.row.arrays
+    kept = np.asarray(held.input_bytes)[stage] / schedule.num_slices
+    again, taken = own.row.is_kind(Kind.RECOMPUTE), kept
+    if again.any():
+        is_keyed = own.row.is_kind(*COMPUTE_KINDS, *LOAD_OF, *OUT_OF)
+        recomputes = np.zeros(len(own), np.bool_)
+        recomputes[is_keyed] = schedule.facts.is_recomputed[stage[is_keyed], microbatch[is_keyed], part[is_keyed]]
+        only_input = np.asarray(held.recomputed_bytes)[stage] / schedule.num_slices
+        taken = np.where(recomputes & ~again, only_input, kept)
+        yield "stage inputs", own.start_s[again], (kept - only_input)[again]
     ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
     takes = own.row.is_kind(Kind.FORWARD, *OUT_OF)
     gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *LOAD_OF) | ends_early
-    yield "stage inputs", own.start_s[takes], kept[takes]
-    yield "stage inputs", own.end_s[gives], -kept[gives]
+    ends = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    yield "stage inputs", own.start_s[takes], taken[takes]
+    yield "stage inputs", own.end_s[gives], -np.where(ends, kept, taken)[gives]
     working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]

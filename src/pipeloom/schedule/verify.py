@@ -125,6 +125,9 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     found = [action for action in (full, for_input, for_weight) if action in present]
+    again = forward._replace(kind=Kind.RECOMPUTE)
+    if not trains and again in present:
+        yield f"{again} is superfluous: stage {stage} runs no backward"
     if forward not in present:
         yield f"{forward} is missing"
     if not trains and found:
@@ -139,13 +142,20 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
 
 
 def forward_before_backward(schedule: "Schedule") -> Violations:
-    """On its rank, a micro-batch's forward stands before its backward, and I before W."""
-    order = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+    """On its rank, a micro-batch's forward stands before its backward, and I before W; what recomputes, in between."""
+    order = {
+        Kind.BACKWARD: Kind.FORWARD,
+        Kind.BACKWARD_INPUT: Kind.FORWARD,
+        Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+        Kind.RECOMPUTE: Kind.FORWARD,
+    }
     seen: set[Action] = set()
     for rank, slot, action in schedule.actions():
         first = action._replace(kind=order[action.kind]) if action.kind in order else None
         if first is not None and first not in seen:
             yield Violation(f"{action} stands before {first}", rank, slot)
+        if action.kind is Kind.RECOMPUTE and schedule.input_gradient(*_keyed(action)) in seen:
+            yield Violation(f"{action} stands behind the backward that needs it", rank, slot)
         seen.add(action)
 
 
@@ -238,7 +248,8 @@ def swaps_in_turn(schedule: "Schedule") -> Violations:
                 f"{action} does not stand between {action._replace(kind=Kind.FORWARD)} and {other}", rank, slot
             )
         elif not is_out:
-            user = schedule.input_gradient(*_keyed(action))
+            again = action._replace(kind=Kind.RECOMPUTE)
+            user = again if again in slot_of else schedule.input_gradient(*_keyed(action))
             if slot_of[user] < slot:
                 yield Violation(f"{action} stands behind {user}, which needs it", rank, slot)
 

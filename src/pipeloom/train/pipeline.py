@@ -48,7 +48,7 @@ def training_schedule(config: RunConfig) -> Schedule:
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    sizes = {"num_microbatches": num_microbatches, "group_size": None, "num_slices": 1}
+    sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
     choice = replace(config.choice(), family="forward-only", **sizes)
     return _lowered(config, choice)
 
@@ -191,7 +191,7 @@ class Pipeline:
         with self._rehearsal():
             found = profile_stages(
                 self._world,
-                self._stages(self.schedule, self._outputs_in_training),
+                self._stages(self.schedule, self._outputs_in_training, None),
                 self._transport,
                 outputs=self._outputs_in_training,
                 tokens=batch.inputs[0],
@@ -234,7 +234,7 @@ class Pipeline:
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
         sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
         with self._rehearsal():
             warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
@@ -290,19 +290,18 @@ class Pipeline:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
-    def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
-        slices, first = self._slices_in(schedule), schedule.first_backward_stage
+    def _stages(
+        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
+    ) -> dict[int, Stage]:
+        first = schedule.first_backward_stage
         return {
             index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, slices=slices)
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _slices_in(self, schedule: Schedule) -> TokenSlices | None:
-        """Only training cuts sequences."""
-        return self._slices if schedule.num_slices > 1 else None
-
     def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
-        stages = self._stages(schedule, outputs)
+        slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
+        stages = self._stages(schedule, outputs, slices)
         return Executor(
             schedule,
             self._place.pipeline,
@@ -313,7 +312,7 @@ class Pipeline:
             data_parallel=self.data_parallel,
             tied=self._tied,
             run_ahead=self._config.training.run_ahead,
-            slices=self._slices_in(schedule),
+            slices=slices,
         )
 
 
