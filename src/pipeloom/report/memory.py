@@ -31,6 +31,7 @@ class HeldBytes:
         input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward.
         recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
             input. Empty where nothing is.
+        slice_shares: of each token slice in what a micro-batch is and needs; empty where they are alike.
         working_bytes: for each stage what a compute action needs while it runs, beside that.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
@@ -46,6 +47,7 @@ class HeldBytes:
     gradient_bytes: tuple[float, ...]
     message_bytes: float
     recomputed_bytes: tuple[float, ...] = ()
+    slice_shares: tuple[float, ...] = ()
 
 
 PARTS = ("always", "stage inputs", "working", "gathered weights", "gradients", "receive buffers")
@@ -114,13 +116,14 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
 def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
     _, stage, microbatch, part = own.row.arrays
-    kept = np.asarray(held.input_bytes)[stage] / schedule.num_slices
+    share = _shares(schedule, held)[part]
+    kept = np.asarray(held.input_bytes)[stage] * share
     again, taken = own.row.is_kind(Kind.RECOMPUTE), kept
     if again.any():
         is_keyed = own.row.is_kind(*COMPUTE_KINDS, *LOAD_OF, *OUT_OF)
         recomputes = np.zeros(len(own), np.bool_)
         recomputes[is_keyed] = schedule.facts.is_recomputed[stage[is_keyed], microbatch[is_keyed], part[is_keyed]]
-        only_input = np.asarray(held.recomputed_bytes)[stage] / schedule.num_slices
+        only_input = np.asarray(held.recomputed_bytes)[stage] * share
         taken = np.where(recomputes & ~again, only_input, kept)
         yield "stage inputs", own.start_s[again], (kept - only_input)[again]
     ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
@@ -129,9 +132,15 @@ def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     ends = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     yield "stage inputs", own.start_s[takes], taken[takes]
     yield "stage inputs", own.end_s[gives], -np.where(ends, kept, taken)[gives]
-    working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
+    working, computes = np.asarray(held.working_bytes)[own.row.stage] * share, own.row.is_kind(*COMPUTE_KINDS)
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]
+
+
+def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
+    """Of each token slice in a micro-batch."""
+    even = np.full(schedule.num_slices, 1 / schedule.num_slices)
+    return np.asarray(held.slice_shares) if held.slice_shares else even
 
 
 def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
@@ -171,6 +180,6 @@ def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, st
         facts.node_of[CODE[Kind.FORWARD]][place],
         np.maximum(*(nodes_of[place] for nodes_of in uses_gradient)),
     )
-    size = np.full(len(user), held.message_bytes / schedule.num_slices)
+    size = held.message_bytes * _shares(schedule, held)[part]
     yield "receive buffers", posted_s, size
     yield "receive buffers", matched.end_s[user], -size
