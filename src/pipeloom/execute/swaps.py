@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Finish, Job
 from pipeloom.execute.lanes import Collective, Lane, Neighborhood, StreamLane, ThreadLane
@@ -189,7 +188,6 @@ class Swaps:
         *,
         counts: bool = True,
     ) -> None:
-        check_partners(schedule)
         row = schedule.rows[rank]
         kinds = [kind for kind in SWAP_KINDS if row.is_kind(kind).any()]
         self.partner = None if schedule.partners is None else schedule.partners[rank]
@@ -409,18 +407,3 @@ def _behind(messages: tuple[tuple[int, int], ...]) -> int:
 
 def _done() -> bool:
     return True
-
-
-def check_partners(schedule: Schedule) -> None:
-    """Refuse a schedule that evicts to nobody.
-
-    Raises:
-        UserError: naming what is missing.
-    """
-    evicting = [rank for rank, row in enumerate(schedule.rows) if row.is_kind(Kind.EVICT, Kind.LOAD).any()]
-    partners = schedule.partners
-    if evicting and partners is None:
-        raise UserError("the schedule evicts, but does not say to whom: it needs partners, a rank for each rank")
-    alone = [rank for rank in evicting if partners is not None and partners[rank] == rank]
-    if alone:
-        raise UserError(f"rank {alone[0]} evicts, but is its own partner")
