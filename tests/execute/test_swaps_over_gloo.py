@@ -130,7 +130,7 @@ def test_what_is_held_falls_on_the_rank_that_evicts():
     before, after = zip(*run_workers(partial(_held, [plain, evicting]), 2), strict=True)
     assert before == (8 * 144, 8 * 288)
     # what is packed is there twice; accepted parts lie in memory with gaps, and all six may be there
-    assert after[1] <= 4 * 288
+    assert after[1] <= 3 * 288 + 336
     assert 6 * 336 <= after[0] <= 8 * 144 + 6 * 336
 
 
