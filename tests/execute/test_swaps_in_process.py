@@ -133,7 +133,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 
     with pytest.raises(ActionError, match="1F2"):
         run_in_process(executors, toy.inputs(), fails)
-    assert all(not executor._swaps._parcels and not executor._swaps._host._kept for executor in executors)
+    assert all(not executor._swaps._parcels and not executor._swaps._away._kept for executor in executors)
     for module in modules:
         module.zero_grad()
     executors = executors_of(schedule, toy, modules)

@@ -25,5 +25,6 @@ def peaks(schedule, costs, sizes=None):
         gathered_bytes=zeros,
         gradient_bytes=zeros,
         message_bytes=0.0,
+        recomputed_bytes=zeros,
     )
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]

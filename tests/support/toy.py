@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
@@ -71,13 +71,23 @@ def make_executor(
     outputs: Sequence[TensorSpec],
     transport: Transport,
     swaps: Swaps | None = None,
+    slices: TokenSlices | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
+    first, split = schedule.first_backward_stage, schedule.split_stages
     stages = {
-        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+        index: Stage(
+            modules[index],
+            index,
+            outputs[index],
+            needs_input_gradient=index > first,
+            splits=index in split,
+            slices=slices,
+        )
         for index in schedule.placement.stages_of(rank)
     }
-    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock(), swaps=swaps)
+    settings = {"transport": transport, "clock": HostClock(), "swaps": swaps, "slices": slices}
+    return Executor(schedule, rank, stages, outputs=outputs, **settings)
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -17,6 +17,7 @@ COMMANDS = {
     "simulate": "say what a step of a described run will look like on a cluster",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
+    "families": "compare all families of schedules: bubble, memory, messages",
     "profile": "measure this machine and write what it can do as a cluster file",
     "validate": "hold predictions of step time and memory against measurements",
 }

@@ -103,7 +103,7 @@ def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
-        f"{schedule.placement}{_replicas(config)}\n"
+        f"{config.choice().placement_name}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}",
         flush=True,

@@ -42,6 +42,8 @@ class RunConfig:
             loops=self.layout.loops,
             group_size=self.schedule.group_size,
             placement=self.schedule.placement,
+            keep=self.schedule.keep,
+            num_slices=self.layout.num_slices,
         )
 
     def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:

@@ -20,7 +20,7 @@ from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -129,8 +129,16 @@ class SimulatedStep:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
-        flops = fmean(hardware_flops(self.run.shape, self.run.seq, kind) for kind in self.run.recompute_kinds)
-        return self.tokens_per_s * flops / self.peak_flops_per_s
+        flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
+        again = self._recomputed_share * (flops["full"] - flops["none"])
+        mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
+        return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
+
+    @property
+    def _recomputed_share(self) -> float:
+        """Share of the forwards that run again as a whole."""
+        row = self.schedule.facts.row
+        return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
     @cached_property
     def accounts(self) -> tuple[StepAccount, ...]:
@@ -173,7 +181,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    placement = order.choice.placement or "looped"
+    placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)

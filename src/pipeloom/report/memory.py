@@ -30,6 +30,8 @@ class HeldBytes:
     Attributes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
         input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward.
+        recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
+            input. Empty where nothing is.
         working_bytes: for each stage what a compute action needs while it runs, beside that.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
@@ -44,6 +46,7 @@ class HeldBytes:
     gathered_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     message_bytes: float
+    recomputed_bytes: tuple[float, ...] = ()
 
 
 PARTS = ("always", "stage inputs", "accepted", "working", "gathered weights", "gradients", "receive buffers")
@@ -79,7 +82,7 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
-    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes)
+    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes, held.recomputed_bytes)
     inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))

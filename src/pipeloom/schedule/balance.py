@@ -9,9 +9,10 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import LOAD_OF, Kind
-from pipeloom.schedule.budget import refuse_missing, sized
+from pipeloom.schedule.budget import Sizes, checked, refuse_missing
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
-from pipeloom.schedule.held import Changes, all_changes, peak_of
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.held import Bytes, Changes, peak_of
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.schedule import Schedule
@@ -22,6 +23,7 @@ def balance(
     *,
     seconds_of: SecondsOf = nominal_s,
     input_bytes: Sequence[float] | None = None,
+    recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
@@ -43,6 +45,7 @@ def balance(
         seconds_of: seconds of every action, of ``EVICT`` and ``LOAD`` too. By default a backward is two forwards, and a
             transfer takes one.
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
+        recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
         always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
             are then only as many as that takes. ``None``: balance each pair.
@@ -58,16 +61,14 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = sized("input_bytes", input_bytes, schedule.num_stages, 1.0)
-    always = sized("always_bytes", always_bytes, schedule.num_ranks, 0.0)
-    clock = times(schedule, seconds_of)
-    held = all_changes(schedule, *clock, sizes)
-    profile = [always[rank] + held.peak(rank) for rank in range(schedule.num_ranks)]
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes)
+    held = sizes.changes(schedule, times(schedule, seconds_of))
+    profile = [always + held.peak(rank) for rank, always in enumerate(sizes.always)]
     pairs = _checked(partners, schedule.num_ranks) if partners is not None else pair_ranks(profile)
-    balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes, always)
+    balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
         return balancer.balanced()
-    return balancer.within(sized("budget_bytes", budget_bytes, schedule.num_ranks, 0.0))
+    return balancer.within(checked("budget_bytes", budget_bytes, schedule.num_ranks))
 
 
 def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
@@ -96,77 +97,78 @@ class _Balancer:
 
     schedule: Schedule
     seconds_of: SecondsOf
-    sizes: tuple[float, ...]
-    always: tuple[float, ...]
+    sizes: Sizes
 
     def balanced(self) -> Schedule:
         """Each pair balanced."""
-        clock = times(self.schedule, self.seconds_of)
-        held = all_changes(self.schedule, *clock, self.sizes)
-        plans = [Plan()] * self.schedule.num_ranks
-        for one, other in self._pairs():
-            plans[one] = self._pair_plan(clock, held, one, other)
-        return settle(self.schedule, self.seconds_of, Kind.EVICT, lambda _: plans)[0]
 
-    def _pairs(self) -> list[tuple[int, int]]:
+        def plan(clock: Clock) -> list[Plan]:
+            held = self.sizes.changes(self.schedule, clock)
+            plans = [Plan()] * self.schedule.num_ranks
+            for one, other in self._pairs(held):
+                plans[one] = self._pair_plan(clock, held, one, other)
+            return plans
+
+        return settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
+
+    def within(self, budget: Sequence[float]) -> Schedule:
+        """Every rank within its budget, on the clock of the result."""
+        limits = [most - always for most, always in zip(budget, self.sizes.always, strict=True)]
+
+        def plan(clock: Clock) -> list[Plan]:
+            held = self.sizes.changes(self.schedule, clock)
+            plans = [Plan()] * self.schedule.num_ranks
+            for one, other in self._pairs(held):
+                row, back = self._row(clock, held, one), self._row(clock, held, other)
+                plans[one] = make_room(row, limits[one], allows_late=True)
+                accepting = back.with_more(*self._accepted(row, plans[one].moves))
+                plans[other] = make_room(accepting, limits[other], allows_late=True)
+            return plans
+
+        found = settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
+        refuse_missing(found, self.seconds_of, self.sizes, budget)
+        return found
+
+    def _pairs(self, held: Changes) -> list[tuple[int, int]]:
         """The fuller rank of each pair, and the other."""
-        held = all_changes(self.schedule, *times(self.schedule, self.seconds_of), self.sizes)
         assert self.schedule.partners is not None
+        full = [always + held.peak(rank) for rank, always in enumerate(self.sizes.always)]
         pairs = [(rank, other) for rank, other in enumerate(self.schedule.partners) if rank < other]
-        full = [self.always[rank] + held.peak(rank) for rank in range(self.schedule.num_ranks)]
         return [(one, other) if full[one] >= full[other] else (other, one) for one, other in pairs]
 
     def _pair_plan(self, clock: Clock, held: Changes, one: int, other: int) -> Plan:
         """The plan with the smallest cap, from the half of both on, with which the other rank is no fuller."""
-        unit = max(self.sizes[s] for s in self.schedule.placement.stages_of(one)) / self.schedule.num_slices
-        mine, row = held.peak(one), self._row(clock, held, one)
-        if unit == 0 or mine == 0:
+        row, always = self._row(clock, held, one), self.sizes.always
+        unit = max((kept.size for kept in row.kept), default=0.0)
+        if unit == 0:
             return Plan()
-        half = (self.always[one] + mine + self.always[other] + held.peak(other) + unit) / 2 - self.always[one]
-        least, most = max(1, ceil(half / unit - 1e-9)), ceil(mine / unit)
-        caps = [unit * count for count in range(least, most)]
+        mine = held.peak(one)
+        half = (always[one] + mine + always[other] + held.peak(other) + unit) / 2 - always[one]
+        caps = [unit * count for count in range(max(1, ceil(half / unit - 1e-9)), ceil(mine / unit))]
 
         def is_good(cap: float) -> bool:
             plan = make_room(row, cap)
-            beside = self.always[other] + self._peak_with(held, other, row, plan.moves)
-            return not plan.missing_bytes and beside <= (self.always[one] + cap) * (1 + 1e-9)
+            beside = always[other] + self._peak_with(held, other, row, plan.moves)
+            return not plan.missing_bytes and beside <= (always[one] + cap) * (1 + 1e-9)
 
         number = bisect_left(caps, True, key=is_good)
         return make_room(row, caps[number]) if number < len(caps) else Plan()
 
     def _row(self, clock: Clock, held: Changes, rank: int) -> RowClock:
+        sizes = self.sizes.moved(self.schedule)
         return row_clock(
-            self.schedule, rank, clock, held.of(rank), sizes=self.sizes, out=Kind.EVICT, seconds_of=self.seconds_of
+            self.schedule, rank, clock, held.of(rank), sizes=sizes, out=Kind.EVICT, seconds_of=self.seconds_of
         )
 
     @staticmethod
-    def _accepted(row: RowClock, moves: Sequence[Move]) -> tuple[list[float], list[float]]:
+    def _accepted(row: RowClock, moves: Sequence[Move]) -> tuple[Seconds, Bytes]:
         """When a rank's moves make its partner hold how many bytes more or fewer."""
         starts = [start_s for start_s, _ in lane_times(row, moves, Kind.EVICT)]
         ends = [end_s for _, end_s in lane_times(row, moves, LOAD_OF[Kind.EVICT])]
         sizes = [move.kept.size for move in moves]
-        return starts + ends, sizes + [-size for size in sizes]
+        return np.array(starts + ends), np.array(sizes + [-size for size in sizes])
 
     def _peak_with(self, held: Changes, rank: int, row: RowClock, moves: Sequence[Move]) -> float:
         """What a rank holds at most when it accepts what another one's row moves."""
-        own_s, own = held.of(rank)
-        changed_s, more = self._accepted(row, moves)
-        return peak_of(np.concatenate([own_s, changed_s]), np.concatenate([own, more]))
-
-    def within(self, budget: Sequence[float]) -> Schedule:
-        """Every rank within its budget, on the clock of the result."""
-        limits = [most - always for most, always in zip(budget, self.always, strict=True)]
-
-        def plan(clock: Clock) -> list[Plan]:
-            held = all_changes(self.schedule, *clock, self.sizes)
-            plans = [Plan()] * self.schedule.num_ranks
-            for one, other in self._pairs():
-                row, back = self._row(clock, held, one), self._row(clock, held, other)
-                plans[one] = make_room(row, limits[one], allows_late=True)
-                accepted_s, accepted = map(np.array, self._accepted(row, plans[one].moves))
-                plans[other] = make_room(back.with_more(accepted_s, accepted), limits[other], allows_late=True)
-            return plans
-
-        found, _ = settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
-        refuse_missing(found, self.seconds_of, self.sizes, budget, self.always)
-        return found
+        parts = zip(held.of(rank), self._accepted(row, moves), strict=True)
+        return peak_of(*(np.concatenate(both) for both in parts))

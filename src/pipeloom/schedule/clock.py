@@ -19,6 +19,7 @@ _NOMINAL = {
     Kind.BACKWARD: 2.0,
     Kind.BACKWARD_INPUT: 1.0,
     Kind.BACKWARD_WEIGHT: 1.0,
+    Kind.RECOMPUTE: 1.0,
     Kind.EVICT: 1.0,
     Kind.LOAD: 1.0,
     Kind.OFFLOAD: 1.0,

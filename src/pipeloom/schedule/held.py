@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import LOAD_OF, OUT_OF, Kind
+from pipeloom.schedule.action import LOAD_OF, OUT_OF, STAGE_KINDS, Kind
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.schedule import Schedule
 
@@ -52,7 +52,26 @@ def peak_of(times: Seconds, more: Bytes) -> float:
     return float(np.cumsum(more[order]).max(initial=0.0))
 
 
-def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, input_bytes: Sequence[float]) -> Changes:
+def moved_bytes(schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float] = ()) -> Bytes:
+    """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is.
+
+    Args:
+        schedule: which says what is recomputed.
+        input_bytes: for each stage what it keeps of a micro-batch.
+        recomputed_bytes: the same where it is recomputed; empty for nothing.
+    """
+    kept = np.asarray(input_bytes, np.float64)[:, None, None]
+    left = np.asarray(recomputed_bytes or [0.0] * schedule.num_stages, np.float64)[:, None, None]
+    return np.where(schedule.facts.is_recomputed, left, kept) / schedule.num_slices
+
+
+def input_changes(
+    schedule: Schedule,
+    start_s: Seconds,
+    end_s: Seconds,
+    input_bytes: Sequence[float],
+    recomputed_bytes: Sequence[float] = (),
+) -> Changes:
     """What forwards keep until their backwards, on the rank that does both.
 
     Args:
@@ -60,41 +79,66 @@ def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, input_by
         start_s: of every action, row after row.
         end_s: the same.
         input_bytes: for each stage what it keeps of a micro-batch.
+        recomputed_bytes: the same where it is recomputed, until it is; empty for nothing.
     """
     row, ranks = schedule.facts.row, schedule.facts.ranks
-    kept = np.asarray(input_bytes, np.float64)[row.stage] / schedule.num_slices
+    whole, moved = _bytes_of(schedule, input_bytes, recomputed_bytes)
     ends_early = row.is_kind(Kind.FORWARD) & (row.stage < schedule.first_backward_stage)
     takes = row.is_kind(Kind.FORWARD, *OUT_OF)
-    gives = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *LOAD_OF) | ends_early
-    return _changes(ranks, kept, (takes, start_s), (gives, end_s))
+    again, ends = row.is_kind(Kind.RECOMPUTE), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    gives = row.is_kind(*LOAD_OF) | ends_early
+    return Changes.join(
+        [
+            Changes(ranks[takes], start_s[takes], moved[takes]),
+            Changes(ranks[again], start_s[again], (whole - moved)[again]),
+            Changes(ranks[gives], end_s[gives], -moved[gives]),
+            Changes(ranks[ends], end_s[ends], -whole[ends]),
+        ]
+    )
 
 
-def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, input_bytes: Sequence[float]) -> Changes:
+def accepted_changes(
+    schedule: Schedule,
+    start_s: Seconds,
+    end_s: Seconds,
+    input_bytes: Sequence[float],
+    recomputed_bytes: Sequence[float] = (),
+) -> Changes:
     """What ranks hold for their partners, see ``input_changes``; nothing where the schedule names no partners."""
-    row, ranks = schedule.facts.row, schedule.facts.ranks
-    if schedule.partners is None:
-        nobody = np.zeros(len(row), np.bool_)
-        return _changes(ranks, np.zeros(len(row)), (nobody, start_s), (nobody, end_s))
-    kept = np.asarray(input_bytes, np.float64)[row.stage] / schedule.num_slices
-    holder = np.asarray(schedule.partners, np.int32)[ranks]
-    return _changes(holder, kept, (row.is_kind(Kind.EVICT), start_s), (row.is_kind(Kind.LOAD), end_s))
+    row = schedule.facts.row
+    _, moved = _bytes_of(schedule, input_bytes, recomputed_bytes)
+    has_partners = schedule.partners is not None
+    holder = np.asarray(schedule.partners or [0] * schedule.num_ranks, np.int32)[schedule.facts.ranks]
+    takes, gives = row.is_kind(Kind.EVICT) & has_partners, row.is_kind(Kind.LOAD) & has_partners
+    return Changes.join(
+        [
+            Changes(holder[takes], start_s[takes], moved[takes]),
+            Changes(holder[gives], end_s[gives], -moved[gives]),
+        ]
+    )
 
 
-def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, input_bytes: Sequence[float]) -> Changes:
+def all_changes(
+    schedule: Schedule,
+    start_s: Seconds,
+    end_s: Seconds,
+    input_bytes: Sequence[float],
+    recomputed_bytes: Sequence[float] = (),
+) -> Changes:
     """Both, see ``input_changes``."""
-    arguments = (schedule, start_s, end_s, input_bytes)
+    arguments = (schedule, start_s, end_s, input_bytes, recomputed_bytes)
     return Changes.join([input_changes(*arguments), accepted_changes(*arguments)])
 
 
-def _changes(
-    ranks: NDArray[np.int32],
-    kept: Bytes,
-    taken: tuple[NDArray[np.bool_], Seconds],
-    given: tuple[NDArray[np.bool_], Seconds],
-) -> Changes:
-    (takes, taken_s), (gives, given_s) = taken, given
-    return Changes(
-        np.concatenate([ranks[takes], ranks[gives]]),
-        np.concatenate([taken_s[takes], given_s[gives]]),
-        np.concatenate([kept[takes], -kept[gives]]),
-    )
+def _bytes_of(
+    schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float]
+) -> tuple[Bytes, Bytes]:
+    """For each action that names a micro-batch what its stage keeps of it: as a whole, and until it is recomputed."""
+    row = schedule.facts.row
+    whole = np.asarray(input_bytes, np.float64)[row.stage] / schedule.num_slices
+    moved = whole.copy()
+    if schedule.facts.is_recomputed.any():
+        is_keyed = ~row.is_kind(*STAGE_KINDS)
+        place = tuple(array[is_keyed] for array in row.arrays[1:])
+        moved[is_keyed] = moved_bytes(schedule, input_bytes, recomputed_bytes)[place]
+    return whole, moved

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Kind
-from pipeloom.schedule.budget import refuse_missing, sized
+from pipeloom.schedule.budget import Sizes, checked, refuse_missing
 from pipeloom.schedule.clock import SecondsOf, nominal_s
-from pipeloom.schedule.held import all_changes
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.schedule import Schedule
@@ -18,6 +17,7 @@ def offload(
     budget_bytes: Sequence[float],
     seconds_of: SecondsOf = nominal_s,
     input_bytes: Sequence[float] | None = None,
+    recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
 ) -> Schedule:
     """Offload what it takes to keep every rank within its budget, and reload it before its backward.
@@ -34,6 +34,7 @@ def offload(
         seconds_of: seconds of every action, of ``OFFLOAD`` and ``RELOAD`` too. By default a backward is two
             forwards, and a transfer takes one.
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
+        recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
         always_bytes: for each rank what it holds besides. ``None`` for nothing.
 
     Returns:
@@ -46,19 +47,21 @@ def offload(
     if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
     schedule = lower(schedule)
-    sizes = sized("input_bytes", input_bytes, schedule.num_stages, 1.0)
-    always = sized("always_bytes", always_bytes, schedule.num_ranks, 0.0)
-    budget = sized("budget_bytes", budget_bytes, schedule.num_ranks, 0.0)
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes)
+    budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
+    moved = sizes.moved(schedule)
 
     def plan(clock: Clock) -> list[Plan]:
-        held = all_changes(schedule, *clock, sizes)
-        rows = [
-            row_clock(schedule, rank, clock, held.of(rank), sizes=sizes, out=Kind.OFFLOAD, seconds_of=seconds_of)
-            for rank in range(schedule.num_ranks)
+        held = sizes.changes(schedule, clock)
+        return [
+            make_room(
+                row_clock(schedule, rank, clock, held.of(rank), sizes=moved, out=Kind.OFFLOAD, seconds_of=seconds_of),
+                most - sizes.always[rank],
+                allows_late=True,
+            )
+            for rank, most in enumerate(budget)
         ]
-        limits = [most - other for most, other in zip(budget, always, strict=True)]
-        return [make_room(row, limit, allows_late=True) for row, limit in zip(rows, limits, strict=True)]
 
-    found, _ = settle(schedule, seconds_of, Kind.OFFLOAD, plan)
-    refuse_missing(found, seconds_of, sizes, budget, always)
+    found = settle(schedule, seconds_of, Kind.OFFLOAD, plan)
+    refuse_missing(found, seconds_of, sizes, budget)
     return found

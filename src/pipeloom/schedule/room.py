@@ -152,7 +152,7 @@ def row_clock(
     clock: tuple[Seconds, Seconds],
     held: tuple[Seconds, Bytes],
     *,
-    sizes: Sequence[float],
+    sizes: Bytes,
     out: Kind,
     seconds_of: SecondsOf,
 ) -> RowClock:
@@ -163,7 +163,7 @@ def row_clock(
         rank: whose row.
         clock: starts and ends of all actions.
         held: when the rank holds how many bytes more or fewer.
-        sizes: for each stage what it keeps of a micro-batch.
+        sizes: for each stage, micro-batch and slice what is kept (``moved_bytes``).
         out: what moves things away.
         seconds_of: how long that and its counterpart take.
     """
@@ -178,7 +178,7 @@ def row_clock(
         begin_s=start_s[computes].tolist(),
         end_s=ends,
         held_bytes=_most_held(ends, *held).tolist(),
-        kept=_movable(row, schedule, sizes),
+        kept=_movable(row, sizes),
         out=out,
         back=LOAD_OF[out],
         seconds_of=seconds_of,
@@ -203,18 +203,19 @@ def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
     return np.maximum(entry, np.where(first < last, most, -np.inf))
 
 
-def _movable(row: Row, schedule: Schedule, sizes: Sequence[float]) -> list[Kept]:
-    """What a backward needs and nothing moves yet."""
+def _movable(row: Row, sizes: Bytes) -> list[Kept]:
+    """What a backward needs, or a recomputation before it, and nothing moves yet."""
     computes = row.take(row.is_kind(*COMPUTE_KINDS))
-    moved = {(a.stage, a.microbatch, a.slice) for a in row.take(row.is_kind(*LOAD_OF))}
+    known = {(a.stage, a.microbatch, a.slice) for a in row.take(row.is_kind(*LOAD_OF))}
     made: dict[tuple[int, int | None, int], tuple[int, Action]] = {}
     found: list[Kept] = []
     for number, action in enumerate(computes):
         key = action[1:]
         if action.kind is Kind.FORWARD:
             made[key] = number, action
-        elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and key not in moved:
-            found.append(Kept(number, *made[key], sizes[action.stage] / schedule.num_slices))
+        elif key not in known and sizes[key] > 0:
+            known.add(key)
+            found.append(Kept(number, *made[key], float(sizes[key])))
     return sorted(found, key=lambda kept: kept.made)
 
 
@@ -373,9 +374,7 @@ def _with_moves(row: Row, moves: Sequence[Move], out: Kind) -> Row:
 Clock = tuple[Seconds, Seconds]
 
 
-def settle(
-    schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[[Clock], Sequence[Plan]]
-) -> tuple[Schedule, Sequence[Plan]]:
+def settle(schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[[Clock], Sequence[Plan]]) -> Schedule:
     """The schedule with a plan that was made on its own clock.
 
     Where nothing comes back late, that is the clock of the schedule without it. Otherwise backwards wait, and what they
@@ -396,4 +395,4 @@ def settle(
         is_old = ~np.isin(moved.facts.columns.kind, [CODE[out], CODE[LOAD_OF[out]]])
         start_s, end_s = times(moved, seconds_of)
         clock = start_s[is_old], end_s[is_old]
-    return moved, plans
+    return moved

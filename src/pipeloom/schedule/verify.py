@@ -21,6 +21,7 @@ from pipeloom.schedule.action import (
     TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
+    USES_WEIGHTS,
     Action,
     Kind,
 )
@@ -140,6 +141,9 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     found = [action for action in (full, for_input, for_weight) if action in present]
+    again = forward._replace(kind=Kind.RECOMPUTE)
+    if not trains and again in present:
+        yield f"{again} is superfluous: stage {stage} runs no backward"
     if forward not in present:
         yield f"{forward} is missing"
     if not trains and found:
@@ -154,13 +158,20 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
 
 
 def forward_before_backward(schedule: "Schedule") -> Violations:
-    """On its rank, a micro-batch's forward stands before its backward, and I before W."""
-    order = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+    """On its rank, a micro-batch's forward stands before its backward, and I before W; what recomputes, in between."""
+    order = {
+        Kind.BACKWARD: Kind.FORWARD,
+        Kind.BACKWARD_INPUT: Kind.FORWARD,
+        Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+        Kind.RECOMPUTE: Kind.FORWARD,
+    }
     seen: set[Action] = set()
     for rank, slot, action in schedule.actions():
         first = action._replace(kind=order[action.kind]) if action.kind in order else None
         if first is not None and first not in seen:
             yield Violation(f"{action} stands before {first}", rank, slot)
+        if action.kind is Kind.RECOMPUTE and schedule.input_gradient(*_keyed(action)) in seen:
+            yield Violation(f"{action} stands behind the backward that needs it", rank, slot)
         seen.add(action)
 
 
@@ -262,7 +273,8 @@ def swaps_in_turn(schedule: "Schedule") -> Violations:
                 f"{action} does not stand between {action._replace(kind=Kind.FORWARD)} and {other}", rank, slot
             )
         elif not is_out:
-            user = schedule.input_gradient(*_keyed(action))
+            again = action._replace(kind=Kind.RECOMPUTE)
+            user = again if again in slot_of else schedule.input_gradient(*_keyed(action))
             if slot_of[user] < slot:
                 yield Violation(f"{action} stands behind {user}, which needs it", rank, slot)
 
@@ -273,7 +285,7 @@ def _keyed(action: Action) -> tuple[int, int, int]:
 
 
 def unshard_before_compute(schedule: "Schedule") -> Violations:
-    """If a stage is ever gathered, it is gathered whenever it computes; it is gathered and dropped in turn."""
+    """If a stage is ever gathered, it is so whenever it computes on its weights; it is gathered and dropped in turn."""
     sharded_stages = {action.stage for _, _, action in schedule.actions() if action.kind is Kind.UNSHARD}
     gathered: set[int] = set()
     for rank, slot, action in schedule.actions():
@@ -286,7 +298,7 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
             if not is_gathered:
                 yield Violation(f"{action}: the stage is not gathered", rank, slot)
             gathered.discard(action.stage)
-        elif action.kind in COMPUTE_KINDS and action.stage in sharded_stages and not is_gathered:
+        elif action.kind in USES_WEIGHTS and action.stage in sharded_stages and not is_gathered:
             yield Violation(f"{action} computes on stage {action.stage} while its weights are sharded", rank, slot)
 
 

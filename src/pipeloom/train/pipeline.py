@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
 from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
@@ -51,7 +51,8 @@ def training_schedule(config: RunConfig) -> Schedule:
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
+    sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
+    choice = replace(config.choice(), family="forward-only", **sizes)
     return _lowered(config, choice)
 
 
@@ -107,7 +108,9 @@ class Pipeline:
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs)
+        lengths = layout.slice_lengths(config.data.seq_len)
+        self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
+        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
         self._transport = ProcessGroupTransport(
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
@@ -185,7 +188,8 @@ class Pipeline:
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
         self._warm_up(batch)
-        return self._run(self._trainer, batch.inputs, self._loss_of(batch))
+        cut = batch if self._slices is None else batch.cut(self._slices)
+        return self._run(self._trainer, cut.inputs, self._loss_of(cut))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
@@ -299,10 +303,22 @@ class Pipeline:
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
     def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
+        slices, first, split = self._slices_in(schedule), schedule.first_backward_stage, schedule.split_stages
         return {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            index: Stage(
+                one.module,
+                index,
+                outputs[index],
+                needs_input_gradient=index > first,
+                splits=index in split,
+                slices=slices,
+            )
             for index, one in self.data_parallel.weights.items()
         }
+
+    def _slices_in(self, schedule: Schedule) -> TokenSlices | None:
+        """Only training cuts sequences."""
+        return self._slices if schedule.num_slices > 1 else None
 
     def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
         stages = self._stages(schedule, outputs)
@@ -317,6 +333,7 @@ class Pipeline:
             tied=self._tied,
             swaps=swaps,
             run_ahead=self._config.training.run_ahead,
+            slices=self._slices_in(schedule),
         )
 
 
