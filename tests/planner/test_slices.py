@@ -81,7 +81,7 @@ def test_later_slices_are_shorter_where_attention_costs():
     found = best_slices(LatencyTable(causal, 256), 8)
     assert list(found.lengths) == sorted(found.lengths, reverse=True)
     assert found.lengths[0] > 1.5 * found.lengths[-1]
-    assert min(found.seconds) > 0.7 * max(found.seconds)
+    assert max(found.seconds) < 1.5 * min(found.seconds)
 
 
 def test_one_rank_does_not_slice():

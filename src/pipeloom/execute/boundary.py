@@ -53,6 +53,10 @@ class TokenSlices:
         """Of a whole sequence."""
         return sum(self.lengths)
 
+    def begin(self, number: int) -> int:
+        """The position of a slice's first token."""
+        return sum(self.lengths[:number])
+
     def spec(self, whole: TensorSpec, number: int) -> TensorSpec:
         """What crosses a boundary for one slice, where ``whole`` would for the micro-batch.
 

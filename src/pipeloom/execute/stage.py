@@ -126,10 +126,18 @@ class Stage:
         Raises:
             BoundaryError: the output is not what was agreed on.
         """
+        output = self._forward(part, tensor, objective, trains=trains, parcel=parcel)
+        if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
+            del self._caches[part.microbatch]
+        return output
+
+    def _forward(
+        self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
+    ) -> Tensor:
         with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
-            output = self._run(part, tensor, trains=trains)
+            output = self._run(part, tensor)
             if objective is not None:
                 output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
         result = output.detach()
@@ -140,9 +148,24 @@ class Stage:
             self.held_bytes += tensor.nbytes
         return result
 
+    def _run(self, part: Part, tensor: Tensor) -> Tensor:
+        """The module's output, as agreed."""
+        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
+        if self._slices is None:
+            output = self.module(tensor)
+            self._output.check(output, what)
+            return output
+        if part.microbatch not in self._caches:
+            self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
+        cache = self._caches[part.microbatch]
+        cache.begin = self._slices.begin(part.slice)  # a slice that is recomputed is not the next one
+        output = self.module(tensor, cache)
+        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
+        return output
+
     def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
         """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
-        output = self.forward(part, tensor, objective, trains=False)
+        output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = tensor
         self.held_bytes += tensor.nbytes
         return output
@@ -151,22 +174,7 @@ class Stage:
         """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
         tensor = self._inputs.pop(part)
         self.held_bytes -= tensor.nbytes
-        self.forward(part, tensor, objective, trains=True, parcel=parcel)
-
-    def _run(self, part: Part, tensor: Tensor, *, trains: bool) -> Tensor:
-        """The module's output, as agreed. What a micro-batch's slices share is dropped with the last one to need it."""
-        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
-        if self._slices is None:
-            output = self.module(tensor)
-            self._output.check(output, what)
-            return output
-        if part.slice == 0:
-            self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
-        output = self.module(tensor, self._caches[part.microbatch])
-        if not trains and part.slice == len(self._slices.lengths) - 1:
-            del self._caches[part.microbatch]
-        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
-        return output
+        self._forward(part, tensor, objective, trains=True, parcel=parcel)
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.

@@ -153,9 +153,9 @@ class Choice:
         group_size: for grouped families, between as many micro-batches as have ``pp`` slices and
             ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
         placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
+        num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
         keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
             what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
-        num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
     """
 
     family: str
@@ -164,8 +164,8 @@ class Choice:
     loops: int = 1
     group_size: int | None = None
     placement: str | None = None
-    keep: tuple[int, ...] | None = None
     num_slices: int = 1
+    keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
@@ -191,8 +191,6 @@ class Choice:
         )
         if len(self.keep) != self.pp and self.pp >= 1:
             problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
-        if self.num_slices > 1:
-            problems.append(f"keep recomputes whole sequences, found {self.num_slices} token slices; leave one out")
         return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
@@ -220,7 +218,7 @@ class Choice:
 
     @property
     def smallest_group(self) -> int:
-        """Fewest micro-batches of a group: those that have a slice for each rank; fewer would leave ranks without work."""
+        """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
         return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
 
     @property
@@ -262,7 +260,7 @@ class Choice:
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
-        if request.num_slices != self.num_slices:
+        if request.num_slices < self.num_slices:
             schedule = add_slices(schedule, self.num_slices)
         if self.keep is None:
             return schedule

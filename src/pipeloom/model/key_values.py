@@ -24,7 +24,8 @@ class KeyValueCache:
         num_tokens: of the whole sequences, whose slices come one after the other.
 
     Attributes:
-        begin: tokens that went forward, which is the position of the next slice's first one.
+        begin: position of the next slice's first token: behind the slice before it, unless it is set to that of one
+            which goes forward again.
     """
 
     def __init__(self, num_tokens: int) -> None:

@@ -16,6 +16,7 @@ and T is the smallest of R S(N; t_max) + (P - 1) t_max over all t_max. Everythin
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +79,7 @@ class LatencyTable:
 
     def slicing(self, bounds: Sequence[int]) -> Slicing:
         """The slices between some places, in units, from 0 to the end."""
-        pairs = list(zip(bounds, bounds[1:], strict=False))
+        pairs = list(pairwise(bounds))
         lengths = tuple((end - begin) * self.unit for begin, end in pairs)
         return Slicing(lengths, tuple(float(self.by_end[end, begin]) for begin, end in pairs))
 
@@ -135,7 +136,9 @@ def judged_slices(
     that runs knows better.
 
     Args:
-        table, num_ranks, rounds: as for ``trade_offs``.
+        table: seconds of slices.
+        num_ranks: pipeline ranks.
+        rounds: of the sequence on each rank in a step: micro-batches x loops.
         step_s: lengths in tokens -> seconds of a step.
         most: slicings of either kind that are judged.
 

@@ -41,7 +41,7 @@ def format_torch_csv(schedule: Schedule) -> str:
     actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
 
     Raises:
-        ScheduleTextError: the schedule swaps or recomputes, sends a tied matrix or cuts sequences, which PyTorch's
+        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
             runtime does not.
     """
     if schedule.num_slices > 1:

@@ -202,7 +202,7 @@ class Pipeline:
         with self._rehearsal():
             found = profile_stages(
                 self._world,
-                self._stages(self.schedule, self._outputs_in_training),
+                self._stages(self.schedule, self._outputs_in_training, None),
                 self._transport,
                 outputs=self._outputs_in_training,
                 tokens=batch.inputs[0],
@@ -246,7 +246,7 @@ class Pipeline:
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
         sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
         with self._rehearsal():
             warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
@@ -302,8 +302,10 @@ class Pipeline:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
-    def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
-        slices, first, split = self._slices_in(schedule), schedule.first_backward_stage, schedule.split_stages
+    def _stages(
+        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
+    ) -> dict[int, Stage]:
+        first, split = schedule.first_backward_stage, schedule.split_stages
         return {
             index: Stage(
                 one.module,
@@ -316,12 +318,9 @@ class Pipeline:
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _slices_in(self, schedule: Schedule) -> TokenSlices | None:
-        """Only training cuts sequences."""
-        return self._slices if schedule.num_slices > 1 else None
-
     def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
-        stages = self._stages(schedule, outputs)
+        slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
+        stages = self._stages(schedule, outputs, slices)
         return Executor(
             schedule,
             self._place.pipeline,
@@ -333,7 +332,7 @@ class Pipeline:
             tied=self._tied,
             swaps=swaps,
             run_ahead=self._config.training.run_ahead,
-            slices=self._slices_in(schedule),
+            slices=slices,
         )
 
 
