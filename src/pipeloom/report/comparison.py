@@ -1,10 +1,10 @@
 """What a schedule comes to, in the few numbers by which schedules are compared."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.cost.costs import Costs
 from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.schedule import Kind, Level, Schedule, add_unshard, lower
+from pipeloom.schedule import Kind, Schedule, add_unshard, lower
 from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
 from pipeloom.simulate import simulate
 from pipeloom.spans import Spans
@@ -59,16 +59,13 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     )
     curves = memory_over_time(schedule, trace, one_each)
     lowered = lower(schedule)
-    if schedule.level is Level.COMPUTE:
-        gathered = add_unshard(lowered, residency=1, prefetch=0)
-    else:
-        gathered = add_unshard(replace(lowered, partners=schedule.partners), residency=1, prefetch=0)
+    gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
     swaps = _count(lowered, *LOAD_OF, *LOAD_OF.values())
     return Comparison(
         bubble_overhead=trace.num_ranks * (trace.end_s - trace.start_s) / sum(map(_needed_s, ranks)) - 1,
         own_overhead=max(
-            (float(compute.end_s.max()) - float(compute.start_s.min())) / _needed_s(compute) - 1 for compute in ranks
+            float(compute.end_s.max() - compute.start_s.min()) / _needed_s(compute) - 1 for compute in ranks
         ),
         memory=tuple(curve.peak_bytes for curve in curves),
         gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
