@@ -1,7 +1,7 @@
 """The best schedule there is, by an exact solver (OR-Tools CP-SAT): for small cases, to compare with.
 
-Micro-batches go through a stage in order. An input is held from the start of its forward; of it, a part is given back
-at the end of the first half of the backward, and the rest at the end of the second, as rows count it.
+Micro-batches go through a stage in order. An input is held from the start of its forward to the end of the second half
+of its backward, as rows count it.
 """
 
 from ortools.sat.python import cp_model
@@ -15,13 +15,15 @@ class Exact:
         count: micro-batches.
         seconds: [kind][stage] of forwards, first halves, second halves; whole numbers.
         over_s: of a message between ranks, a whole number.
-        room: for each rank, in whole inputs; ``pending`` of 1 counts an input until its second half has ended.
+        most_s: seconds of a step that is known, which none needs to exceed.
+        room: for each rank, in stage inputs.
     """
 
-    def __init__(self, placement, count, seconds, room, over_s=0):
+    def __init__(self, placement, count, seconds, room, over_s=0, most_s=None):
         self.model, self.placement, self.count, self.seconds = cp_model.CpModel(), placement, count, seconds
         stages = range(placement.num_stages)
-        horizon = 2 * sum(seconds[kind][stage] for kind in range(3) for stage in stages) * count + 4 * over_s * count
+        whole = sum(seconds[kind][stage] for kind in range(3) for stage in stages) * count
+        horizon = whole + 2 * over_s * placement.num_stages * count if most_s is None else most_s
         self.start = {
             (kind, stage, turn): self.model.new_int_var(0, horizon, "")
             for kind in range(3)

@@ -7,7 +7,7 @@ stays from the best that there is, is in ``docs/simulate.md``.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Literal
 
@@ -24,7 +24,7 @@ Aim = Literal["step", "rank"]
 """What is to be short: the whole step; or the longest time from a rank's first action to its last, which is how fast
 steps follow each other if no rank waits for all others between them."""
 
-_PATIENCE = (0.0, 0.5, 1.0)
+_PATIENCE = (0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,14 +155,14 @@ def _times(task: Task, woven: Woven) -> tuple[float, float]:
 
 
 def _candidates(task: Task) -> Iterator[tuple[str, Woven]]:
-    loops = task.placement.num_stages // task.placement.num_ranks
-    among = range(3) if loops > 1 else range(1)
-    for rule in product(range(3), among, among, range(3)):
-        for patience in _PATIENCE:
-            woven = _listed(task, rule, patience)
+    is_looped = task.placement.num_stages > task.placement.num_ranks
+    among = range(3) if is_looped else range(1)
+    for rule in product(range(3), among, among, among):
+        for patience, keeps_room in product(_PATIENCE, (True, False) if is_looped else (True,)):
+            woven = _listed(task, rule, patience, keeps_room=keeps_room)
             if woven is not None:
                 yield f"priorities {rule}, patience {patience:g}", woven
-    for name, orders in _orders(task, loops):
+    for name, orders in _orders(task.placement, task.num_microbatches):
         for patience in _PATIENCE:
             try:
                 woven = weave(orders, task.placement, task.budgets, task.clock.after(patience))
@@ -171,26 +171,36 @@ def _candidates(task: Task) -> Iterator[tuple[str, Woven]]:
             yield f"{name}, patience {patience:g}", woven
 
 
-def _orders(task: Task, loops: int) -> Iterator[tuple[str, list[Row]]]:
-    """The orders of forwards and gradients of inputs of every family that runs on the placement."""
-    pp = task.placement.num_ranks
-    placements = [name for name, make in PLACEMENTS.items() if make(pp, loops) == task.placement]
+@lru_cache(maxsize=64)
+def _orders(placement: Placement, num_microbatches: int) -> tuple[tuple[str, tuple[Row, ...]], ...]:
+    """The orders of forwards and gradients of inputs of every family that runs on the placement, each order once."""
+    pp = placement.num_ranks
+    loops = placement.num_stages // pp
+    placements = [name for name, make in PLACEMENTS.items() if make(pp, loops) == placement]
+    found: dict[tuple[Row, ...], str] = {}
     for name in [name for name, known in FAMILIES.items() if known.has_backward and not known.is_found]:
-        for placement in placements:
-            choice = Choice(
-                family=name, pp=pp, loops=loops, num_microbatches=task.num_microbatches, placement=placement
-            )
+        for where in placements:
+            choice = Choice(family=name, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=where)
             if not choice.problems():
-                yield name, [of_inputs(row) for row in choice.make().rows]
+                found.setdefault(tuple(map(of_inputs, choice.make().rows)), name)
                 break
+    return tuple((name, orders) for orders, name in found.items())
 
 
-def _listed(task: Task, rule: Sequence[int], patience: float) -> Woven | None:
-    """Rows from one list of priorities; ``None`` where they come to no end."""
+def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: bool) -> Woven | None:
+    """Rows from one list of priorities; ``None`` where they come to no end.
+
+    Args:
+        task: what is wanted.
+        rule: priorities.
+        patience: of gradients of weights.
+        keeps_room: whether a forward leaves room for an input of each later stage of its rank: that always comes to an
+            end. Without, there is more room, and some rows end in a deadlock.
+    """
     placement, clock = task.placement, task.clock
     stages = np.array([placement.stages_of(rank) for rank in range(placement.num_ranks)], np.int32)
     reserve = np.zeros(placement.num_stages)
-    for own in stages:
+    for own in stages if keeps_room else []:
         reserve[own] = np.cumsum(clock.kept[own][::-1])[::-1] - clock.kept[own]
     size = 3 * stages.shape[1] * task.num_microbatches
     kind, stage, microbatch, starts = kernel(listing, placement.num_ranks * size)(
@@ -216,18 +226,23 @@ def _listed(task: Task, rule: Sequence[int], patience: float) -> Woven | None:
 @family("zb-1p", is_looped=False, instead="interleaved-zb", splits_backward=True, is_found=True)
 def zb_1p(request: Request) -> Rows:
     """The best found in 1F1B's memory with forward and both halves equally long (arXiv 2401.10241, section 3.1)."""
-    return _found(request, request.placement.num_ranks)
+    return _found(request, "zb-1p")
 
 
 @family("zb-2p", is_looped=False, instead="interleaved-zb", splits_backward=True, is_found=True)
 def zb_2p(request: Request) -> Rows:
     """The same in twice 1F1B's memory: ranks never stand still once they have begun (arXiv 2401.10241, section 3.1)."""
-    return _found(request, 2 * request.placement.num_ranks)
+    return _found(request, "zb-2p")
 
 
-def _found(request: Request, most_inputs: int) -> Rows:
+INPUTS_BY_RANKS = {"zb-1p": 1, "zb-2p": 2}
+"""For each family that searches how many stage inputs a rank may hold, as a multiple of the number of ranks."""
+
+
+def _found(request: Request, name: str) -> Rows:
     one = (1.0,) * request.placement.num_stages
-    budgets = (float(most_inputs),) * request.placement.num_ranks
+    pp = request.placement.num_ranks
+    budgets = (float(INPUTS_BY_RANKS[name] * pp),) * pp
     task = Task(
         placement=request.placement,
         num_microbatches=request.num_microbatches,

@@ -14,6 +14,7 @@ from pipeloom.cost.memory import (
     num_logits,
     stage_input_bytes,
     stage_kept_bytes,
+    stage_pending_bytes,
     state_bytes,
     working_bytes,
 )
@@ -82,15 +83,16 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
+    pending = stage_pending_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     only_head = [float(stage == head) for stage in range(schedule.num_stages)]
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = _most_held(schedule, rank, inputs) + working
+        activations = most_held(schedule, rank, inputs, pending) + working
         logits = 0.0
         if head in stages:
-            logits = logits_each + (_most_held(schedule, rank, only_head) - 1) * kept_logits(run, software)
+            logits = logits_each + (most_held(schedule, rank, only_head, only_head) - 1) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -134,15 +136,24 @@ def kept_logits(run: Run, software: Software) -> float:
     return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
-def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward."""
-    sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == 1:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
+def most_held(schedule: Schedule, rank: int, kept: Sequence[float], pending: Sequence[float]) -> float:
+    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
+
+    Args:
+        schedule: at any level.
+        rank: of a row.
+        kept: for each stage what a micro-batch keeps from its forward to the end of its backward, or of its first half.
+        pending: for each stage what it keeps between the halves.
+    """
     row = schedule.rows[rank]
-    change = row.is_kind(Kind.FORWARD).astype(float) - row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    held = np.cumsum(change * np.asarray(bytes_by_stage)[row.stage] / schedule.num_slices)
-    return float(held.max(initial=0.0))
+    is_split = row.is_kind(Kind.BACKWARD_INPUT).any()
+    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
+    if len(sizes) == 1 and not is_split:
+        return schedule.peak_stage_inputs[rank] * sizes.pop()
+    first, second = np.asarray(kept)[row.stage], np.asarray(pending)[row.stage]
+    change = first * (row.is_kind(Kind.FORWARD).astype(float) - row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT))
+    change += second * (row.is_kind(Kind.BACKWARD_INPUT).astype(float) - row.is_kind(Kind.BACKWARD_WEIGHT))
+    return float(np.cumsum(change / schedule.num_slices).max(initial=0.0))
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -184,6 +195,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     return HeldBytes(
         always_bytes=tuple(always),
         input_bytes=tuple(inputs),
+        pending_bytes=tuple(stage_pending_bytes(run, software)),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),

@@ -28,13 +28,16 @@ class HeldBytes:
 
     Attributes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
-        input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward.
+        input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward,
+            or of its first half.
         working_bytes: for each stage what a compute action needs while it runs, beside that.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
         gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
             its reduction; 0 where it is among ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
+        pending_bytes: for each stage what a micro-batch keeps between the two halves of its backward; empty for as much
+            as before.
     """
 
     always_bytes: tuple[float, ...]
@@ -43,6 +46,7 @@ class HeldBytes:
     gathered_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     message_bytes: float
+    pending_bytes: tuple[float, ...] = ()
 
 
 PARTS = ("always", "stage inputs", "working", "gathered weights", "gradients", "receive buffers")
@@ -113,9 +117,13 @@ def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     kept = np.asarray(held.input_bytes)[own.row.stage] / schedule.num_slices
     ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
     takes = own.row.is_kind(Kind.FORWARD, *OUT_OF)
-    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *LOAD_OF) | ends_early
+    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT, *LOAD_OF) | ends_early
+    halves, ends = own.row.is_kind(Kind.BACKWARD_INPUT), own.row.is_kind(Kind.BACKWARD_WEIGHT)
+    pending = np.asarray(held.pending_bytes or held.input_bytes)[own.row.stage] / schedule.num_slices
     yield "stage inputs", own.start_s[takes], kept[takes]
     yield "stage inputs", own.end_s[gives], -kept[gives]
+    yield "stage inputs", own.end_s[halves], pending[halves]
+    yield "stage inputs", own.end_s[ends], -pending[ends]
     working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]
