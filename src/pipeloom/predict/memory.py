@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
-
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
@@ -15,6 +13,7 @@ from pipeloom.cost.memory import (
     num_logits,
     stage_input_bytes,
     stage_kept_bytes,
+    stage_pending_bytes,
     state_bytes,
     working_bytes,
 )
@@ -22,7 +21,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.held import Kept, most_in_row
 from pipeloom.schedule.sharding import unreduced_counts
 
 _KEPT_LOGIT_BYTES = 4.0
@@ -83,17 +82,19 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
+    pending = stage_pending_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
-    again, shares = recomputed_bytes(run, software), run.slice_shares
+    shares = run.slice_shares
+    kept = Kept(inputs, pending, recomputed_bytes(run, software), shares)
+    only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = _most_held(schedule, rank, inputs, again, shares) + working
+        activations = most_in_row(schedule, rank, kept) + working
         logits = 0.0
         if head in stages:
-            others = _most_held(schedule, rank, only_head, nothing, shares) - max(shares)
+            others = most_in_row(schedule, rank, only_head) - max(shares)
             logits = logits_each + others * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
@@ -151,33 +152,6 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def _most_held(
-    schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float], shares: Sequence[float]
-) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
-
-    Args:
-        schedule: with the row.
-        rank: whose row it is.
-        kept: for each stage the bytes of a micro-batch.
-        again: the same until it is recomputed, where it is.
-        shares: of each token slice in that.
-    """
-    row = schedule.rows[rank]
-    is_recomputed = bool(row.is_kind(Kind.RECOMPUTE).any())
-    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == len(shares) == 1 and not is_recomputed:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
-    begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    change = (begins.astype(float) - ends) * np.asarray(kept)[row.stage]
-    if is_recomputed:
-        saved = np.asarray(kept)[row.stage] - np.asarray(again)[row.stage]
-        place = tuple(array[begins] for array in row.arrays[1:])
-        change[begins] -= saved[begins] * schedule.facts.is_recomputed[place]
-        change += saved * row.is_kind(Kind.RECOMPUTE)
-    return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
-
-
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
     """Other ranks from which a rank receives."""
     owner = schedule.placement.rank_by_stage
@@ -217,6 +191,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     return HeldBytes(
         always_bytes=tuple(always),
         input_bytes=tuple(inputs),
+        pending_bytes=tuple(stage_pending_bytes(run, software)),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),

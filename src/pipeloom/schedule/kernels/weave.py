@@ -17,7 +17,8 @@ def weave(
     num_microbatches: int,
     seconds: Floats,
     over_s: Floats,
-    size: Floats,
+    kept: Floats,
+    pending: Floats,
     room: Floats,
     patience: float,
 ) -> tuple[Ints, Ints, Ints, Floats]:
@@ -33,7 +34,8 @@ def weave(
         num_microbatches: of the step.
         seconds: [kind, stage] of forwards, of first halves (at ``1``) and of second halves (at ``2``).
         over_s: for each boundary between two stages the seconds of moving a tensor over it; 0 on one rank.
-        size: for each stage what a micro-batch keeps there from its forward to the end of its backward.
+        kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
+        pending: for each stage what it keeps from there to the end of the second half.
         room: for each rank how much it can keep.
         patience: the least part of a second half's seconds that the next action must be away for it to run first.
 
@@ -64,8 +66,8 @@ def weave(
             waiting[rank] += 1
         ready, is_full = now, False
         if node < first[rank + 1]:
-            ready, is_full = ready_at(kind[node], stage[node], microbatch[node], forward_end, input_end, over_s), False
-            is_full = kind[node] == FORWARD and held[rank] + size[stage[node]] > room[rank] * (1 + 1e-12)
+            ready = ready_at(kind[node], stage[node], microbatch[node], forward_end, input_end, over_s)
+            is_full = kind[node] == FORWARD and held[rank] + kept[stage[node]] > room[rank] * (1 + 1e-12)
         is_last = node == first[rank + 1]
         runs_weight = is_last or is_full
         if waiting[rank] < node:
@@ -80,7 +82,7 @@ def weave(
             out_kind[out[rank]], out_stage[out[rank]], out_microbatch[out[rank]] = BACKWARD_WEIGHT, here, number
             starts[out[rank]] = now
             clock[rank] = now + seconds[2, here]
-            held[rank] -= size[here]
+            held[rank] -= pending[here]
             waiting[rank] += 1
             out[rank] += 1
         elif ready > now:
@@ -97,11 +99,12 @@ def weave(
             if kind[node] == FORWARD:
                 clock[rank] = now + seconds[0, here]
                 forward_end[here, number] = clock[rank]
-                held[rank] += size[here]
+                held[rank] += kept[here]
                 neighbor = here + 1
             else:
                 clock[rank] = now + seconds[1, here]
                 input_end[here, number] = clock[rank]
+                held[rank] += pending[here] - kept[here]
                 neighbor = here - 1
             if 0 <= neighbor < num_stages:
                 is_blocked[owner[neighbor]] = False
