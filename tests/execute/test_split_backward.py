@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from families import fitting
 from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.run_folder import read_run
 from pipeloom.schedule import Kind, add_data_parallel, lower, split_backward
@@ -35,7 +36,7 @@ def split(layout, family, delay, placement="looped"):
 
 
 def worst(family, delay, *, tied=False, model="llama", placement="looped", settings=None, **sizes):
-    layout = Layout(loops=2 if FAMILIES[family].is_looped else 1, **sizes)
+    layout = Layout(loops=fitting(family, 2)["loops"], **sizes)
     schedule = complete(layout, split(layout, family, delay, placement), tied=tied, **(settings or {}))
     return differences(TransformerCluster(layout, schedule, model, tied=tied))
 
