@@ -29,6 +29,8 @@ class Held:
         stage_input_bytes: of the inputs that they kept for a backward.
         pending: (stage, part of the batch) between the halves of their backward.
         pending_bytes: of what they kept for the gradients of the weights.
+        live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
+            accepted from ranks that evict; 0 where nobody counts.
     """
 
     gathered: int = 0
@@ -39,6 +41,7 @@ class Held:
     stage_input_bytes: int = 0
     pending: int = 0
     pending_bytes: int = 0
+    live_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""

@@ -1,18 +1,23 @@
 """One stage on one rank: forward and backward of a micro-batch, and what is kept between them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.saved import Parcel, hollow
+from pipeloom.model import KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 
 Objective = Callable[[Tensor, int], Tensor]
-"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate."""
+"""(last stage's output, micro-batch) -> what the step is after: a scalar loss to train, anything to evaluate. Where
+micro-batches are cut, their slices are counted through: the number is micro-batch x slices + slice."""
 
 
 class Part(NamedTuple):
@@ -20,6 +25,10 @@ class Part(NamedTuple):
 
     microbatch: int
     slice: int = 0
+
+    def number(self, num_slices: int) -> int:
+        """Its place among all parts, slice by slice, micro-batch by micro-batch."""
+        return self.microbatch * num_slices + self.slice
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Stage:
         output: the spec that the output must fulfil.
         needs_input_gradient: whether an earlier stage waits for the gradient of the input.
         splits: whether it is to run the halves of a backward on their own; the module then defers what it can.
+        slices: how micro-batches are cut; the module then also takes a ``KeyValueCache``. ``None`` for whole ones.
 
     Attributes:
         held_bytes: of the inputs that are kept for a backward; what autograd keeps beside them is not counted.
@@ -65,6 +75,7 @@ class Stage:
         *,
         needs_input_gradient: bool,
         splits: bool = False,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.module = module
         self.index = index
@@ -73,9 +84,11 @@ class Stage:
         self.splits = splits
         if splits:
             defer(module)
-        self._kept: dict[Part, tuple[Tensor, Tensor]] = {}
-        self._pending: dict[Part, Pending] = {}
+        self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
         self._inputs: dict[Part, Tensor] = {}
+        self._pending: dict[Part, Pending] = {}
+        self._slices = slices
+        self._caches: dict[int, KeyValueCache] = {}
         self.held_bytes = 0
         self.pending_bytes = 0
 
@@ -89,7 +102,15 @@ class Stage:
         """Parts of the batch between the two halves of their backward."""
         return len(self._pending)
 
-    def forward(self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool) -> Tensor:
+    def forward(
+        self,
+        part: Part,
+        tensor: Tensor,
+        objective: Objective | None,
+        *,
+        trains: bool,
+        parcel: Parcel | None = None,
+    ) -> Tensor:
         """Run a part of the batch forward.
 
         Args:
@@ -97,6 +118,7 @@ class Stage:
             tensor: the stage's input.
             objective: applied to the output; on the last stage only.
             trains: keep what the backward needs; otherwise nothing is kept.
+            parcel: takes what autograd saves, so that it can be moved.
 
         Returns:
             The output, detached: for the next stage, or the objective's result.
@@ -104,30 +126,55 @@ class Stage:
         Raises:
             BoundaryError: the output is not what was agreed on.
         """
-        with torch.set_grad_enabled(trains):
+        output = self._forward(part, tensor, objective, trains=trains, parcel=parcel)
+        if not trains and self._slices is not None and part.slice == len(self._slices.lengths) - 1:
+            del self._caches[part.microbatch]
+        return output
+
+    def _forward(
+        self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
+    ) -> Tensor:
+        with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
                 tensor = tensor.detach().requires_grad_()
-            output = self.module(tensor)
-            self._output.check(output, f"the output of stage {self.index} for micro-batch {part.microbatch}")
+            output = self._run(part, tensor)
             if objective is not None:
-                output = objective(output, part.microbatch)
+                output = objective(output, part.number(1 if self._slices is None else len(self._slices.lengths)))
+        result = output.detach()
         if trains:
-            self._kept[part] = (tensor, output)
+            if parcel is not None:
+                parcel.close(tensor, output)
+            self._kept[part] = (tensor, output) if parcel is None else hollow(tensor, output)
             self.held_bytes += tensor.nbytes
-        return output.detach()
+        return result
+
+    def _run(self, part: Part, tensor: Tensor) -> Tensor:
+        """The module's output, as agreed."""
+        what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
+        if self._slices is None:
+            output = self.module(tensor)
+            self._output.check(output, what)
+            return output
+        if part.microbatch not in self._caches:
+            self._caches[part.microbatch] = KeyValueCache(self._slices.num_tokens)
+        cache = self._caches[part.microbatch]
+        cache.begin = self._slices.begin(part.slice)  # a slice that is recomputed is not the next one
+        output = self.module(tensor, cache)
+        self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
+        return output
 
     def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
         """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
-        output = self.forward(part, tensor, objective, trains=False)
+        output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = tensor
         self.held_bytes += tensor.nbytes
         return output
 
-    def recompute(self, part: Part, objective: Objective | None) -> None:
-        """Run a part forward again, after ``forward_once``, and keep what its backward needs."""
+    def recompute(self, part: Part, objective: Objective | None, parcel: Parcel | None = None) -> None:
+        """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
         tensor = self._inputs.pop(part)
         self.held_bytes -= tensor.nbytes
-        self.forward(part, tensor, objective, trains=True)
+        self._forward(part, tensor, objective, trains=True, parcel=parcel)
 
     def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
@@ -145,7 +192,7 @@ class Stage:
             return made
         tensor, output, gradient = self._take(part, gradient)
         run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return self._made(tensor.grad)
+        return self._made(part, tensor.grad)
 
     def backward_input(self, part: Part, gradient: Tensor | None) -> Tensor | None:
         """The first half of ``backward``: the gradient of the input. Nothing adds to the parameters' ``grad`` yet.
@@ -166,7 +213,7 @@ class Stage:
         pending = Pending(filed, [leaf for leaf, _ in made], [one for _, one in made])
         self._pending[part] = pending
         self.pending_bytes += pending.size
-        return self._made(own)
+        return self._made(part, own)
 
     def backward_weight(self, part: Part) -> None:
         """The second half of ``backward``: gradients add to the parameters' ``grad``. Weights need not be here."""
@@ -177,17 +224,20 @@ class Stage:
             for one in pending.filed:
                 one.add()
 
-    def _take(self, part: Part, gradient: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _take(self, part: Part, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
         """What is kept of a part, which then is not any more: input, output, and the output's gradient."""
         tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
         if gradient is None:
+            assert isinstance(output, Tensor)
             assert output.numel() == 1, f"the objective must return a scalar to train, not {tuple(output.shape)}"
             gradient = torch.ones_like(output)
         return tensor, output, gradient
 
-    def _made(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the input, if somebody waits for it."""
+    def _made(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a part's input, if somebody waits for it."""
+        if part.slice == 0:
+            self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:
             return None
         assert gradient is not None, f"stage {self.index} does not use its input"
@@ -197,5 +247,6 @@ class Stage:
         """Drop everything that is kept, after a step that failed."""
         self._kept.clear()
         self._inputs.clear()
+        self._caches.clear()
         self._pending.clear()
         self.held_bytes = self.pending_bytes = 0
