@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 from toy import make_executor
@@ -77,6 +78,7 @@ def test_gradients_equal_those_of_whole_sequences(tmp_path, family, model, slice
 @pytest.mark.parametrize("placement", ["v", "linear"])
 @pytest.mark.parametrize("family", [name for name in TRAINING if FAMILIES[name].is_looped])
 def test_other_placements_too(tmp_path, family, placement):
+    placement = fitting(family, 2, placement)["placement"]
     layout = Layout(pp=2, loops=2, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN)
     found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family=family, placement=placement))
     assert max(found.values()) < 1e-9
