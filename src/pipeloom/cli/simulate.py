@@ -10,6 +10,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -73,6 +74,11 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
         residency=schedule.known_residency,
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
+        moving=Moving(
+            balance=schedule.balance,
+            offload=schedule.offload,
+            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+        ),
     )
     return simulate_step(described.run, described.cluster, described.software, order)
 

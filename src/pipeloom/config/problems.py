@@ -21,7 +21,8 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
-    found += _data_parallel_problems(config)
+    found += [*_data_parallel_problems(config), *_swap_problems(config)]
+    found += _place_problems(config)
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
         found += _compile_problems(config)
@@ -212,6 +213,29 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
         if getattr(schedule, name) is not None and layout.shard not in levels
     ]
     return problems
+
+
+def _swap_problems(config: "RunConfig") -> list[str]:
+    schedule, problems = config.schedule, list[str]()
+    if schedule.balance and config.layout.pp < 2:
+        problems.append(
+            f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
+        )
+    if schedule.offload and schedule.activation_gb is None:
+        problems.append("schedule.offload moves what schedule.activation_gb has no room for; say how much that is")
+    if schedule.activation_gb is not None:
+        if not 0 < schedule.activation_gb <= sys.float_info.max:
+            problems.append(f"schedule.activation_gb must be above 0, found {schedule.activation_gb}")
+        if not (schedule.balance or schedule.offload):
+            problems.append("schedule.activation_gb has no effect without schedule.balance or schedule.offload")
+    return problems
+
+
+def _place_problems(config: "RunConfig") -> list[str]:
+    order, pp = config.layout.pipeline_order, config.layout.pp
+    if order is None or sorted(order) == list(range(pp)):
+        return []
+    return [f"layout.pipeline_order must name each pipeline rank 0..{pp - 1} once, found {' '.join(map(str, order))}"]
 
 
 def _partition_problems(layout: Layout, pieces: int) -> list[str]:

@@ -130,4 +130,5 @@ def _run(config: RunConfig) -> Run:
         replicate=layout.replicate or 1,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement or "looped",
+        pipeline_order=layout.pipeline_order,
     )
