@@ -49,8 +49,8 @@ CASES = {
     "llama-65b": Case(load_model("llama-65b"), 8),
 }
 """80 layers do not divide by 12, so that 96B runs on 32 devices, as in the re-evaluation. The shape of 134B is not
-known: 96 layers of 10752 have as many parameters and divide by 12 ranks, which makes 48 devices; with heads of 128 or of
-112."""
+known: 96 layers of 10752 have as many parameters and divide by 12 ranks, which makes 48 devices; with heads of 128 or
+of 112."""
 MICRO_BATCHES = (1, 2, 4)
 SETTINGS: dict[str, tuple[Attention, tuple[Recompute, ...]]] = {
     "recompute": ("fused-softmax", ("selective", "full")),

@@ -105,8 +105,9 @@ def test_swaps_between_nodes_draw_on_the_network_adapter():
 
 
 def test_offload_goes_at_the_speed_of_the_host_and_names_a_cluster_that_has_none():
-    assert offload_seconds(RUN, A100, [12.6e9] * 8) == (1.0,) * 8
-    with pytest.raises(UserError, match="laptop does not say how fast a device reaches .* add host_gb_per_s"):
+    assert A100.host is not None
+    assert offload_seconds(RUN, A100, [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
+    with pytest.raises(UserError, match="laptop does not say how fast a device reaches .* add a table .host."):
         step(replace(RUN, pp=2, tp=1, precision="fp32"), cluster=LAPTOP, offload=True, activation_bytes=1e15)
 
 

@@ -85,8 +85,8 @@ class ScheduleConfig:
     """Family of schedules; `pipeloom schedule --help` lists them."""
     group_size: int | None = None
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
-    placement: str = "looped"
-    """Stage -> rank: looped, v or linear."""
+    placement: str | None = None
+    """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     keep: tuple[int, ...] | None = None
     """For each pipeline rank the stage inputs that it keeps with everything computed from them until their backwards;
     the others are recomputed, one by one, as few as possible. None: all."""

@@ -47,8 +47,6 @@ class Device:
         memory_bytes_per_s: nominal bandwidth.
         launch_s: seconds of the host for each kernel it launches.
         num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
-        host_bytes_per_s: between it and the memory of its host, in each direction, while all devices of the node do the
-            same; 0 where nobody says.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
-    host_bytes_per_s: float = 0.0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -196,6 +193,8 @@ class Cluster:
             group), as nccl-tests reports it. Empty: from the links.
         collective_curves: for each collective what was measured inside a node over the message's size, with one or
             more numbers of ranks. Empty: from ``bus_curves`` or the links.
+        host: between a device and the memory of its host, while all devices of a node use theirs; ``None`` where
+            nothing can be left there.
         price_per_device_hour: in dollars; ``None`` where nobody publishes one.
         adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
         cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: every device
@@ -211,6 +210,7 @@ class Cluster:
     inter: Link
     bus_curves: dict[Collective, Curve] = field(default_factory=dict)
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
+    host: Link | None = None
     price_per_device_hour: float | None = None
     adapters_per_node: int = 0
     cores_per_node: int = 0

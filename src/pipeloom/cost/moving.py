@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_way
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
@@ -45,12 +45,17 @@ def offload_seconds(run: Run, cluster: Cluster, input_bytes: Sequence[float]) ->
     Raises:
         UserError: the cluster has not so many devices, or does not say how fast they reach the host.
     """
-    parts = rank_parts(run, cluster)
-    for part in parts:
-        if part.device.host_bytes_per_s == 0:
-            raise UserError(
-                f"the cluster {part.name} does not say how fast a device reaches the memory of its host; "
-                "add host_gb_per_s to [device]"
-            )
+    hosts = [_host(part) for part in rank_parts(run, cluster)]
     owner = placement_of(run).rank_by_stage
-    return tuple(size / parts[rank].device.host_bytes_per_s for rank, size in zip(owner, input_bytes, strict=True))
+    return tuple(
+        hosts[rank].latency_s + size / hosts[rank].bytes_per_s for rank, size in zip(owner, input_bytes, strict=True)
+    )
+
+
+def _host(part: Cluster) -> Link:
+    if part.host is None:
+        raise UserError(
+            f"the cluster {part.name} does not say how fast a device reaches the memory of its host; "
+            "add a table [host] with latency_us and gb_per_s"
+        )
+    return part.host

@@ -10,6 +10,7 @@ import numpy as np
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
+    key_value_bytes,
     lent_bytes,
     logits_bytes,
     num_logits,
@@ -96,17 +97,18 @@ def _memory(
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
-    again = recomputed_bytes(run)
+    again, shares = recomputed_bytes(run, software), run.slice_shares
+    working, logits_each = working * max(shares), logits_each * max(shares)
     most_held = partial(_most_held, schedule)
     if swaps_anything(schedule):
-        most_held = partial(_most_held_on, schedule, _clock(schedule, trace))
+        most_held = partial(_most_held_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = most_held(rank, inputs, again) + working
-        logits = most_held(rank, only_head, nothing) * kept_logits(run, software)
+        activations = most_held(rank, inputs, again, shares) + working
+        logits = most_held(rank, only_head, nothing, shares) * kept_logits(run, software)
         if head in stages:
-            logits += logits_each - kept_logits(run, software)
+            logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -118,7 +120,10 @@ def _memory(
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages) * room.receive_buffers * stage_input_bytes(run),
+                buffers_bytes=_num_peers(schedule, stages)
+                * room.receive_buffers
+                * stage_input_bytes(run)
+                * max(shares),
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
             )
@@ -150,12 +155,19 @@ def kept_logits(run: Run, software: Software) -> float:
     return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
-def recomputed_bytes(run: Run) -> list[float]:
-    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input."""
-    return [stage_input_bytes(run)] * run.num_stages
+def recomputed_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
+
+    Where sequences are cut into slices, also the keys and values of its layers.
+    """
+    counts, _ = stage_layers(run, software)
+    each = key_value_bytes(run) if run.slices else 0.0
+    return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def _most_held(schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float]) -> float:
+def _most_held(
+    schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float], shares: Sequence[float]
+) -> float:
     """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
 
     Args:
@@ -163,11 +175,12 @@ def _most_held(schedule: Schedule, rank: int, kept: Sequence[float], again: Sequ
         rank: whose row it is.
         kept: for each stage the bytes of a micro-batch.
         again: the same until it is recomputed, where it is.
+        shares: of each token slice in that.
     """
     row = schedule.rows[rank]
     is_recomputed = bool(row.is_kind(Kind.RECOMPUTE).any())
     sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == 1 and not is_recomputed:
+    if len(sizes) == len(shares) == 1 and not is_recomputed:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
     begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     change = (begins.astype(float) - ends) * np.asarray(kept)[row.stage]
@@ -176,7 +189,7 @@ def _most_held(schedule: Schedule, rank: int, kept: Sequence[float], again: Sequ
         place = tuple(array[begins] for array in row.arrays[1:])
         change[begins] -= saved[begins] * schedule.facts.is_recomputed[place]
         change += saved * row.is_kind(Kind.RECOMPUTE)
-    return float(np.cumsum(change / schedule.num_slices).max(initial=0.0))
+    return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
 
 
 def swaps_anything(schedule: Schedule) -> bool:
@@ -192,10 +205,14 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
 
 
 def _most_held_on(
-    schedule: Schedule, clock: tuple[Seconds, Seconds], rank: int, kept: Sequence[float], again: Sequence[float]
+    timed: tuple[Schedule, Seconds, Seconds],
+    rank: int,
+    kept: Sequence[float],
+    again: Sequence[float],
+    shares: Sequence[float],
 ) -> float:
     """The same as ``_most_held`` on a clock: without what has left, with what is accepted."""
-    return all_changes(schedule, *clock, kept, again).peak(rank)
+    return all_changes(*timed, kept, again, slice_shares=shares).peak(rank)
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -240,6 +257,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
+        slice_shares=run.slice_shares,
         message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
-        recomputed_bytes=tuple(recomputed_bytes(run)),
+        recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

@@ -1,8 +1,10 @@
 """What a described run moves away between forward and backward: to partners, to the host."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moving import offload_seconds, swap_seconds
 from pipeloom.cost.shape import Run
@@ -32,39 +34,59 @@ class Moving:
         return self.balance or self.offload
 
 
+class Placed(NamedTuple):
+    """A run, where, and with what."""
+
+    run: Run
+    cluster: Cluster
+    software: Software
+
+
 def with_moves(
-    schedule: Schedule, run: Run, cluster: Cluster, software: Software, *, costs: StageCosts, moving: Moving
+    schedule: Schedule, placed: Placed, costs: StageCosts, price: Callable[[StageCosts], Costs], moving: Moving
 ) -> tuple[Schedule, StageCosts]:
-    """The schedule with what moves, and the costs of that too.
+    """The schedule with what moves, and the costs of whole micro-batches with those of moving them.
 
     Args:
         schedule: as it would be simulated without.
-        run: what is trained.
-        cluster: where; which links moves take depends on where ranks stand.
-        software: with what.
-        costs: of everything else.
+        placed: what is trained; which links moves take depends on where ranks stand.
+        costs: of everything else, of whole micro-batches.
+        price: from them those of the schedule's actions, which may be of token slices.
         moving: what moves.
 
     Raises:
         UserError: a rank needs more than its bytes, or the cluster does not say how fast a device reaches its host.
     """
+    run, cluster, software = placed
     held = held_bytes(run, software, schedule)
-    sizes, again = held.input_bytes, held.recomputed_bytes
+    sizes, again, shares = held.input_bytes, held.recomputed_bytes, held.slice_shares
     room = None if moving.activation_bytes is None else [moving.activation_bytes] * schedule.num_ranks
     if moving.balance:
-        partners = find_partners(schedule, seconds_of=costs.seconds, input_bytes=sizes, recomputed_bytes=again)
+        partners = find_partners(
+            schedule,
+            seconds_of=price(costs).seconds,
+            input_bytes=sizes,
+            recomputed_bytes=again,
+            slice_shares=shares,
+        )
         costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, sizes))
         schedule = balance(
             schedule,
-            seconds_of=costs.seconds,
+            seconds_of=price(costs).seconds,
             input_bytes=sizes,
             recomputed_bytes=again,
+            slice_shares=shares,
             budget_bytes=None if moving.offload else room,
             partners=partners,
         )
     if moving.offload and room is not None:
         costs = replace(costs, offload_s=offload_seconds(run, cluster, sizes))
         schedule = offload(
-            schedule, seconds_of=costs.seconds, input_bytes=sizes, recomputed_bytes=again, budget_bytes=room
+            schedule,
+            seconds_of=price(costs).seconds,
+            input_bytes=sizes,
+            recomputed_bytes=again,
+            slice_shares=shares,
+            budget_bytes=room,
         )
     return schedule, costs

@@ -2,22 +2,23 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import fmean
 
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
-from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
+from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.layout import Shard
+from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
-from pipeloom.predict.moving import Moving, with_moves
+from pipeloom.predict.moving import Moving, Placed, with_moves
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
@@ -184,15 +185,19 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    placement = order.choice.placement or "looped"
+    placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
+    if order.choice.num_slices > 1 and not run.slices:
+        run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     if order.moving.is_any:
-        schedule, costs = with_moves(schedule, run, cluster, software, costs=costs, moving=order.moving)
+        placed = Placed(run, cluster, software)
+        schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
-    trace = simulate(schedule, costs, links)
+    trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
@@ -202,6 +207,11 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     )
     blocked_s = _blocked_s(run, cluster, software, costs, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+
+
+def _whole(costs: StageCosts) -> Costs:
+    """Of whole sequences."""
+    return costs
 
 
 def _receive_buffers(software: Software, order: Order) -> int:

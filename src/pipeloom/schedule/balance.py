@@ -26,6 +26,7 @@ def balance(
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
@@ -48,6 +49,7 @@ def balance(
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
         recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
         always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
+        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
             are then only as many as that takes. ``None``: balance each pair.
         partners: pairs to take instead of those of the profile; see ``Schedule.partners``.
@@ -62,7 +64,7 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes)
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
     pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
     balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
@@ -77,13 +79,16 @@ def find_partners(
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """The pairs that ``balance`` would choose, for which no transfer needs to have a price yet.
 
     Raises:
         UserError: arguments have a wrong length.
     """
-    return _partners(schedule, seconds_of, Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes))
+    return _partners(
+        schedule, seconds_of, Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    )
 
 
 def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes) -> tuple[int, ...]:
