@@ -166,7 +166,7 @@ class Stage:
     def forward_once(
         self, part: Part, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
     ) -> Tensor:
-        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept, which ``parcel`` may take."""
+        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept, which a parcel may take."""
         output = self._forward(part, tensor, objective, trains=False)
         self._inputs[part] = (lambda: tensor) if parcel is None else parcel.keep(tensor)
         self.held_bytes += tensor.nbytes
