@@ -23,7 +23,7 @@ from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 LOOPED = [name for name in TRAINING if FAMILIES[name].is_looped]
 
 

@@ -49,7 +49,7 @@ def sliced_differences(tmp_path, model, layout, schedule_config):
     outputs = stage_outputs(lambda stage: build(stage, "meta"), schedule.num_stages, tokens)
     modules, post = [build(stage, "cpu") for stage in range(schedule.num_stages)], Post()
     ranks = range(schedule.num_ranks)
-    executors = [make_executor(schedule, r, modules, outputs, post.transport(r), slices) for r in ranks]
+    executors = [make_executor(schedule, r, modules, outputs, post.transport(r), slices=slices) for r in ranks]
     cut = batch.cut(slices)
     results = run_in_process(executors, cut.inputs, cut.loss)
     assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
-from pipeloom.schedule import Kind
 from pipeloom.toolchain import toolchain_problems
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
-    found += _data_parallel_problems(config)
+    found += [*_data_parallel_problems(config), *_swap_problems(config)]
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
         found += _compile_problems(config)
@@ -203,17 +202,10 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
 
 
 def _compile_problems(config: "RunConfig") -> list[str]:
-    training, choice = config.training, config.choice()
-    if not training.compile:
+    training = config.training
+    if not training.compile or training.compile_backend != "inductor":
         return []
-    problems = toolchain_problems(training.device) if training.compile_backend == "inductor" else []
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    if not choice.problems() and any(row.is_kind(*halves).any() for row in choice.make().rows):
-        problems.append(
-            f"training.compile makes one function of a stage's backward, which schedule.family {choice.family} splits "
-            "in two; leave training.compile out or use another family"
-        )
-    return problems
+    return toolchain_problems(training.device)
 
 
 def _data_parallel_problems(config: "RunConfig") -> list[str]:
@@ -234,6 +226,22 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
         for name, levels in wanted.items()
         if getattr(schedule, name) is not None and layout.shard not in levels
     ]
+    return problems
+
+
+def _swap_problems(config: "RunConfig") -> list[str]:
+    schedule, problems = config.schedule, list[str]()
+    if schedule.balance and config.layout.pp < 2:
+        problems.append(
+            f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
+        )
+    if schedule.offload and schedule.activation_gb is None:
+        problems.append("schedule.offload moves what schedule.activation_gb has no room for; say how much that is")
+    if schedule.activation_gb is not None:
+        if not 0 < schedule.activation_gb <= sys.float_info.max:
+            problems.append(f"schedule.activation_gb must be above 0, found {schedule.activation_gb}")
+        if not (schedule.balance or schedule.offload):
+            problems.append("schedule.activation_gb has no effect without schedule.balance or schedule.offload")
     return problems
 
 

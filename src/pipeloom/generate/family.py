@@ -76,6 +76,9 @@ class Family:
         is_looped: takes several stages for each rank; otherwise exactly one.
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
+        splits_backward: runs the two halves of backwards apart.
+        loops: the stages for each rank that it takes, where it takes one number of them alone.
+        placement: the one that it runs on; ``None`` for any.
         instead: the family to use when ``is_looped`` is violated.
         stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
             ``None`` where there is none.
@@ -89,6 +92,9 @@ class Family:
     is_looped: bool
     is_grouped: bool
     has_backward: bool
+    splits_backward: bool
+    loops: int | None
+    placement: str | None
     instead: str | None
     stage_inputs: StageInputs | None
     slices_itself: bool = False
@@ -104,6 +110,9 @@ def family(
     is_looped: bool,
     is_grouped: bool = False,
     has_backward: bool = True,
+    splits_backward: bool = False,
+    loops: int | None = None,
+    placement: str | None = None,
     instead: str | None = None,
     stage_inputs: StageInputs | None = None,
     slices_itself: bool = False,
@@ -113,8 +122,20 @@ def family(
     def register(rule: Rule) -> Rule:
         assert name not in FAMILIES, f"two families are called {name}"
         summary = (rule.__doc__ or "").strip().splitlines()[0]
-        kinds = (is_looped, is_grouped, has_backward, instead, stage_inputs, slices_itself)
-        FAMILIES[name] = Family(name, rule, summary, *kinds)
+        FAMILIES[name] = Family(
+            name=name,
+            rule=rule,
+            summary=summary,
+            is_looped=is_looped,
+            is_grouped=is_grouped,
+            has_backward=has_backward,
+            splits_backward=splits_backward,
+            loops=loops,
+            placement=placement,
+            instead=instead,
+            stage_inputs=stage_inputs,
+            slices_itself=slices_itself,
+        )
         return rule
 
     return register
@@ -131,7 +152,7 @@ class Choice:
         loops: stages for each rank, at least 1.
         group_size: for grouped families, between as many micro-batches as have ``pp`` slices and
             ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
-        placement: a key of ``PLACEMENTS``; ``None`` for looped.
+        placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
         num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
         keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
             what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
@@ -178,6 +199,12 @@ class Choice:
         if self.loops > 1 and not chosen.is_looped:
             instead = f"use {chosen.instead} or loops 1"
             problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
+        if chosen.loops not in (None, self.loops):
+            wanted = f"{name} runs {chosen.loops} stages on each rank, found loops {self.loops}"
+            problems.append(f"{wanted}; use loops {chosen.loops}")
+        if chosen.placement is not None and self.placement not in (None, chosen.placement):
+            wanted = f"{name} runs on the placement {chosen.placement}, found {self.placement}"
+            problems.append(f"{wanted}; use {chosen.placement} or leave it out")
         if size is not None and not chosen.is_grouped:
             problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
         elif size is not None and are_sizes_right and not self.smallest_group <= size <= self.num_microbatches:
@@ -204,7 +231,14 @@ class Choice:
         Raises:
             KeyError: no placement has that name, which ``problems`` tells.
         """
-        return PLACEMENTS[self.placement or "looped"](self.pp, self.loops)
+        return PLACEMENTS[self.placement_name](self.pp, self.loops)
+
+    @property
+    def placement_name(self) -> str:
+        """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
+        known = FAMILIES.get(self.family)
+        own = known.placement if known is not None else None
+        return self.placement or own or "looped"
 
     def make(self) -> Schedule:
         """The compute-only schedule.

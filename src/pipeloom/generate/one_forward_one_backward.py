@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from pipeloom.errors import ScheduleError
 from pipeloom.generate.family import Request, Rows, StageInputs, family
+from pipeloom.generate.order import in_turn
 from pipeloom.schedule import Kind, Row, Schedule, sliced
 
 
@@ -51,7 +52,7 @@ def one_forward_one_backward(request: Request) -> Rows:
     after ``K - 1`` forwards more: the first backward is that of the first micro-batch's last slice (Seq1F1B, arXiv
     2406.03488).
     """
-    return _alternate(request, hops_back=1)
+    return alternate(request, hops_back=1)
 
 
 @family("depth-first", is_looped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
@@ -62,7 +63,7 @@ def depth_first(request: Request) -> Rows:
     and back before the next. With one loop it is 1F1B with twice the warm-up. With token slices groups are of as many
     micro-batches as have P slices.
     """
-    return _alternate(request, hops_back=2)
+    return alternate(request, hops_back=2)
 
 
 @family("hybrid", is_looped=True, is_grouped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
@@ -71,10 +72,10 @@ def hybrid(request: Request) -> Rows:
 
     N = P is depth-first. N = M has breadth-first's forward order, and its last local stage begins its backward early.
     """
-    return _alternate(request, hops_back=2)
+    return alternate(request, hops_back=2)
 
 
-def _alternate(request: Request, hops_back: int) -> Rows:
+def alternate(request: Request, hops_back: int) -> Rows:
     """Warm-up forwards, then forward and backward in turn, then the rest of the backwards.
 
     A rank waits with its first backward until the gradient can have come back to it: it is ``hops_back``
@@ -125,7 +126,7 @@ def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
         forwards = Row.join([Row.grid(Kind.FORWARD, stages, group) for group in groups])
         backwards = Row.join([Row.grid(Kind.BACKWARD, stages[::-1], group) for group in groups])
         among = request.num_slices
-        rows.append(_in_turn(sliced(forwards, among), sliced(backwards, among), num_warmup))
+        rows.append(in_turn(sliced(forwards, among), sliced(backwards, among), num_warmup))
     return Rows(rows, _most_inputs(request, hops_back, extra))
 
 
@@ -148,8 +149,3 @@ def _groups(num_microbatches: int, group_size: int) -> list[range]:
     num_groups = max(1, num_microbatches // group_size)
     bounds = [-(-num_microbatches * i // num_groups) for i in range(num_groups + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]
-
-
-def _in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
-    rest = forwards[num_warmup:]
-    return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]

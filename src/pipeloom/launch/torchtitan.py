@@ -56,7 +56,7 @@ def _model_problems(job: Job) -> list[str]:
 
 
 def _placement_problems(job: Job) -> list[str]:
-    layout, placement = job.config.layout, job.config.schedule.placement
+    layout, placement = job.config.layout, job.config.choice().placement_name
     if layout.loops == 1 or layout.pp == 1 or placement == "looped":
         return []
     if placement == "v" and layout.loops == 2:
@@ -141,7 +141,7 @@ def _drops_weights(job: Job) -> bool:
 
 def _pipeline_flags(job: Job) -> list[Flag]:
     layout, schedule = job.config.layout, job.config.schedule
-    placement = schedule.placement if layout.loops > 1 else "looped"
+    placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
     name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[schedule.family]
     return [
         flag("--training.disable_cuda_graphs"),  # which do not go with a pipeline, and are on by default

@@ -27,8 +27,17 @@ from torch.nn import functional
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
 from pipeloom.layout import Recompute
+from pipeloom.model.deferred import Defers
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache, causal_mask
-from pipeloom.model.parallel_layers import ColumnSplitLinear, RowSplitLinear, Split, SplitEmbedding
+from pipeloom.model.parallel_layers import (
+    ColumnSplitLinear,
+    Lookup,
+    RowSplitLinear,
+    Split,
+    SplitEmbedding,
+    product,
+    project,
+)
 from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 
@@ -108,7 +117,7 @@ class Embedding(nn.Module):
         learned = config.family == "gpt2"
         self._parallel = parallel
         self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.positions = nn.Embedding(max_positions, config.hidden_size) if learned else None
+        self.positions = Lookup(max_positions, config.hidden_size) if learned else None
 
     def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
         """Tokens, int64, to x_BTH; ``begin`` is the position of the first ones."""
@@ -153,9 +162,7 @@ class Attention(nn.Module):
             What is added to the residual stream.
         """
         x_BTH = self._parallel.enter(x)
-        query_BNTD = self._heads(self.query(x_BTH))
-        key_BKTD = self._heads(self.key(x_BTH))
-        value_BKTD = self._heads(self.value(x_BTH))
+        query_BNTD, key_BKTD, value_BKTD = map(self._heads, project(x_BTH, self.query, self.key, self.value))
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
         mask = None
@@ -199,8 +206,8 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
         x_BTH = self._parallel.enter(x)
-        inner_BTF = functional.silu(self.gate(x_BTH)) * self.up(x_BTH)
-        return self.down(inner_BTF)
+        gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
+        return self.down(functional.silu(gate_BTF) * up_BTF)
 
 
 class GeluFeedForward(nn.Module):
@@ -248,7 +255,7 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module, Defers):
     """The last piece: norm and projection to the vocabulary, without bias.
 
     Args:
@@ -271,7 +278,7 @@ class Head(nn.Module):
         if self.output is not None:
             return self.output(x_BTH)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
-        return functional.linear(x_BTH, tied_VH)
+        return product(x_BTH, tied_VH, defers=self.defers)
 
 
 class Transformer(nn.Module):
@@ -324,6 +331,11 @@ class Transformer(nn.Module):
     def borrows(self) -> bool:
         """Whether the head projects with the matrix of an embedding that is not in the range."""
         return self.config.tied and self.has_head and not self.has_embedding
+
+    @property
+    def borrowed(self) -> Tensor | None:
+        """The embedding's matrix, while it is lent."""
+        return self._borrowed_VH
 
     def borrow(self, weight_VH: Tensor | None) -> None:
         """Lend the head the embedding's matrix, or take it back.

@@ -182,7 +182,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    placement = order.choice.placement or "looped"
+    placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     if order.choice.num_slices > 1 and not run.slices:
         run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))

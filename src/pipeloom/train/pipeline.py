@@ -22,10 +22,12 @@ from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import (
@@ -40,11 +42,12 @@ from pipeloom.model import (
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
+from pipeloom.train.moving import moving, swaps_anything
 
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    return _lowered(config, config.choice())
+    return moving(config, _lowered(config, config.choice()))
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
@@ -113,7 +116,15 @@ class Pipeline:
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
         self._outputs_in_training = outputs
-        self._trainer = self._executor(self.schedule, outputs)
+        wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
+        self._swaps = Swaps(
+            self.schedule,
+            self._place.pipeline,
+            ProcessSwapLanes(self._clock, world.device),
+            wires,
+            counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
+        )
+        self._trainer = self._executor(self.schedule, outputs, self._swaps)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -246,6 +257,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
+        self._swaps.close()
         self.data_parallel.close()
 
     def _warm_up(self, batch: Batch) -> None:
@@ -312,13 +324,20 @@ class Pipeline:
     def _stages(
         self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
     ) -> dict[int, Stage]:
-        first = schedule.first_backward_stage
+        first, split = schedule.first_backward_stage, schedule.split_stages
         return {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, slices=slices)
+            index: Stage(
+                one.module,
+                index,
+                outputs[index],
+                needs_input_gradient=index > first,
+                splits=index in split,
+                slices=slices,
+            )
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
+    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
         slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
         stages = self._stages(schedule, outputs, slices)
         return Executor(
@@ -330,6 +349,7 @@ class Pipeline:
             clock=self._clock,
             data_parallel=self.data_parallel,
             tied=self._tied,
+            swaps=swaps,
             run_ahead=self._config.training.run_ahead,
             slices=slices,
         )
