@@ -1,6 +1,7 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -11,7 +12,7 @@ from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
-from pipeloom.cost.slices import SliceModel
+from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard, even_slices
@@ -205,7 +206,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
-    blocked_s = _blocked_s(run, cluster, software, costs, schedule)
+    parts = sliced.slices if isinstance(sliced, SliceCosts) else (costs,)
+    blocked_s = _blocked_s(run, cluster, software, parts, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
 
 
@@ -311,17 +313,32 @@ def _num_actions(schedule: Schedule) -> int:
 
 
 def _blocked_s(
-    run: Run, cluster: Cluster, software: Software, costs: StageCosts, schedule: Schedule
+    run: Run, cluster: Cluster, software: Software, parts: Sequence[StageCosts], schedule: Schedule
 ) -> tuple[float, ...]:
-    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
+    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions.
+
+    Args:
+        run: what is trained.
+        cluster: where.
+        software: with what.
+        parts: costs of a micro-batch, or of each of its slices.
+        schedule: what runs.
+    """
     if not software.is_blocking:
         return (0.0,) * run.pp
-    free = stage_costs(run, cluster, replace(software, is_blocking=False))
+    unblocked = replace(software, is_blocking=False)
+    whole = stage_costs(run, cluster, unblocked)
+    free = SliceModel(run, cluster, unblocked).costs(whole, run.slices).slices if run.slices else (whole,)
     by_stage = [
-        (f + b - free_f - free_b) * schedule.num_microbatches
-        for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)
+        schedule.num_microbatches * sum(f + b - free_f - free_b for f, b, free_f, free_b in times)
+        for times in zip(*(_stage_times(*pair) for pair in zip(parts, free, strict=True)), strict=True)
     ]
     return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
+
+
+def _stage_times(one: StageCosts, other: StageCosts) -> list[tuple[float, float, float, float]]:
+    """For each stage forward and backward of both."""
+    return list(zip(one.forward_s, one.backward_s, other.forward_s, other.backward_s, strict=True))
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
