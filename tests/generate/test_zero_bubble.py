@@ -58,9 +58,13 @@ def test_interleaved_zero_bubble_has_the_bubble_of_zb_h1_in_stages_that_are_smal
 
 
 @pytest.mark.parametrize(("pp", "count"), SIZES)
-def test_zb_v_loses_no_more_than_the_way_to_the_last_rank_in_the_memory_of_1f1b(pp, count):
-    """2 P inputs of stages half as large; no step is shorter, since the last rank waits for P - 1 forwards."""
+def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(pp, count):
+    """2 P inputs of stages half as large (arXiv 2401.10241, section 6).
+
+    The step is the shortest that there is at any size: the last rank waits for P - 1 forwards.
+    """
     schedule = make_schedule("zb-v", pp=pp, loops=2, num_microbatches=count)
+    assert bubble(schedule) == (0 if count >= 2 * pp - 1 else pp - 1)
     assert simulate(schedule, UNIT).end_s == 6 * count + pp - 1
     assert max(schedule.peak_stage_inputs) == 2 * pp
 

@@ -163,12 +163,12 @@ def _candidates(task: Task) -> Iterator[tuple[str, Woven]]:
             if woven is not None:
                 yield f"priorities {rule}, patience {patience:g}", woven
     for name, orders in _orders(task.placement, task.num_microbatches):
-        for patience in _PATIENCE:
+        for patience, pulls in product(_PATIENCE, (False, True) if is_looped else (False,)):
             try:
-                woven = weave(orders, task.placement, task.budgets, task.clock.after(patience))
+                woven = weave(orders, task.placement, task.budgets, task.clock.changed(patience, pulls=pulls))
             except ScheduleError:
-                break  # it does not fit
-            yield f"{name}, patience {patience:g}", woven
+                continue  # it does not fit
+            yield f"{name}, patience {patience:g}{', ahead' * pulls}", woven
 
 
 @lru_cache(maxsize=64)

@@ -32,8 +32,8 @@ class _Hops(NamedTuple):
 
 @family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True)
 def zb_v(request: Request) -> Rows:
-    """A V in 1F1B's memory, without any bubble but the way to the last rank (arXiv 2401.10241, section 6)."""
-    return _repeated(request, _Hops(1, 5), request.placement.num_ranks)
+    """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
+    return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
 @family("v-half", is_looped=True, loops=2, placement="v", splits_backward=True)
@@ -48,13 +48,14 @@ def v_min(request: Request) -> Rows:
     return _repeated(request, _Hops(1, 1), (request.placement.num_ranks + 4) // 3)
 
 
-def _repeated(request: Request, hops: _Hops, most_microbatches: int) -> Rows:
+def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: bool = False) -> Rows:
     """The block of each micro-batch, six units after that of the one before.
 
     Args:
         request: sizes.
         hops: of the block.
         most_microbatches: of whose inputs a rank holds as much as both of its stages keep.
+        pulls: whether ranks fill the way in with forwards of later blocks.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
     orders = []
@@ -75,7 +76,7 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int) -> Rows:
             for microbatch in range(count)
         ]
         orders.append(Row.of([action for _, action in sorted(events, key=lambda event: event[0])]))
-    return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp)
+    return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
 
 def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:

@@ -33,6 +33,7 @@ class Clock:
         kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
         pending: for each stage what it keeps from there to the end of the second half.
         patience: the least part of a gradient of weights for which a rank that would stand still runs one.
+        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
     """
 
     seconds: Floats
@@ -40,6 +41,7 @@ class Clock:
     kept: Floats
     pending: Floats
     patience: float = 1.0
+    pulls: bool = False
 
     @classmethod
     def unit(cls, num_stages: int) -> "Clock":
@@ -47,9 +49,17 @@ class Clock:
         one = np.ones(num_stages)
         return cls(seconds=np.ones((3, num_stages)), over_s=0 * one, kept=one, pending=one)
 
-    def after(self, patience: float) -> "Clock":
-        """The same with another patience."""
-        return replace(self, patience=patience)
+    def reserve(self, placement: Placement) -> Floats:
+        """For each stage the room that its forward leaves for the later stages of its rank before its turn."""
+        if not self.pulls:
+            return np.full(placement.num_stages, np.inf)
+        owner = np.array(placement.rank_by_stage)
+        numbers = np.arange(len(owner))
+        return np.array([self.kept[(owner == owner[stage]) & (numbers > stage)].sum() for stage in numbers])
+
+    def changed(self, patience: float, *, pulls: bool) -> "Clock":
+        """The same with another patience, with forwards before their turn or without."""
+        return replace(self, patience=patience, pulls=pulls)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
         clock.pending,
         np.array(room, np.float64),
         clock.patience,
+        clock.reserve(placement),
     )
     if (starts < 0).any():
         message = f"the order waits for itself, or needs more room than {list(room)}"
@@ -100,15 +111,17 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
     return Woven(tuple(whole.take(part) for part in parts), tuple(starts[part] for part in parts))
 
 
-def woven(placement: Placement, orders: Sequence[Row], most_inputs: Sequence[int]) -> Rows:
+def woven(placement: Placement, orders: Sequence[Row], most_inputs: Sequence[int], *, pulls: bool = False) -> Rows:
     """A family's answer: the orders with their gradients of weights, on the clock of the papers' figures.
 
     Args:
         placement: stage -> rank.
         orders: for each rank its forwards and gradients of inputs.
         most_inputs: for each rank how many stage inputs it may hold, which becomes the promise.
+        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
     """
-    return Rows(weave(orders, placement, most_inputs).rows, most_inputs)
+    clock = replace(Clock.unit(placement.num_stages), pulls=pulls)
+    return Rows(weave(orders, placement, most_inputs, clock).rows, most_inputs)
 
 
 def of_inputs(row: Row) -> Row:

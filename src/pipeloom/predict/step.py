@@ -198,7 +198,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
-    trace = simulate(schedule, price(costs), links)
+    priced = price(costs)
+    trace = simulate(schedule, priced, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
@@ -206,7 +207,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
-    parts = sliced.slices if isinstance(sliced, SliceCosts) else (costs,)
+    parts = priced.slices if isinstance(priced, SliceCosts) else (costs,)
     blocked_s = _blocked_s(run, cluster, software, parts, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
 
