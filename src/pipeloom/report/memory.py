@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
+from pipeloom.schedule.held import accepted_changes, input_changes
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.spans import Seconds, Spans
@@ -48,8 +49,8 @@ class HeldBytes:
     recomputed_bytes: tuple[float, ...] = ()
 
 
-PARTS = ("always", "stage inputs", "working", "gathered weights", "gradients", "receive buffers")
-"""What the bytes of a curve are made of."""
+PARTS = ("always", "stage inputs", "accepted", "working", "gathered weights", "gradients", "receive buffers")
+"""What the bytes of a curve are made of; accepted is what a partner evicted to this rank."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,14 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
+    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes, held.recomputed_bytes)
+    inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))
         changes = [
-            *_inputs(schedule, own, held),
+            ("stage inputs", *inputs.of(rank)),
+            ("accepted", *accepted.of(rank)),
+            *_work(own, held),
             *_whole_stages(own, held, trace.end_s),
             *_messages(schedule, rank, matched, held, trace.start_s),
         ]
@@ -111,24 +116,8 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
     return MemoryCurve(tuple(differing), peak_bytes, peak_s, dict(zip(PARTS, parts.tolist(), strict=True)))
 
 
-def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
-    """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
-    _, stage, microbatch, part = own.row.arrays
-    kept = np.asarray(held.input_bytes)[stage] / schedule.num_slices
-    again, taken = own.row.is_kind(Kind.RECOMPUTE), kept
-    if again.any():
-        is_keyed = own.row.is_kind(*COMPUTE_KINDS, *LOAD_OF, *OUT_OF)
-        recomputes = np.zeros(len(own), np.bool_)
-        recomputes[is_keyed] = schedule.facts.is_recomputed[stage[is_keyed], microbatch[is_keyed], part[is_keyed]]
-        only_input = np.asarray(held.recomputed_bytes)[stage] / schedule.num_slices
-        taken = np.where(recomputes & ~again, only_input, kept)
-        yield "stage inputs", own.start_s[again], (kept - only_input)[again]
-    ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
-    takes = own.row.is_kind(Kind.FORWARD, *OUT_OF)
-    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT, *LOAD_OF) | ends_early
-    ends = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    yield "stage inputs", own.start_s[takes], taken[takes]
-    yield "stage inputs", own.end_s[gives], -np.where(ends, kept, taken)[gives]
+def _work(own: Spans, held: HeldBytes) -> Changes:
+    """What compute needs while it runs."""
     working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]

@@ -1,9 +1,11 @@
 """What a schedule is: the value, its text, its rules, its dependencies, its lowering."""
 
 from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.balance import balance
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard
 from pipeloom.schedule.lower_tied import add_tied
+from pipeloom.schedule.offload import offload
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
@@ -21,9 +23,11 @@ __all__ = [
     "add_reduce_grad",
     "add_tied",
     "add_unshard",
+    "balance",
     "format_schedule",
     "format_torch_csv",
     "lower",
+    "offload",
     "parse_schedule",
     "parse_torch_csv",
 ]

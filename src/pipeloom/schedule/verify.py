@@ -55,6 +55,21 @@ def row_for_each_rank(schedule: "Schedule") -> Violations:
         yield Violation(f"first_backward_stage {schedule.first_backward_stage} is not in 0..{schedule.num_stages}")
 
 
+def partners_in_pairs(schedule: "Schedule") -> Violations:
+    """Where partners are named, every rank has one that has it as its own, or itself, which means none."""
+    partners, ranks = schedule.partners, range(schedule.num_ranks)
+    if partners is None:
+        return
+    if len(partners) != schedule.num_ranks:
+        yield Violation(f"expected a partner for each of {schedule.num_ranks} ranks, found {len(partners)}")
+        return
+    for rank, partner in enumerate(partners):
+        if partner not in ranks:
+            yield Violation(f"the partner {partner} of rank {rank} is not in 0..{schedule.num_ranks - 1}", rank)
+        elif partners[partner] != rank:
+            yield Violation(f"rank {rank} has the partner {partner}, which has rank {partners[partner]}", rank)
+
+
 def kinds_of_level(schedule: "Schedule") -> Violations:
     """A compute-level schedule has compute actions only."""
     if schedule.level == "compute":
@@ -228,6 +243,15 @@ def sends_match_receives(schedule: "Schedule") -> Violations:
                 yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
 
 
+def evicts_to_another(schedule: "Schedule") -> Violations:
+    """Where partners are named, a rank that evicts has another one."""
+    if schedule.partners is None:
+        return
+    for rank, slot, action in schedule.actions():
+        if action.kind is Kind.EVICT and schedule.partners[rank] == rank:
+            yield Violation(f"{action} has nowhere to go: rank {rank} has no partner", rank, slot)
+
+
 def swaps_in_turn(schedule: "Schedule") -> Violations:
     """What is evicted is loaded again: once, after its forward, and before the backward that needs it."""
     slot_of = _slots(schedule)
@@ -308,6 +332,7 @@ Rule = Callable[["Schedule"], Violations]
 
 COMPUTE_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
+    partners_in_pairs,
     kinds_of_level,
     in_range,
     on_its_rank,
@@ -319,6 +344,7 @@ COMPUTE_RULES: tuple[Rule, ...] = (
 )
 COMMUNICATION_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
+    partners_in_pairs,
     in_range,
     on_its_rank,
     unique,
@@ -330,6 +356,7 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     receive_before_compute,
     sends_match_receives,
     swaps_in_turn,
+    evicts_to_another,
     unshard_before_compute,
     gathered_bound,
     reduce_each_contribution_once,
