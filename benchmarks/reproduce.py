@@ -1,6 +1,6 @@
-"""The facts and figures of the breadth-first paper (arXiv 2211.05953), from simulation. Run by ``make reproduce``.
+"""What the breadth-first paper (arXiv 2211.05953) and BPipe's report, from simulation. Run by ``make reproduce``.
 
-Writes data files, pictures and the tables of ``docs/reproduction/README.md``. Nothing is typed there by hand.
+Writes data files, pictures and the tables of ``docs/reproduction/``. Nothing is typed there by hand.
 """
 
 import os
@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from rich.console import Console
 from rich.markdown import Markdown
 
+from reproduction import bpipe, bpipe_tables
 from reproduction.batch import best, points
 from reproduction.cost_time import scaled, scaled_points, with_devices
 from reproduction.facts import facts, group_traffic
@@ -22,7 +23,7 @@ from reproduction.tables import FOLDER, PAGE, filled, write_rows
 
 
 def main() -> None:
-    """Compute everything, write it, print the page."""
+    """Compute everything, write it, print the pages."""
     console = Console()
     data: dict[str, Sequence[Row]] = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -32,18 +33,24 @@ def main() -> None:
             "kept": pool.map(kept, *zip(*kept_points(), strict=True)),
             "scaled": pool.map(scaled, *zip(*scaled_points(), strict=True)),
         }
+        balanced = pool.map(bpipe.described, *zip(*bpipe.points(), strict=True))
         console.print("Facts, loops, sensitivity ...")
         data |= {"facts": facts(), "group_traffic": group_traffic(), "loops": loop_rows()}
         data |= {"sensitivity": gain_rows(), "needed": needed_rows()}
         data |= {name: [row for row in rows if row is not None] for name, rows in found.items()}
-    for name, rows in data.items():
+        pairs = {"bpipe": list(balanced), "bpipe_links": bpipe.link_rows()}
+    for name, rows in (data | pairs).items():
         write_rows(name, rows)
     draw_loops(data["loops"], FOLDER / "loops.png")
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
-    page = filled(PAGE.read_text(encoding="utf-8"), data)
-    PAGE.write_text(page, encoding="utf-8")
-    console.print(Markdown(page))
+    pages = {
+        PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
+        bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
+    }
+    for path, page in pages.items():
+        path.write_text(page, encoding="utf-8")
+        console.print(Markdown(page))
 
 
 if __name__ == "__main__":
