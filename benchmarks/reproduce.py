@@ -10,8 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_tables
+from reproduction import bpipe, bpipe_cases, bpipe_tables
 from reproduction.batch import best, points
+from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
 from reproduction.facts import facts, group_traffic
 from reproduction.kept import kept, kept_points
@@ -33,12 +34,12 @@ def main() -> None:
             "kept": pool.map(kept, *zip(*kept_points(), strict=True)),
             "scaled": pool.map(scaled, *zip(*scaled_points(), strict=True)),
         }
-        balanced = pool.map(bpipe.described, *zip(*bpipe.points(), strict=True))
+        balanced = pool.map(bpipe.described, *zip(*bpipe_cases.points(), strict=True))
         console.print("Facts, loops, sensitivity ...")
         data |= {"facts": facts(), "group_traffic": group_traffic(), "loops": loop_rows()}
         data |= {"sensitivity": gain_rows(), "needed": needed_rows()}
         data |= {name: [row for row in rows if row is not None] for name, rows in found.items()}
-        pairs = {"bpipe": list(balanced), "bpipe_links": bpipe.link_rows()}
+        pairs = {"bpipe": list(balanced), "bpipe_links": link_rows()}
     for name, rows in (data | pairs).items():
         write_rows(name, rows)
     draw_loops(data["loops"], FOLDER / "loops.png")

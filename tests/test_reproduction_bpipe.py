@@ -8,8 +8,9 @@ from pipeloom.catalog import load_software
 from pipeloom.predict.fast import predict
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate
-from reproduction import bpipe, bpipe_tables, tables
-from reproduction.bpipe import COUNTED, FUSED, GPT_96B, LLAMA_65B, OTHER, PROGRAM, PROGRAMS, SMALL, Setting
+from reproduction import bpipe, bpipe_cases, bpipe_tables, tables
+from reproduction.bpipe_cases import COUNTED, FUSED, GPT_96B, LLAMA_65B, OTHER, PROGRAM, PROGRAMS, SMALL, Setting
+from reproduction.bpipe_links import link_rows
 from reproduction.bpipe_tables import best_balanced, best_plain, best_short, find, gain, gain_over_short, of
 
 ROWS, LINKS = (tables.read_rows(name) for name in bpipe_tables.NAMES)
@@ -26,7 +27,7 @@ def flash(case, program=PROGRAM):
 
 
 def cases(model):
-    return [case for case in bpipe.CASES if case.model == model]
+    return [case for case in bpipe_cases.CASES if case.model == model]
 
 
 @pytest.mark.parametrize("case", [GPT_96B, LLAMA_65B], ids=lambda case: case.model)
@@ -36,7 +37,7 @@ def test_configurations_are_simulated_again(case, program):
         assert bpipe.described(case, program, setting) in ROWS
 
 
-@pytest.mark.parametrize("case", bpipe.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", bpipe_cases.CASES, ids=lambda case: case.name)
 def test_every_case_is_simulated_again_at_one_place(case):
     assert bpipe.described(case, PROGRAM, TWO) in ROWS
 
@@ -45,14 +46,14 @@ def test_the_data_has_every_point_once():
     keys = [(row["case"], row["program"], row["attention"], row["recompute"], row["micro_batch"]) for row in ROWS]
     asked = [
         (case.name, program, one.attention, one.recompute, str(one.micro_batch))
-        for case, program, one in bpipe.points()
+        for case, program, one in bpipe_cases.points()
     ]
     assert keys == asked
     assert len(set(keys)) == len(keys)
 
 
 def test_the_links_are_simulated_again():
-    assert bpipe.link_rows() == LINKS
+    assert link_rows() == LINKS
 
 
 def test_the_page_shows_the_data():
@@ -63,7 +64,7 @@ def test_the_page_shows_the_data():
 
 
 def test_the_balanced_schedule_keeps_the_order_and_the_time_of_1f1b():
-    run, software = bpipe.run_of(GPT_96B, TWO), bpipe.program_of(GPT_96B, PROGRAM)
+    run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     costs = bpipe.costs_of(run, software, is_near=True)
     plain, balanced = bpipe.plain(run), bpipe.balanced(run, costs)
     assert balanced.partners == (7, 6, 5, 4, 3, 2, 1, 0)
@@ -75,7 +76,7 @@ def test_the_balanced_schedule_keeps_the_order_and_the_time_of_1f1b():
 
 
 def test_no_rank_of_a_balanced_step_holds_more_than_five_micro_batches():
-    run, software = bpipe.run_of(GPT_96B, TWO), bpipe.program_of(GPT_96B, PROGRAM)
+    run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     costs = bpipe.costs_of(run, software, is_near=True)
     balanced = bpipe.balanced(run, costs)
     _, curves = bpipe.held_curves(run, software, balanced, simulate(balanced, costs))
@@ -88,9 +89,9 @@ def test_no_rank_of_a_balanced_step_holds_more_than_five_micro_batches():
 
 
 def test_a_step_without_bpipe_is_what_the_project_predicts():
-    run, software = bpipe.run_of(GPT_96B, TWO), bpipe.program_of(GPT_96B, PROGRAM)
+    run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
-    assert step.seconds == pytest.approx(predict(run, bpipe.CLUSTER, software).step_time_s)
+    assert step.seconds == pytest.approx(predict(run, bpipe_cases.CLUSTER, software).step_time_s)
 
 
 def test_costs_come_from_calibrations_on_other_models():
@@ -104,7 +105,7 @@ def test_costs_come_from_calibrations_on_other_models():
     assert use.softmax_bytes == plain.efficiency.softmax_bytes
     assert use.flash2 == flash2.efficiency.flash2
     assert f"({use.softmax_bytes:.1f} bytes moved for each score)" in PAGE
-    assert f"{bpipe.COUNTED_SOFTMAX_BYTES:g} bytes for each score" in PAGE
+    assert f"{bpipe_cases.COUNTED_SOFTMAX_BYTES:g} bytes for each score" in PAGE
 
 
 # ---------------------------------------------------------------------------------------------- sentences of the page
@@ -154,9 +155,9 @@ def test_the_largest_published_gain_is_not_reached():
 
 def test_it_hangs_on_three_gigabytes():
     row = find(fused(GPT_96B), "selective", 2)
-    assert float(row["1f1b_fullest_gb"]) - bpipe.CLUSTER.device.memory_bytes / 1e9 == pytest.approx(3.2, abs=0.1)
+    assert float(row["1f1b_fullest_gb"]) - bpipe_cases.CLUSTER.device.memory_bytes / 1e9 == pytest.approx(3.2, abs=0.1)
     lack = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
-    assert sum(held > bpipe.CLUSTER.device.memory_bytes for held in lack.rank_bytes) == 1
+    assert sum(held > bpipe_cases.CLUSTER.device.memory_bytes for held in lack.rank_bytes) == 1
     assert best_balanced(fused(GPT_96B, SMALL)) is None
     assert find(fused(GPT_96B, SMALL), "selective", 2)["1f1b_fits"] == "yes"
 
@@ -172,7 +173,7 @@ def test_how_far_off_the_remembered_figures_are():
     off = [
         100 * (float(find(of(ROWS, case, PROGRAM, attention), recompute, size)[f"{order}_mfu"]) - mfu)
         for case in (GPT_96B, LLAMA_65B)
-        for attention in bpipe.ATTENTION
+        for attention in bpipe_cases.ATTENTION
         for (recompute, size, order), mfu in bpipe_tables.RECALLED[case.name, attention].items()
     ]
     assert 4 < min(off) <= max(off) < 12
@@ -181,7 +182,7 @@ def test_how_far_off_the_remembered_figures_are():
 def test_order_of_the_remembered_pairs():
     same = {}
     for (name, attention), recalled in bpipe_tables.RECALLED.items():
-        (case,) = [case for case in bpipe.CASES if case.name == name]
+        (case,) = [case for case in bpipe_cases.CASES if case.name == name]
         rows = of(ROWS, case, PROGRAM, attention)
         found = {key: float(find(rows, *key[:2])[f"{key[2]}_mfu"]) for key in recalled}
         same[case.model, attention] = sorted(found, key=found.get) == sorted(recalled, key=recalled.get)
@@ -207,7 +208,7 @@ def test_what_is_not_known_decides():
         assert by_heads[heads] == pytest.approx((1.0, 1.0), abs=0.012)
     twelve = best_plain(fused(next(case for case in cases("96B") if case.pp == 12)))
     assert twelve["micro_batch"] == "2"
-    wide = [case for case in bpipe.CASES if case.tp == 8]
+    wide = [case for case in bpipe_cases.CASES if case.tp == 8]
     assert not any(case.is_near for case in wide)
     assert [best_balanced(rows) for case in wide for rows in (fused(case), flash(case))].count(None) == 5
     small = {case.batch: case for case in cases("96B") if case.pp == 8 and case.tp == 4}
@@ -244,11 +245,13 @@ def test_over_nvlink_nothing_waits_and_over_infiniband_only_what_was_not_made_fo
     assert all(float(row["swap_ms"]) > float(row["forward_ms"]) for row in far)
     more = [float(a["fullest_gb"]) - float(b["fullest_gb"]) for a, b in zip(far, near, strict=True)]
     assert more == pytest.approx([3.1, 3.1, 6.0, 12.7], abs=0.2)
-    assert float(far[3]["fullest_gb"]) * 1e9 > bpipe.CLUSTER.device.memory_bytes
+    assert float(far[3]["fullest_gb"]) * 1e9 > bpipe_cases.CLUSTER.device.memory_bytes
     losses = [float(row["slower"]) for row in wrong]
     assert 0.035 < min(losses) <= max(losses) < 0.125
     assert [(row["moved"], row["slower"]) for row in enough[:2]] == [("24", "0.0000")] * 2
     assert near[0]["moved"] == "138"
+    assert 0.03 < min(float(row["in_the_way"]) for row in near)
+    assert max(float(row["in_the_way"]) for row in near) < 0.05
     assert all(1 < float(row["message_ms"]) < 2 for row in LINKS)
 
 

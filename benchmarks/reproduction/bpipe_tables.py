@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from reproduction.bpipe import CASES, COUNTED, FUSED, GPT_96B, LLAMA_65B, OTHER, PROGRAM, SMALL, Case, estimated
+from reproduction.bpipe_cases import CASES, COUNTED, FUSED, GPT_96B, LLAMA_65B, OTHER, PROGRAM, SMALL, Case
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, fill, percent, table
 
@@ -234,6 +234,21 @@ def _estimate(rows: Sequence[Row]) -> str:
     return table(("model", "kernel", "micro-batch", "a stage", "bubble", "estimate", "simulated"), lines)
 
 
+def estimated(batch: int, pp: int, before: tuple[int, float], after: tuple[int, float]) -> float:
+    """MFU after by MFU before: the re-evaluation's estimate, from micro-batches and the MFU of a stage alone.
+
+    A step takes (B / b + P - 1) slots, so that MFU(b) = B / (B + b (P - 1)) MFU_stage(b) (arXiv 2401.02088).
+
+    Args:
+        batch: B, sequences of a pipeline's step.
+        pp: P.
+        before: micro-batch size and MFU of a stage.
+        after: the same.
+    """
+    (x, mfu_x), (y, mfu_y) = before, after
+    return (batch + x * (pp - 1)) / (batch + y * (pp - 1)) * mfu_y / mfu_x
+
+
 def bubble_factor(case: Case, before: int, after: int) -> float:
     """What a larger micro-batch costs in bubble, with stages that are as fast."""
     return estimated(case.batch, case.pp, (before, 1.0), (after, 1.0))
@@ -257,6 +272,7 @@ def _links(rows: Sequence[Row]) -> str:
             row["message_ms"],
             percent(float(row["slower"])) if row["slower"] else "-",
             row["moved"] or "-",
+            percent(float(row["in_the_way"])) if row["in_the_way"] else "-",
             f"{row['fullest_gb'] or '-'} ({row['plain_gb']})",
         ]
         for row in rows
@@ -271,6 +287,7 @@ def _links(rows: Sequence[Row]) -> str:
         "message ms",
         "step",
         "moves",
+        "in the way",
         "fullest GB (1F1B)",
     )
     return table(head, lines)
