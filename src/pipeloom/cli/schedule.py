@@ -17,6 +17,7 @@ from pipeloom.schedule import (
     Kind,
     Schedule,
     add_reduce_grad,
+    add_slices,
     add_tied,
     add_unshard,
     balance,
@@ -45,6 +46,8 @@ class Options:
     """Stages on each pipeline rank."""
     microbatches: int = 8
     """Micro-batches of a step."""
+    slices: int = 1
+    """Token slices of a micro-batch, all alike; costs are of whole micro-batches, and shared out among them."""
     group_size: int | None = None
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
@@ -103,9 +106,9 @@ def run(words: list[str]) -> int:
     plain = _lowered(_schedule(options), options)
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
-        options.forward,
-        options.backward,
-        options.transfer,
+        options.forward / plain.num_slices,
+        options.backward / plain.num_slices,
+        options.transfer / plain.num_slices,
         options.gather,
         options.reduce,
         swap_s=options.swap,
@@ -256,6 +259,7 @@ def _schedule(options: Options) -> Schedule:
         group_size=options.group_size,
         placement=options.placement,
         keep=options.keep,
+        num_slices=options.slices,
     )
     if is_family:
         problems += choice.problems()
@@ -268,7 +272,8 @@ def _schedule(options: Options) -> Schedule:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {file}: {error}") from error
-    return parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 
 def _refuse_family_options(options: Options, file: Path) -> None:
@@ -288,9 +293,10 @@ def _is_file(path: Path) -> bool:
 
 def _title(options: Options, schedule: Schedule) -> str:
     backward = f", backward {options.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
+    cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
     return (
         f"{Path(options.family).name}: {count(schedule.num_stages, 'stage')} on "
-        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}; "
+        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
         f"forward {options.forward:g}{backward}"
     )
 

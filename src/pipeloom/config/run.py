@@ -42,6 +42,7 @@ class RunConfig:
             loops=self.layout.loops,
             group_size=self.schedule.group_size,
             placement=self.schedule.placement,
+            num_slices=self.layout.num_slices,
             keep=self.schedule.keep,
         )
 

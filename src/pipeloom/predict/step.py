@@ -11,9 +11,10 @@ from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
+from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.layout import Shard
+from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
@@ -183,11 +184,14 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     """
     placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
+    if order.choice.num_slices > 1 and not run.slices:
+        run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement) if has_shared else None
-    trace = simulate(schedule, costs, links)
+    sliced = SliceModel(run, cluster, software).costs(costs, run.slices) if run.slices else costs
+    trace = simulate(schedule, sliced, links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     memory = memory_by_rank(run, software, schedule, order.receive_buffers)

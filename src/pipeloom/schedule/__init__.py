@@ -9,6 +9,8 @@ from pipeloom.schedule.offload import offload
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.slices import add_slices, sliced
+from pipeloom.schedule.split import split_backward
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Schedule",
     "add_data_parallel",
     "add_reduce_grad",
+    "add_slices",
     "add_tied",
     "add_unshard",
     "balance",
@@ -30,4 +33,6 @@ __all__ = [
     "offload",
     "parse_schedule",
     "parse_torch_csv",
+    "sliced",
+    "split_backward",
 ]

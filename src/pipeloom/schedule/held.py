@@ -52,17 +52,28 @@ def peak_of(times: Seconds, more: Bytes) -> float:
     return float(np.cumsum(more[order]).max(initial=0.0))
 
 
-def moved_bytes(schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float] = ()) -> Bytes:
+def moved_bytes(
+    schedule: Schedule,
+    input_bytes: Sequence[float],
+    recomputed_bytes: Sequence[float] = (),
+    *,
+    slice_shares: Sequence[float] = (),
+) -> Bytes:
     """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is.
 
     Args:
         schedule: which says what is recomputed.
         input_bytes: for each stage what it keeps of a micro-batch.
         recomputed_bytes: the same where it is recomputed; empty for nothing.
+        slice_shares: of each token slice in that; empty where they are alike.
     """
     kept = np.asarray(input_bytes, np.float64)[:, None, None]
     left = np.asarray(recomputed_bytes or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-    return np.where(schedule.facts.is_recomputed, left, kept) / schedule.num_slices
+    return np.where(schedule.facts.is_recomputed, left, kept) * _shares(schedule, slice_shares)
+
+
+def _shares(schedule: Schedule, slice_shares: Sequence[float]) -> Bytes:
+    return np.asarray(slice_shares or [1 / schedule.num_slices] * schedule.num_slices, np.float64)
 
 
 def input_changes(
@@ -71,6 +82,8 @@ def input_changes(
     end_s: Seconds,
     input_bytes: Sequence[float],
     recomputed_bytes: Sequence[float] = (),
+    *,
+    slice_shares: Sequence[float] = (),
 ) -> Changes:
     """What forwards keep until their backwards, on the rank that does both.
 
@@ -80,9 +93,10 @@ def input_changes(
         end_s: the same.
         input_bytes: for each stage what it keeps of a micro-batch.
         recomputed_bytes: the same where it is recomputed, until it is; empty for nothing.
+        slice_shares: of each token slice in that; empty where they are alike.
     """
     row, ranks = schedule.facts.row, schedule.facts.ranks
-    whole, moved = _bytes_of(schedule, input_bytes, recomputed_bytes)
+    whole, moved = _bytes_of(schedule, input_bytes, recomputed_bytes, slice_shares)
     ends_early = row.is_kind(Kind.FORWARD) & (row.stage < schedule.first_backward_stage)
     takes = row.is_kind(Kind.FORWARD, *OUT_OF)
     again, ends = row.is_kind(Kind.RECOMPUTE), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
@@ -103,10 +117,12 @@ def accepted_changes(
     end_s: Seconds,
     input_bytes: Sequence[float],
     recomputed_bytes: Sequence[float] = (),
+    *,
+    slice_shares: Sequence[float] = (),
 ) -> Changes:
     """What ranks hold for their partners, see ``input_changes``; nothing where the schedule names no partners."""
     row = schedule.facts.row
-    _, moved = _bytes_of(schedule, input_bytes, recomputed_bytes)
+    _, moved = _bytes_of(schedule, input_bytes, recomputed_bytes, slice_shares)
     has_partners = schedule.partners is not None
     holder = np.asarray(schedule.partners or [0] * schedule.num_ranks, np.int32)[schedule.facts.ranks]
     takes, gives = row.is_kind(Kind.EVICT) & has_partners, row.is_kind(Kind.LOAD) & has_partners
@@ -124,21 +140,24 @@ def all_changes(
     end_s: Seconds,
     input_bytes: Sequence[float],
     recomputed_bytes: Sequence[float] = (),
+    *,
+    slice_shares: Sequence[float] = (),
 ) -> Changes:
     """Both, see ``input_changes``."""
     arguments = (schedule, start_s, end_s, input_bytes, recomputed_bytes)
-    return Changes.join([input_changes(*arguments), accepted_changes(*arguments)])
+    both = (changes(*arguments, slice_shares=slice_shares) for changes in (input_changes, accepted_changes))
+    return Changes.join(list(both))
 
 
 def _bytes_of(
-    schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float]
+    schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float], slice_shares: Sequence[float]
 ) -> tuple[Bytes, Bytes]:
     """For each action that names a micro-batch what its stage keeps of it: as a whole, and until it is recomputed."""
     row = schedule.facts.row
-    whole = np.asarray(input_bytes, np.float64)[row.stage] / schedule.num_slices
+    whole = np.asarray(input_bytes, np.float64)[row.stage] * _shares(schedule, slice_shares)[row.slice]
     moved = whole.copy()
     if schedule.facts.is_recomputed.any():
         is_keyed = ~row.is_kind(*STAGE_KINDS)
         place = tuple(array[is_keyed] for array in row.arrays[1:])
-        moved[is_keyed] = moved_bytes(schedule, input_bytes, recomputed_bytes)[place]
+        moved[is_keyed] = moved_bytes(schedule, input_bytes, recomputed_bytes, slice_shares=slice_shares)[place]
     return whole, moved

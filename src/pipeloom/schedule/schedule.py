@@ -122,6 +122,11 @@ class Schedule:
         return Action(Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD, stage, microbatch, part)
 
     @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """Stages with a backward that is split into its halves."""
+        return frozenset(np.flatnonzero(self.facts.is_split.any(axis=(1, 2))).tolist())
+
+    @cached_property
     def peak_stage_inputs(self) -> tuple[int, ...]:
         """For each rank the largest number of (stage, micro-batch) inputs held at once.
 

@@ -41,8 +41,11 @@ def format_torch_csv(schedule: Schedule) -> str:
     actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
 
     Raises:
-        ScheduleTextError: the schedule swaps or recomputes, or sends a tied matrix, which PyTorch's runtime does not.
+        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
+            runtime does not.
     """
+    if schedule.num_slices > 1:
+        raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
     if any(row.is_kind(*SWAP_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
             "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"

@@ -21,6 +21,7 @@ from pipeloom.schedule.action import (
     TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
+    USES_WEIGHTS,
     Action,
     Kind,
 )
@@ -284,7 +285,7 @@ def _keyed(action: Action) -> tuple[int, int, int]:
 
 
 def unshard_before_compute(schedule: "Schedule") -> Violations:
-    """If a stage is ever gathered, it is gathered whenever it computes; it is gathered and dropped in turn."""
+    """If a stage is ever gathered, it is so whenever it computes on its weights; it is gathered and dropped in turn."""
     sharded_stages = {action.stage for _, _, action in schedule.actions() if action.kind is Kind.UNSHARD}
     gathered: set[int] = set()
     for rank, slot, action in schedule.actions():
@@ -297,7 +298,7 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
             if not is_gathered:
                 yield Violation(f"{action}: the stage is not gathered", rank, slot)
             gathered.discard(action.stage)
-        elif action.kind in COMPUTE_KINDS and action.stage in sharded_stages and not is_gathered:
+        elif action.kind in USES_WEIGHTS and action.stage in sharded_stages and not is_gathered:
             yield Violation(f"{action} computes on stage {action.stage} while its weights are sharded", rank, slot)
 
 

@@ -195,7 +195,7 @@ def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered
                     return False
                 is_gathered[here] = False
                 count -= 1
-            elif kind[node] < SEND_F and is_sharded[here] and not is_gathered[here]:
+            elif kind[node] < SEND_F and kind[node] != BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
                 return False
     return True
 

@@ -135,7 +135,7 @@ def goes_first(order: int, stage: int, other: int, microbatch: int, other_microb
     return stage < other
 
 
-def choose(best: Longs, order: int, was_forward: bool) -> int:  # noqa: FBT001
+def choose(best: Longs, order: int, was_forward: bool) -> int:
     """0 for the forward, 1 for the backward, -1 where there is neither."""
     if best[0] < 0 or best[1] < 0:
         return 0 if best[0] >= 0 else 1 if best[1] >= 0 else -1

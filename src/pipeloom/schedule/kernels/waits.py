@@ -168,7 +168,8 @@ def find_waits(
             waits[node, 3] = last_on_lane[lane[node]]
             last_on_lane[lane[node]] = node
             if kind[node] < SEND_F:
-                waits[node, 4] = last_unshard[stage[node]]
+                if kind[node] != BACKWARD_WEIGHT:  # which does not need the weights
+                    waits[node, 4] = last_unshard[stage[node]]
                 last_compute = node
             else:
                 waits[node, 4] = last_compute
