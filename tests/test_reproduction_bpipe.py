@@ -250,7 +250,7 @@ def test_over_nvlink_nothing_waits_and_over_infiniband_only_what_was_not_made_fo
     assert 0.035 < min(losses) <= max(losses) < 0.125
     assert [(row["moved"], row["slower"]) for row in enough[:2]] == [("24", "0.0000")] * 2
     assert near[0]["moved"] == "138"
-    assert 0.03 < min(float(row["in_the_way"]) for row in near)
+    assert min(float(row["in_the_way"]) for row in near) > 0.03
     assert max(float(row["in_the_way"]) for row in near) < 0.05
     assert all(1 < float(row["message_ms"]) < 2 for row in LINKS)
 
