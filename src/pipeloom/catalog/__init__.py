@@ -122,6 +122,7 @@ def _device(reader: Reader) -> Device:
         launch_s=reader.number("launch_us", scale=MICRO),
         matmul_curves={key: reader.curve("matmul_gflop", key, x_scale=GIGA, within=own) for key in own.names()},
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
+        host_bytes_per_s=reader.number("host_gb_per_s", 0, scale=GIGA),
     )
 
 

@@ -93,6 +93,8 @@ def _device(device: Device) -> list[_Line]:
     ]
     if device.num_multiprocessors:
         lines.append(("num_multiprocessors", device.num_multiprocessors))
+    if device.host_bytes_per_s:
+        lines.append(("host_gb_per_s", device.host_bytes_per_s / 1e9))
     if device.matmul_curves:
         own = {key: [fraction for _, fraction in curve] for key, curve in device.matmul_curves.items()}
         lines.append(("matmul_fraction_of", own))

@@ -47,6 +47,8 @@ class Device:
         memory_bytes_per_s: nominal bandwidth.
         launch_s: seconds of the host for each kernel it launches.
         num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
+        host_bytes_per_s: between it and the memory of its host, in each direction, while all devices of the node do the
+            same; 0 where nobody says.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
+    host_bytes_per_s: float = 0.0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
