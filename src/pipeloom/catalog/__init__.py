@@ -48,7 +48,6 @@ def _cluster(reader: Reader) -> Cluster:
         adapters_per_node=int(reader.number("adapters_per_node", 0)),
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
-        host=_link(reader.table("host")) if "host" in reader.names() else None,
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,

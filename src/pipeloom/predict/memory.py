@@ -88,6 +88,29 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
+def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
+    """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
+    found, shares = list[float](), run.slice_shares
+    _, head = stage_layers(run, software)
+    inputs, again = input_bytes(run, software), recomputed_bytes(run, software)
+    for rank in range(schedule.num_ranks):
+        held = _most_held(schedule, rank, inputs, again, shares=shares)
+        if head in schedule.placement.stages_of(rank):
+            only_head, nothing = [0.0] * schedule.num_stages, [0.0] * schedule.num_stages
+            only_head[head] = kept_logits(run, software)
+            held += _most_held(schedule, rank, only_head, nothing, shares=shares)
+        found.append(held)
+    return found
+
+
+def kept_by_stage(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
+    _, head = stage_layers(run, software)
+    inputs = input_bytes(run, software)
+    inputs[head] += kept_logits(run, software)
+    return inputs
+
+
 def _memory(
     run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
 ) -> tuple[Memory, ...]:
@@ -241,10 +264,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = input_bytes(run, software)
+    inputs = kept_by_stage(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
-    inputs[head] += kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
