@@ -106,9 +106,9 @@ def run(words: list[str]) -> int:
     plain = _lowered(_schedule(options), options)
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
-        options.forward / schedule.num_slices,
-        options.backward / schedule.num_slices,
-        options.transfer / schedule.num_slices,
+        options.forward / plain.num_slices,
+        options.backward / plain.num_slices,
+        options.transfer / plain.num_slices,
         options.gather,
         options.reduce,
         swap_s=options.swap,

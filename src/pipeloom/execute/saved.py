@@ -15,8 +15,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 _ALIGNMENT = 64
 """Bytes at whose multiples storages begin in the memory that brings them back: enough for vectors and any type."""
-_MESSAGES = 8
+_MESSAGES = 32
 """About so many messages carry a part. While one is packed, it is in memory twice."""
+_MESSAGE_BYTES = 65536
+"""A message is worth sending from here on."""
 
 
 class _Box:
@@ -72,7 +74,7 @@ class Packing:
             begins.append(behind)
             behind += -(-size // _ALIGNMENT) * _ALIGNMENT
         ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
-        most = max(1, behind // _MESSAGES)
+        most = max(_MESSAGE_BYTES, behind // _MESSAGES)
         members: list[tuple[int, int]] = []
         first = 0
         for number, end in enumerate(ends):

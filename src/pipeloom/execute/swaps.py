@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Finish, Job
 from pipeloom.execute.lanes import Collective, Lane, Neighborhood, StreamLane, ThreadLane
@@ -136,8 +135,26 @@ class Vault:
             self._kept[key] = memory, event
             self._changed.notify_all()
 
-    def fail(self, error: Exception) -> None:
-        """Nothing more will come."""
+    def watched(self, job: Job) -> Job:
+        """A job that puts things here: if it fails, nobody waits for what it would have brought."""
+        try:
+            for finish in job:
+                yield self._watched(finish)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _watched(self, finish: Finish) -> Finish:
+        def watched() -> bool:
+            try:
+                return finish()
+            except Exception as error:
+                self._fail(error)
+                raise
+
+        return watched
+
+    def _fail(self, error: Exception) -> None:
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -189,7 +206,6 @@ class Swaps:
         *,
         counts: bool = True,
     ) -> None:
-        check_partners(schedule)
         row = schedule.rows[rank]
         kinds = [kind for kind in SWAP_KINDS if row.is_kind(kind).any()]
         self.partner = None if schedule.partners is None else schedule.partners[rank]
@@ -199,9 +215,7 @@ class Swaps:
         plans = evictions(schedule)
         self._wires = wires[rank] if rank in plans else None
         self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
-        self._host = Vault(waits=lanes.waits)
-        self._jobs = {Kind.EVICT: self._evict, Kind.LOAD: self._load}
-        self._jobs |= {Kind.OFFLOAD: self._offload, Kind.RELOAD: self._reload}
+        self._away = Vault(waits=lanes.waits)
         self._parcels: dict[tuple[int, Part], Parcel] = {}
         self._saved_bytes: dict[tuple[int, int], int] = {}
         self._told: dict[Packing, int] = {}
@@ -219,7 +233,7 @@ class Swaps:
     def begin(self) -> list[Collective]:
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
         self._parcels.clear()
-        self._host.begin()
+        self._away.begin()
         self._live.begin()
         return [service for served in self._served for service in served.begin(self._live)]
 
@@ -251,14 +265,27 @@ class Swaps:
     def start(self, action: Action) -> Collective:
         """Start what an action does, on its lane."""
         assert action.microbatch is not None
-        part = Part(action.microbatch, action.slice)
-        return self._lanes[action.kind].start(self._jobs[action.kind](action, self._parcels[action.stage, part]))
+        parcel = self._parcels[action.stage, Part(action.microbatch, action.slice)]
+        return self._lanes[action.kind].start(self._job(action, parcel))
+
+    def _job(self, action: Action, parcel: Parcel) -> Job:
+        match action.kind:
+            case Kind.EVICT:
+                is_new = parcel.packing not in self._told
+                self._told.setdefault(parcel.packing, len(self._told))
+                return self._away.watched(self._evict(action, parcel, is_new=is_new))
+            case Kind.LOAD:
+                return self._load(action, parcel)
+            case Kind.OFFLOAD:
+                return self._away.watched(self._offload(action, parcel))
+            case _:
+                return self._reload(action, parcel)
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
         self._parcels.clear()
         self._told.clear()
-        self._host.begin()
+        self._away.begin()
         for served in self._served:
             served.forget()
 
@@ -269,12 +296,10 @@ class Swaps:
         for served in self._served:
             served.close()
 
-    def _evict(self, action: Action, parcel: Parcel) -> Job:
+    def _evict(self, action: Action, parcel: Parcel, *, is_new: bool) -> Job:
         assert self._wires is not None
         wire, packing = self._wires.evict, parcel.packing
-        is_new = packing not in self._told
-        number = self._told.setdefault(packing, len(self._told))
-        yield wire.announce(_numbers(action, number, len(packing.messages) if is_new else 0))
+        yield wire.announce(_numbers(action, self._told[packing], len(packing.messages) if is_new else 0))
         if is_new and packing.messages:
             yield wire.announce(torch.tensor(packing.messages, dtype=torch.int64))
         for message in parcel.messages(self._live.add):
@@ -282,9 +307,12 @@ class Swaps:
             del message
             yield sending
             del sending
+        self._away.put(_key(action), torch.empty(0), self._device)
 
     def _load(self, action: Action, parcel: Parcel) -> Job:
         assert self._wires is not None
+        yield self._away.until(_key(action))
+        self._away.fetch(_key(action), self._device)
         yield self._wires.load.announce(_numbers(action, self._told[parcel.packing], 0))
         memory = self._room_for(parcel)
         for begin, end in parcel.packing.messages:
@@ -298,12 +326,12 @@ class Swaps:
             memory[begin : begin + piece.numel()].copy_(piece, non_blocking=is_cuda)
             self._live.add(-piece.numel())
             del piece
-        self._host.put(_key(action), memory, self._device)
+        self._away.put(_key(action), memory, self._device)
         yield _done
 
     def _reload(self, action: Action, parcel: Parcel) -> Job:
-        yield self._host.until(_key(action))
-        away = self._host.fetch(_key(action), self._device)
+        yield self._away.until(_key(action))
+        away = self._away.fetch(_key(action), self._device)
         memory = self._room_for(parcel)
         memory.copy_(away, non_blocking=self._device.type == "cuda")
         parcel.restore(memory)
@@ -334,7 +362,10 @@ class Served:
     def begin(self, live: Live) -> list[Collective]:
         """Serve a step."""
         self._vault.begin()
-        return [self._accepts.start(self._accept(live)), self._returns.start(self._give_back(live))]
+        return [
+            self._accepts.start(self._vault.watched(self._accept(live))),
+            self._returns.start(self._give_back(live)),
+        ]
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
@@ -350,17 +381,17 @@ class Served:
         wire = self._wires.evict
         for _ in range(self._num_evictions):
             numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
-            yield self._guarded(wire.expect(numbers))
+            yield wire.expect(numbers)
             *key, packing, num_messages = numbers.tolist()
             if num_messages:
                 ranges = torch.empty(num_messages, 2, dtype=torch.int64)
-                yield self._guarded(wire.expect(ranges))
+                yield wire.expect(ranges)
                 self._messages[packing] = tuple((begin, end) for begin, end in ranges.tolist())
             messages = self._messages.get(packing, ())
             memory = torch.empty(_behind(messages), dtype=torch.uint8, device=self._device)
             live.add(memory.numel())
             for begin, end in messages:
-                yield self._guarded(wire.receive(memory[begin:end]))
+                yield wire.receive(memory[begin:end])
             self._vault.put((*key, packing), memory, self._device)
             del memory
 
@@ -376,18 +407,6 @@ class Served:
                 yield wire.send(memory[begin:end])
             live.add(-memory.numel())
             del memory
-
-    def _guarded(self, finish: Finish) -> Finish:
-        """The same; if it fails, nobody waits for what it would have brought."""
-
-        def guarded() -> bool:
-            try:
-                return finish()
-            except Exception as error:
-                self._vault.fail(error)
-                raise
-
-        return guarded
 
 
 _NUM_NUMBERS = 5
@@ -409,18 +428,3 @@ def _behind(messages: tuple[tuple[int, int], ...]) -> int:
 
 def _done() -> bool:
     return True
-
-
-def check_partners(schedule: Schedule) -> None:
-    """Refuse a schedule that evicts to nobody.
-
-    Raises:
-        UserError: naming what is missing.
-    """
-    evicting = [rank for rank, row in enumerate(schedule.rows) if row.is_kind(Kind.EVICT, Kind.LOAD).any()]
-    partners = schedule.partners
-    if evicting and partners is None:
-        raise UserError("the schedule evicts, but does not say to whom: it needs partners, a rank for each rank")
-    alone = [rank for rank in evicting if partners is not None and partners[rank] == rank]
-    if alone:
-        raise UserError(f"rank {alone[0]} evicts, but is its own partner")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import BoundaryError, PeerLostError
+from pipeloom.errors import BoundaryError, PeerLostError, UserError
 from pipeloom.execute.collectives import Finish
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
@@ -55,12 +55,19 @@ class Wires(NamedTuple):
 
 
 def evictions(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
-    """For each rank that evicts its partner, and how often it evicts and loads in a step."""
+    """For each rank that evicts its partner, and how often it evicts and loads in a step.
+
+    Raises:
+        UserError: the schedule does not say to whom a rank evicts, or names itself.
+    """
     found: dict[int, tuple[int, int, int]] = {}
     for rank, row in enumerate(schedule.rows):
         num_evictions, num_loads = (int(row.is_kind(kind).sum()) for kind in (Kind.EVICT, Kind.LOAD))
         if num_evictions:
-            assert schedule.partners is not None, "the schedule evicts to nobody"
+            if schedule.partners is None or schedule.partners[rank] == rank:
+                raise UserError(
+                    f"rank {rank} evicts, but the schedule does not say to whom: partners has to name another"
+                )
             found[rank] = (schedule.partners[rank], num_evictions, num_loads)
     return found
 
