@@ -18,7 +18,10 @@ from reproduction.loops import loop_rows
 from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
-from reproduction.tables import FOLDER, PAGE, filled, write_rows
+from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
+from reproduction.terapipe import ablation_rows, setting_rows, terapipe_blocks
+
+TERAPIPE = FOLDER / "terapipe.md"
 
 
 def main() -> None:
@@ -41,6 +44,12 @@ def main() -> None:
     draw_loops(data["loops"], FOLDER / "loops.png")
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
+    console.print("TeraPipe ...")
+    ablations, settings = ablation_rows(), setting_rows()
+    write_rows("terapipe_ablation", ablations)
+    write_rows("terapipe_settings", settings)
+    terapipe = fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(ablations, settings))
+    TERAPIPE.write_text(terapipe, encoding="utf-8")
     page = filled(PAGE.read_text(encoding="utf-8"), data)
     PAGE.write_text(page, encoding="utf-8")
     console.print(Markdown(page))

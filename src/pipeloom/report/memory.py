@@ -131,7 +131,7 @@ def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
 def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
     """Of each token slice in a micro-batch."""
     even = np.full(schedule.num_slices, 1 / schedule.num_slices)
-    return np.asarray(held.slice_shares) if held.slice_shares else even
+    return np.asarray(held.slice_shares) if len(held.slice_shares) == schedule.num_slices else even
 
 
 def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:

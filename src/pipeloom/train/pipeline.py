@@ -20,6 +20,7 @@ from pipeloom.execute.lanes import StreamLane, ThreadLane
 from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
+from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
@@ -210,7 +211,25 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
+            found = self._with_slices(found, batch)
         return self._with_tied_messages(found)
+
+    def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of token slices."""
+        if self._slices is None:
+            return profile
+        cut = batch.cut(self._slices)
+        times = profile_slices(
+            self._world,
+            self._stages(self.schedule, self._outputs_in_training, self._slices),
+            self.data_parallel,
+            outputs=self._outputs_in_training,
+            slices=self._slices,
+            tokens=cut.inputs[: len(self._slices.lengths)],
+            objective=self._loss_of(cut),
+            layout=self._config.layout,
+        )
+        return profile if profile is None or times is None else with_slices(profile, times, self._slices)
 
     def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
