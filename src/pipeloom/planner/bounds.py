@@ -116,7 +116,8 @@ class Bounds:
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
-        weights_s = backward_s * (costs.weight_share if self.splits else 0.0)
+        stages = range(len(forward_s))
+        weights_s = np.array([costs.half_s(stage) if self.splits else 0.0 for stage in stages])
         there_s, back_s = (np.cumsum(seconds) - seconds + hops_s for seconds in (forward_s, backward_s - weights_s))
         back_s += weights_s[0]
         count, first = self.run.num_microbatches, self.stages[:, 0]

@@ -50,7 +50,7 @@ class Sliced:
         return time.sliced_s(max(numbers)) if numbers else float("inf")
 
     def settle(self) -> Candidate | None:
-        """The leaf with everything decided, cut into the number of even slices that is fastest; ``None`` if none fits."""
+        """The leaf with everything decided, in the number of even slices that is fastest; ``None`` if none fits."""
         whole = settle(replace(self.leaf, way="none"))
         if whole is None:
             return None
