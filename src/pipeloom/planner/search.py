@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, nsmallest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeloom.cost.shape import Run
 from pipeloom.layout import Way
@@ -37,7 +37,7 @@ class Counts:
         too_slow: ruled out by the bound of their step time.
         undecided: left open when the time was up.
         simulated: whose step was simulated.
-        tried: of those that are too large, how many were tried with room made in some way.
+        tried: of all these, those that were tried with room made for them, or with token slices.
         excluded: what is no layout, by cause: combinations of axes.
         seconds: that the search took.
     """
@@ -93,6 +93,16 @@ def kind_of(run: Run, family: str, way: str = "none") -> Kind:
     family = family if run.pp > 1 else ""
     recompute = "some" if run.recompute_layers else run.recompute
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, way)
+
+
+def way_of(step: SimulatedStep) -> Way | Literal["none"]:
+    """In which way a step makes room, or cuts sequences."""
+    order = step.order
+    if order.choice.keep is not None:
+        return "keep"
+    if order.choice.num_slices > 1:
+        return "slices"
+    return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
 
 
 MOST_TRIED = 8
@@ -189,28 +199,15 @@ class Search:
             limits: what they may be; ``None`` for all.
             budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
         """
-        begin, goal = time.monotonic(), _Goal(count, limits or Limits())
-        for rank, settled in self._simulated:
-            goal.add(rank, settled)
-        for entry in self._queue:
-            goal.take(entry)
-        open_bound_s = None
-        while goal.queue:
-            entry = heappop(goal.queue)
-            is_late = budget_s is not None and time.monotonic() - begin > budget_s
-            if is_late or (self._prunes and entry.bound_s > goal.limit_s):
-                goal.aside.append(entry)
-                open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
-                break
-            if self._prunes and goal.beats(entry.node, entry.bound_s):
-                goal.aside.append(entry)
-            else:
-                self._open(goal, entry)
-            if self._progress is not None:
-                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
-        self._queue = goal.aside + goal.queue
-        if open_bound_s is None and (limits is None or limits.ways is not None):
-            self._go_further(goal, None if budget_s is None else begin + budget_s)
+        begin, limits = time.monotonic(), limits or Limits()
+        deadline = None if budget_s is None else begin + budget_s
+        ways = limits.ways or self._question.limits.ways
+        has_plain = ways is None or "none" in ways
+        goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
+        open_bound_s = self._prove(goal, deadline)
+        if open_bound_s is None and (limits.ways is not None or not limits.names):
+            goal = goal if has_plain else self._goal(count, replace(limits, ways=ways))
+            self._go_further(goal, deadline)
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         left = counts.layouts - counts.too_large - counts.simulated
@@ -222,6 +219,33 @@ class Search:
         counts.too_slow = left - counts.undecided
         steps = sorted((_finished(settled) for settled in goal.best), key=Rank.of)
         return Found(tuple(steps), counts, open_bound_s)
+
+    def _goal(self, count: int, limits: Limits) -> "_Goal":
+        """With what is known of it already."""
+        goal = _Goal(count, limits)
+        for rank, settled in self._simulated:
+            goal.add(rank, settled)
+        return goal
+
+    def _prove(self, goal: "_Goal", deadline: float | None) -> float | None:
+        """Open what may be among the best, until nothing can be; the bound of the rest if the time is up before."""
+        for entry in self._queue:
+            goal.take(entry)
+        open_bound_s = None
+        while goal.queue:
+            entry = heappop(goal.queue)
+            if _is_over(deadline) or (self._prunes and entry.bound_s > goal.limit_s):
+                goal.aside.append(entry)
+                open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
+                break
+            if self._prunes and goal.beats(entry.node, entry.bound_s):
+                goal.aside.append(entry)
+            else:
+                self._open(goal, entry)
+            if self._progress is not None:
+                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
+        self._queue = goal.aside + goal.queue
+        return open_bound_s
 
     def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
@@ -282,8 +306,7 @@ class Search:
         promising = [one for one in attempts if one.estimate_s <= goal.first_s]
         tried, of_kind = 0, Counter[Kind]()
         for one in sorted(promising, key=lambda one: one.estimate_s):
-            is_late = deadline is not None and time.monotonic() > deadline
-            if is_late or tried == MOST_TRIED or one.estimate_s > goal.first_s:
+            if _is_over(deadline) or tried == MOST_TRIED or one.estimate_s > goal.first_s:
                 return
             kind = _kind(one.leaf)
             if of_kind[kind] < MOST_OF_A_KIND:
@@ -302,6 +325,10 @@ class Search:
             rank = Rank.of(settled.simulate())
             self._simulated.append((rank, settled))
             goal.add(rank, settled)
+
+
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
 
 
 class _Entry(NamedTuple):
