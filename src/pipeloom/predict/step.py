@@ -135,13 +135,13 @@ class SimulatedStep:
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
         flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
-        again = self._recomputed_share * (flops["full"] - flops["none"])
+        again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
         return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
 
     @property
-    def _recomputed_share(self) -> float:
-        """Share of the forwards that run again as a whole."""
+    def recomputed_share(self) -> float:
+        """Share of the forwards that run again as a whole, a fraction."""
         row = self.schedule.facts.row
         return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
