@@ -118,7 +118,7 @@ def recomputed(run: Run, software: Software, costs: StageCosts) -> Schedule:
         UserError: some rank has too little room with all of them recomputed.
     """
     room, kept = input_room(run, software, costs), kept_bytes(run, software)
-    return recompute_beyond(plain(run), room, kept, recomputed_bytes(run))
+    return recompute_beyond(plain(run), room, kept, recomputed_bytes(run, software))
 
 
 def input_room(run: Run, software: Software, costs: StageCosts) -> tuple[float, ...]:
