@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph, Seconds
 from pipeloom.schedule.kernels.walk import walk, walk_sharing
 from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.stage_swaps import stage_moves
 from pipeloom.trace import Spans, Trace
 
 
@@ -82,6 +83,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     """
     facts, graph = schedule.facts, schedule.graph
     seconds = _seconds(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
+    _price_stage_swaps(facts, costs, seconds)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
     row, rank, lane = facts.row, facts.ranks, facts.lane
@@ -107,6 +109,14 @@ def _seconds(facts: Facts, seconds_of: Callable[[Action], float], *, ignores_mic
     for where in np.argwhere(_occurs(facts, table.shape)).tolist():
         table[tuple(where)] = seconds_of(_example(*where))
     return table[kind, stage, part]
+
+
+def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:
+    """Write the seconds of swaps of whole stages, which depend on what the row does with the stage in between."""
+    if facts.row.is_kind(*STAGE_SWAP_KINDS).any():
+        for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
+            for slot, content in stage_moves(row).items():
+                seconds[first + slot] = costs.move_s(int(row.stage[slot]), content)
 
 
 def _occurs(facts: Facts, shape: tuple[int, ...]) -> NDArray[np.bool_]:

@@ -17,19 +17,20 @@ from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
 from pipeloom.schedule.action import (
     COLLECTIVE_KINDS,
-    COMPUTE_KINDS,
+    COMPUTE_LANE_KINDS,
     RECEIVE_KINDS,
     SEND_KINDS,
-    TIED_KINDS,
+    STAGE_SWAP_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, FROM_HOST_LANE, TO_HOST_LANE, data_dependencies, lane_of
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
@@ -70,6 +71,7 @@ class Executor:
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
+        swaps: moves stages between device and host, and updates them; ``None`` runs schedules without such actions.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
 
     Raises:
@@ -87,6 +89,7 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
+        swaps: StageSwaps | None = None,
         run_ahead: int = sys.maxsize,
     ) -> None:
         self.schedule = schedule
@@ -98,6 +101,7 @@ class Executor:
         self._clock = clock
         self._data_parallel = data_parallel
         self._tied = tied
+        self._swaps = swaps
         self._run_ahead = run_ahead
         self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
@@ -118,6 +122,8 @@ class Executor:
         if tied is not None:
             self._handlers |= dict.fromkeys(TIED_SEND_KINDS, self._send_tied)
             self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
+        if swaps is not None:
+            self._handlers |= {**dict.fromkeys(STAGE_SWAP_KINDS, self._swap), Kind.UPDATE: self._update}
         self._check()
         self._awaited = self._awaited_slots()
         self._source = {action: self._source_of(action) for action in self._row}
@@ -148,6 +154,8 @@ class Executor:
             self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
         if self._tied is not None:
             self._tied.begin(self._handover)
+        if self._swaps is not None:
+            self._swaps.begin()
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._received[slot]
@@ -166,6 +174,8 @@ class Executor:
         held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
+        if self._swaps is not None:
+            held = held.most(Held(swapped_bytes=self._swaps.store.peak_bytes))
         if self._tied is not None:
             self._tied.end()
         record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
@@ -202,8 +212,10 @@ class Executor:
             place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
         if waits_for is None:
             return f"rank {self.rank} is {place}"
-        peer = self._lane[waits_for].peer
-        others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
+        lane = self._lane[waits_for]
+        if lane in (FROM_HOST_LANE, TO_HOST_LANE):
+            return f"rank {self.rank} is {place}, waiting for {waits_for}"
+        others = f"rank {lane.peer}" if lane.peer is not None else "its data-parallel ranks"
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
@@ -214,6 +226,8 @@ class Executor:
             self._data_parallel.forget()
         if self._tied is not None:
             self._tied.forget()
+        if self._swaps is not None:
+            self._swaps.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -243,18 +257,20 @@ class Executor:
             self._handover = handover(self.schedule, self.rank)
 
     def _awaited_slots(self) -> dict[int, list[int]]:
-        """For each slot the slots of collectives, and of a tied matrix's receives, that its action waits for.
+        """For each slot the slots of collectives, swaps in, and a tied matrix's receives, that its action waits for.
 
         By the dependency relation; collectives themselves wait for no other ones here: their lane keeps the order of
         the row, and compute is issued in that order.
         """
         first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
-        collectives = {slot for slot, action in enumerate(self._row) if action.kind in COLLECTIVE_KINDS}
+        collectives = {
+            slot for slot, action in enumerate(self._row) if action.kind in COLLECTIVE_KINDS | {Kind.SWAP_IN}
+        }
         received = {slot for slot, action in enumerate(self._row) if action.kind in TIED_RECEIVE_KINDS}
         awaited: dict[int, list[int]] = {}
         for slot, action in enumerate(self._row):
             some = received if action.kind in COLLECTIVE_KINDS else collectives | received
-            if some and action.kind in COMPUTE_KINDS | COLLECTIVE_KINDS | {Kind.SEND_TIED}:
+            if some and action.kind in COMPUTE_LANE_KINDS | COLLECTIVE_KINDS | {Kind.SEND_TIED}:
                 found = [needed - first for needed in graph.needed(first + slot) if needed - first in some]
                 if found:
                     awaited[slot] = found
@@ -262,7 +278,7 @@ class Executor:
 
     def _source_of(self, action: Action) -> Action | None:
         """The action whose result is this action's input, if it is not the batch or the loss."""
-        if action.kind in TIED_KINDS:
+        if action.microbatch is None:
             return None
         own_forward = action._replace(kind=Kind.FORWARD)
         for needed in data_dependencies(action, self.schedule):
@@ -276,7 +292,7 @@ class Executor:
             if self._slot in self._awaited or self._tied is not None:
                 self._take_awaited()
             handler = self._handlers[action.kind]
-            if action.kind not in COMPUTE_KINDS:
+            if action.kind not in COMPUTE_LANE_KINDS:
                 handler(action)
                 return
             if len(self._marks) >= self._run_ahead:
@@ -354,6 +370,26 @@ class Executor:
         gradient = self._stages[action.stage].backward(part, self._input(action))
         if gradient is not None:
             self._results[action] = gradient
+        if self._swaps is not None and self._slot in self._swaps.completes:
+            self._complete(action.stage)
+
+    def _complete(self, stage: int) -> None:
+        """A stage's gradient has all that micro-batches add; what updates the stage may look at it."""
+        assert self._swaps is not None
+        assert self._swaps.updates is not None, "nothing updates the stages"
+        if self._tied is not None and stage == 0:
+            self._swaps.settle()
+            self._tied.return_gradient()
+        self._swaps.updates.complete(stage)
+
+    def _swap(self, action: Action) -> None:  # noqa: ARG002  the slot tells more
+        assert self._swaps is not None
+        self._collectives[self._slot] = self._swaps.start(self._slot)
+
+    def _update(self, action: Action) -> None:
+        assert self._swaps is not None
+        assert self._swaps.updates is not None, "nothing updates the stages"
+        self._swaps.updates.update(action.stage)
 
     def _send(self, action: Action) -> None:
         self._start_send(action, self._input(action))
@@ -400,6 +436,8 @@ class Executor:
         for action, start_s, end_s in transfers:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
         for slot, collective in collectives.items():
-            begin, end = seconds(collective.begin), seconds(collective.end)
-            spans.append(Span(self._row[slot], self.rank, DATA_PARALLEL_LANE, begin, end))
+            action, end = self._row[slot], seconds(collective.end)
+            waits = () if self._swaps is None else self._swaps.waits.get(slot, ())
+            begin = max(seconds(mark) for mark in (collective.begin, *(collectives[other].end for other in waits)))
+            spans.append(Span(action, self.rank, self._lane[action], begin, end))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

@@ -1,4 +1,4 @@
-"""The data-parallel lane of a rank: runs jobs in the order of the row, one at a time, beside compute.
+"""Lanes of a rank that run jobs in the order of the row, one at a time, beside compute: of data parallelism, of swaps.
 
 Three forms of one thing: a thread that waits (gloo), a stream (CUDA), and a lane that is pushed on by whoever looks
 (all ranks in one process).
@@ -54,17 +54,19 @@ class ThreadLane:
 
     Args:
         clock: what spans are measured with.
+        name: of the thread.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, name: str = "data-parallel") -> None:
         self._clock = clock
+        self._name = name
         self._queue: queue.SimpleQueue[tuple[Job, _ThreadCollective] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> Collective:
         """Queue a job."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="data-parallel", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
         collective = _ThreadCollective()
         self._queue.put((job, collective))

@@ -7,6 +7,7 @@ from pipeloom.schedule.lower_tied import add_tied
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "Schedule",
     "add_data_parallel",
     "add_reduce_grad",
+    "add_stage_swaps",
     "add_tied",
     "add_unshard",
+    "add_updates",
     "format_schedule",
     "format_torch_csv",
     "lower",

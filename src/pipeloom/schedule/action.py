@@ -56,6 +56,8 @@ class Kind(StrEnum):
 
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+COMPUTE_LANE_KINDS = COMPUTE_KINDS | {Kind.UPDATE}
+"""Kinds that run on the compute lane."""
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 LOAD_OF = {Kind.EVICT: Kind.LOAD, Kind.OFFLOAD: Kind.RELOAD}

@@ -26,6 +26,7 @@ from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
+from pipeloom.train.stage_updates import StageUpdates
 
 _PROMPT_TOKENS = 40
 
@@ -103,6 +104,7 @@ class Trainer:
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
         self._optimizer = make_adamw(config.optimizer, decayed, plain)
+        self._updates = self._make_updates()
         self._checkpoints = Checkpoints(config, world, self._pipeline, self._optimizer, folder.path)
         self._done = self._restore()
         self._prediction: Prediction | None = None
@@ -160,7 +162,7 @@ class Trainer:
     def _predict(self) -> None:
         """Say what a step will look like; written by rank 0."""
         config = self._config
-        if not config.training.predict:
+        if not config.training.predict or self._updates is not None:
             return
         batch = self._batch(self._data.train, 0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
@@ -177,7 +179,10 @@ class Trainer:
             group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
-        squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        if self._updates is None:
+            squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        else:
+            squares = self._updates.squares
         loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
         if not math.isfinite(loss + squares):
             raise RunError(
@@ -185,10 +190,21 @@ class Trainer:
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
             )
         grad_norm = squares**0.5
-        clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
-        self._optimizer.step()
-        self._pipeline.data_parallel.refresh()
+        if self._updates is None:
+            clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
+            self._optimizer.step()
+            self._pipeline.data_parallel.refresh()
         return loss, grad_norm, result
+
+    def _make_updates(self) -> StageUpdates | None:
+        """What updates the stages within the step, where they are swapped."""
+        store, swaps = self._pipeline.store, self._pipeline.swaps
+        if store is None or swaps is None:
+            return None
+        swaps.updates = StageUpdates(
+            self._config.optimizer, self._optimizer, self._pipeline.data_parallel.weights, store
+        )
+        return swaps.updates
 
     def _keep_trace(self, result: StepResult) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
