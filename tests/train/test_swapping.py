@@ -54,7 +54,9 @@ def train(jobs, rendezvous, rank, size):
     found = {}
     for folder, config in jobs:
         folder.mkdir(parents=True, exist_ok=True)
-        trainer = Trainer(resolve(config, load_data(config.data, 0)), world, load_data(config.data, 0), RunFolder(folder))
+        trainer = Trainer(
+            resolve(config, load_data(config.data, 0)), world, load_data(config.data, 0), RunFolder(folder)
+        )
         peaks = []
         honest = trainer._pipeline.train_step
         trainer._pipeline.train_step = lambda batch, honest=honest, peaks=peaks: noted(honest(batch), peaks)
@@ -103,7 +105,9 @@ def test_a_model_of_four_budgets_trains_to_the_same_bits(tmp_path, dtype):
         assert metrics(tmp_path / swapped) == metrics(tmp_path / plain)
         for name in ("sample.txt",):
             assert (tmp_path / swapped / name).read_text() == (tmp_path / plain / name).read_text()
-        losses = [json.loads((tmp_path / run / "summary.json").read_text())["validation_loss"] for run in (plain, swapped)]
+        losses = [
+            json.loads((tmp_path / run / "summary.json").read_text())["validation_loss"] for run in (plain, swapped)
+        ]
         assert losses[0] == losses[1]
         mine, theirs = weights(tmp_path / swapped), weights(tmp_path / plain)
         assert mine.keys() == theirs.keys()
@@ -133,7 +137,9 @@ def test_what_was_measured_is_what_the_schedule_says(tmp_path):
         stages=amounts,
     )
     (curve,) = memory_over_time(schedule, trace, held)
-    assert 0 < curve.peak_bytes <= max(found["held"])  # the trace is of one step, and ends later than the memory is free
+    assert (
+        0 < curve.peak_bytes <= max(found["held"])
+    )  # the trace is of one step, and ends later than the memory is free
     assert curve.peak_parts["resident stages"] == curve.peak_bytes
     uses = {str(use.lane): use for use in communication(trace)}
     assert uses["from host"].num_actions == uses["to host"].num_actions == len(stage_stays(schedule.rows[0]))

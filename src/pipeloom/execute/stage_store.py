@@ -1,9 +1,9 @@
 """Where the stages of a model are that does not fit on its device: at rest in the memory of the host, or on the device.
 
-What there is of a stage lies in a few storages, of which everything else is a view: its flat weights, its flat gradient,
-the optimizer's moments. A storage that is at rest has no memory on the device; views of it, among them those that
-autograd keeps from forward to backward, are good again when it is back. On a CPU both memories are the host's; what is
-moved, freed and counted is the same.
+What there is of a stage lies in a few storages, of which everything else is a view: its flat weights, its flat
+gradient, the optimizer's moments. A storage that is at rest has no memory on the device; views of it, among them those
+that autograd keeps from forward to backward, are good again when it is back. On a CPU both memories are the host's;
+what is moved, freed and counted is the same.
 """
 
 import threading
@@ -52,7 +52,9 @@ class _Home:
         """Give the room back; keep what is there, or forget it."""
         if with_values:
             self.rest.copy_(self._bytes, non_blocking=True)
-        if self._is_cuda:  # the allocator has to wait for the copy, and for compute, before it gives the memory out again
+        if (
+            self._is_cuda
+        ):  # the allocator has to wait for the copy, and for compute, before it gives the memory out again
             self._bytes.record_stream(torch.cuda.current_stream(self._bytes.device))
             self._bytes.record_stream(torch.cuda.default_stream(self._bytes.device))
         self._storage.resize_(0)

@@ -40,8 +40,8 @@ class BubbleAccount:
     - *host*: nothing is missing, and the rank has not started yet.
 
     Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
-    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived and the last stage is swapped out, *exposed data-parallel* while
-    the rank's collectives run, and *drain*.
+    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived and the last stage is swapped
+    out, *exposed data-parallel* while the rank's collectives run, and *drain*.
 
     Attributes:
         compute_s: the rank computes.

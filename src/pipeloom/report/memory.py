@@ -35,8 +35,8 @@ class HeldBytes:
             among ``always_bytes``.
         gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
             its reduction; 0 where it is among ``always_bytes``.
-        stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap in to the end of the swap out; empty
-            where no stage is swapped, and their bytes are among ``always_bytes``.
+        stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
+            in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
     """
 

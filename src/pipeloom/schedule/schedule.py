@@ -15,7 +15,6 @@ from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import KINDS, Row
 from pipeloom.schedule.verify import verify
 
-
 Promise = int | tuple[int, ...] | None
 """What a schedule says of its rows beside them."""
 

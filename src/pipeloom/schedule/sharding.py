@@ -68,8 +68,10 @@ def arrivals(
 
     Args:
         stays: from ``fewest_stays``.
-        stages, places, sizes: as there.
+        stages: the stage of each use, as there.
+        places: as there.
         ahead: how many uses before its own a stage may be brought; with 0 when the use before its own has ended.
+        sizes: as there.
     """
     size_of = _size_of(sizes)
     before: list[int] = []

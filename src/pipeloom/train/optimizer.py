@@ -56,7 +56,7 @@ def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each gradient."""
-    return list(torch._foreach_norm(gradients)) if gradients else []
+    return list(torch._foreach_norm(list(gradients))) if gradients else []  # noqa: SLF001
 
 
 def squared_norm(norms: Sequence[Tensor]) -> float:

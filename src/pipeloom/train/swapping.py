@@ -1,6 +1,7 @@
 """A model that is larger than what it may take of its device: how large its stages are, and when they come and go."""
 
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -110,7 +111,7 @@ def check_sizes(sizes: tuple[int, ...], budget: int) -> None:
         raise UserError(
             f"schedule.device_budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
             "optimizer state; use more layout.loops, a layout.partition with smaller stages there, or a budget of at "
-            f"least {format_bytes(max(map(sum, zip(sizes, sizes[1:], strict=False)), default=max(sizes)))}, so that "
+            f"least {format_bytes(max(map(sum, pairwise(sizes)), default=max(sizes)))}, so that "
             "each stage is brought while the one before computes"
         )
 
@@ -137,7 +138,9 @@ def make_host_lanes(clock: Clock, world: World) -> HostLanes:
     return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"))
 
 
-def lend_matrix(store: StageStore, borrower: int, like: Tensor, gradient_dtype: torch.dtype, world: World) -> LentMatrix:
+def lend_matrix(
+    store: StageStore, borrower: int, like: Tensor, gradient_dtype: torch.dtype, world: World
+) -> LentMatrix:
     """Room for the matrix that the last stage borrows, and for its gradient."""
     weights = torch.zeros(like.shape, dtype=like.dtype, device=world.device)
     return LentMatrix(store, borrower, weights, torch.zeros(like.shape, dtype=gradient_dtype, device=world.device))

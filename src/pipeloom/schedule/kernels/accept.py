@@ -250,10 +250,14 @@ def swaps_stages(kind: Ints, stage: Ints, first: Longs, sizes: Longs, max_reside
                     return False
                 is_here[here] = False
                 taken -= sizes[here]
-            elif kind[node] <= BACKWARD_WEIGHT or kind[node] in (REDUCE, UPDATE):
-                if is_swapped[here] and not is_here[here]:
-                    return False
+            elif is_swapped[here] and not is_here[here] and uses_stage(kind[node]):
+                return False
     return not is_here.any()
+
+
+def uses_stage(kind: int) -> bool:
+    """Whether an action of a kind takes its stage's weights or gradient."""
+    return kind <= BACKWARD_WEIGHT or kind in (REDUCE, UPDATE)
 
 
 def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
