@@ -103,7 +103,8 @@ class ScheduleConfig:
     device_budget: str | None = None
     """Most bytes of weights, gradients and optimizer state on the device at once, such as 64MiB or 20GB: stages live in
     the memory of the host, come to the device when their turn is, one ahead, and go again. One rank only. Activations
-    and work space come on top. None: everything is on the device."""
+    and work space come on top; without layout.partition, stages are alike in bytes. None: everything is on the
+    device."""
     swap_folder: Path | None = None
     """Folder for the stages that are not on the device, in files that are removed at the end; with device_budget. None:
     memory of the host."""

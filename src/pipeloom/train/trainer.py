@@ -5,6 +5,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from statistics import median_high
+from typing import Any
 
 from torch import nn
 
@@ -14,9 +15,10 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.report.summary import summarize
+from pipeloom.report.summary import communication, summarize
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
+from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
@@ -52,6 +54,9 @@ class RunSummary:
         bubble_fraction: idle share of the ranks in the traced step, measured.
         predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
+        peak_stage_bytes: the most bytes of swapped stages on the device in any step; ``None`` where none is swapped.
+        swap_s: seconds of the traced step in which stages were on their way, added up over both directions.
+        swap_hidden_s: those of them in which the device computed.
     """
 
     num_parameters: int
@@ -68,6 +73,9 @@ class RunSummary:
     bubble_fraction: float
     predicted_bubble_fraction: float | None
     corpus_sha256: str
+    peak_stage_bytes: int | None = None
+    swap_s: float | None = None
+    swap_hidden_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,7 @@ class Trainer:
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
         self._exchange_s: float | None = None
+        self._peak_stage_bytes = 0
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write everything down."""
@@ -130,6 +139,7 @@ class Trainer:
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
                     self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
+                self._peak_stage_bytes = max(self._peak_stage_bytes, result.held.swapped_bytes)
                 if step == self._traced_step:
                     self._keep_trace(result)
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
@@ -245,12 +255,25 @@ class Trainer:
                 None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
             ),
             corpus_sha256=self._data.corpus_sha256,
+            **self._swapping(),
         )
         if self._world.rank == 0:
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         self._write_sample()
         self._pipeline.close()
         return summary
+
+    def _swapping(self) -> dict[str, Any]:
+        """What the summary says of swapped stages."""
+        if self._updates is None or self._measured is None:
+            return {}
+        lanes = (FROM_HOST_LANE, TO_HOST_LANE)
+        uses = [use for use in communication(self._measured) if use.lane in lanes]
+        return {
+            "peak_stage_bytes": self._peak_stage_bytes,
+            "swap_s": sum(use.busy_s for use in uses),
+            "swap_hidden_s": sum(use.hidden_s for use in uses),
+        }
 
     def _validate(self) -> float | None:
         num_batches = self._config.training.validation_batches
