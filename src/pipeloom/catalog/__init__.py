@@ -54,6 +54,7 @@ def _cluster(reader: Reader) -> Cluster:
         cores_per_node=int(reader.number("cores_per_node", 0)),
         pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
         update=_update(reader.table("update", is_optional=True)),
+        host=_link(reader.table("host")) if "host" in reader.names() else None,
     )
 
 

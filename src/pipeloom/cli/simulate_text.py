@@ -13,6 +13,7 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
+from pipeloom.schedule.depend import DATA_PARALLEL_LANE, FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.words import count
 
 _PARTS = {
@@ -141,10 +142,11 @@ def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
     ranks, terms = step.run.pp, step.prediction.terms
     uses = communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []
     between = [use for use in uses if use.lane.peer is not None]
-    collectives = [use for use in uses if use.lane.peer is None]
+    collectives = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
+    swaps = [use for use in uses if use.lane in (TO_HOST_LANE, FROM_HOST_LANE)]
     rows = [
         (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
-        for label, chosen in (("between stages", between), ("data-parallel", collectives))
+        for label, chosen in (("between stages", between), ("data-parallel", collectives), ("swaps with the host", swaps))
     ]
     rows.append(("between stages, blocking", sum(step.blocked_s) / ranks, 0.0))
     rows.append(("data-parallel, after the pipeline", terms.reduce_s, 0.0))
@@ -186,6 +188,7 @@ _PEAK_PARTS = {
     "gathered weights": "gathered",
     "gradients": "grads",
     "receive buffers": "recv",
+    "resident stages": "stages",
 }
 
 

@@ -199,6 +199,7 @@ class Cluster:
             computes by itself.
         pieces: what was measured of models; where nothing was, closed forms tell.
         update: what was measured of updating weights.
+        host: between a device and the memory of its host, in each direction; ``None`` where nobody says.
     """
 
     name: str
@@ -213,6 +214,7 @@ class Cluster:
     cores_per_node: int = 0
     pieces: tuple[MeasuredPieces, ...] = ()
     update: MeasuredUpdate | None = None
+    host: Link | None = None
 
     def __hash__(self) -> int:
         """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""

@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
+from pipeloom.predict.describe import Described
+from pipeloom.predict.swap import Swapping, host_link, swapped_amounts, swapped_costs
 from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower
 from pipeloom.schedule.stage_swaps import Amounts, Content
@@ -68,6 +71,28 @@ class SwapQuestion:
         return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
 
 
+def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
+    """What the cost model knows of a run on one device; its pieces are layers, embedding and head with their neighbors.
+
+    Raises:
+        UserError: the cluster's file does not say how fast the host is reached.
+    """
+    software, cluster, layers = described.software, described.cluster, described.run.shape.layers
+    run = replace(described.run, pp=1, loops=layers, layers_by_stage=(1,) * layers)
+    costs = stage_costs(run, cluster, software)
+    update_s = step_terms(run, cluster, software, max(costs.backward_s)).optimizer_s
+    costs = swapped_costs(costs, run, cluster, software, update_s)
+    return SwapQuestion(
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        update_s=costs.update_s,
+        pieces=swapped_amounts(run, software),
+        budget=swapping.budget,
+        bytes_per_s=host_link(cluster).bytes_per_s,
+        needs_norm=swapping.needs_norm,
+    )
+
+
 def _add(one: Amounts, other: Amounts) -> Amounts:
     return Amounts(**{name: value + getattr(other, name) for name, value in vars(one).items()})
 
@@ -97,6 +122,12 @@ class SwapPlan:
     num_microbatches: int
     schedule: Schedule
     trace: Trace
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The partition where the pieces are layers: in pieces of ``layout.partition``, which has embedding and head."""
+        first, *others = self.partition
+        return (first + 2,) if not others else (first + 1, *others[:-1], others[-1] + 1)
 
     @property
     def step_s(self) -> float:

@@ -18,6 +18,7 @@ from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.places import Place, rank_places
+from pipeloom.predict.swap import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
@@ -35,6 +36,7 @@ class Order:
         residency: stages gathered at once where weights are sharded at all times.
         prefetch: visits of stages by which a gather starts early.
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+        swapping: how the model is swapped through one device; ``None`` keeps it there.
     """
 
     choice: Choice
@@ -42,6 +44,7 @@ class Order:
     residency: int = 2
     prefetch: int = 1
     gradient_buffers: int | None = None
+    swapping: Swapping | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,11 @@ class SimulatedStep:
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
-        return memory_over_time(self.schedule, self.trace, held_bytes(self.run, self.software, self.schedule))
+        held = held_bytes(self.run, self.software, self.schedule)
+        if self.order.swapping is not None:
+            amounts = swapped_amounts(self.run, self.software)
+            held = replace(held, always_bytes=(self.software.reserve_bytes,), stages=amounts)
+        return memory_over_time(self.schedule, self.trace, held)
 
 
 def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
@@ -177,12 +184,17 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    terms = step_terms(run, cluster, software, max(costs.backward_s))
+    memory = memory_by_rank(run, software, schedule, order.receive_buffers)
+    if order.swapping is not None:
+        schedule = swapped_schedule(schedule, run, software, order.swapping)
+        costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        terms = replace(terms, optimizer_s=0.0)
+        memory = (swapped_memory(memory[0], run, software, schedule),)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement) if has_shared else None
     trace = simulate(schedule, costs, links)
     more_s = drain_s(run, software, costs)
-    terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = memory_by_rank(run, software, schedule, order.receive_buffers)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
