@@ -45,7 +45,9 @@ def test_a_run_with_a_budget_is_repeated_from_its_configuration_and_goes_on_from
     words = ["train", str(config), "--checkpoint.resume", str(resume), "--output.folder", str(tmp_path / "again")]
     done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line["loss"] for line in metrics(tmp_path / "again")] == [line["loss"] for line in metrics(tmp_path / "run")]
+    assert [line["loss"] for line in metrics(tmp_path / "again")] == [
+        line["loss"] for line in metrics(tmp_path / "run")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,11 @@ def test_more_micro_batches_until_the_swaps_hide():
     assert used == sorted(used)
     assert [plan.schedule.max_resident for plan in plans] == [80] * 6
     found = plan_swaps(question, [1, 2, 4, 8, 16, 32, 64, 128])
-    assert found.utilization >= 0.95 > next(
-        plan for plan in plans if plan.num_microbatches == found.num_microbatches // 2
-    ).utilization
+    assert (
+        found.utilization
+        >= 0.95
+        > next(plan for plan in plans if plan.num_microbatches == found.num_microbatches // 2).utilization
+    )
     assert found.hidden > 0.5
 
 

@@ -26,6 +26,7 @@ from pipeloom.schedule.action import STAGE_KINDS
 from pipeloom.simulate import Host, Sharing, simulate
 
 KINDS = list(Kind)
+PLACES = ["at once", "at the end", "in the next step"]
 SHARDED = """
 0UNSHARD 0F0 2UNSHARD 0F1 0RESHARD 0SEND_F0 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1 2B0 2SEND_B0 2B1 2SEND_B1 2REDUCE_GRAD \
 2RESHARD 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD
@@ -73,7 +74,7 @@ def with_swaps(draw, schedule):
     if draw(st.booleans()):
         schedule = add_reduce_grad(schedule)
     if draw(st.booleans()):
-        schedule = add_updates(schedule, needs_norm=schedule.num_ranks == 1 and draw(st.booleans()))
+        schedule = add_updates(schedule, draw(st.sampled_from(PLACES)) if schedule.num_ranks == 1 else "at once")
     stages = schedule.num_stages
     sizes = draw(st.one_of(st.none(), st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
     return add_stage_swaps(schedule, draw(st.integers(3, 5)), sizes=sizes, ahead=draw(st.integers(0, 2)))

@@ -1,6 +1,7 @@
 """Stages that come to the device and go: how few swaps, where they stand, what they move, and what is refused."""
 
 import itertools
+from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -26,12 +27,13 @@ from pipeloom.schedule import (
     lower,
     parse_schedule,
 )
-from pipeloom.schedule.stage_swaps import USES_STAGE, Amounts, Content, stage_moves, stage_stays
-from pipeloom.schedule.swap_stages import num_swaps_in
+from pipeloom.schedule.stage_swaps import USES_STAGE, Amounts, Content, defers_updates, stage_moves, stage_stays
+from pipeloom.schedule.swap_stages import UpdatePlace, num_swaps_in
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 from pipeloom.simulate import simulate
 
 quick = settings(max_examples=60, deadline=None)
+places = st.sampled_from(get_args(UpdatePlace))
 
 
 def one_rank(stages, count, family="breadth-first"):
@@ -46,9 +48,11 @@ def one_rank(stages, count, family="breadth-first"):
 def test_breadth_first_brings_2_s_minus_r_stages_whatever_the_number_of_micro_batches(stages, resident, count):
     schedule = one_rank(stages, count)
     assert num_swaps_in(add_stage_swaps(schedule, resident)) == (2 * stages - resident,)
-    at_once = add_updates(schedule, needs_norm=False)
+    at_once = add_updates(schedule, "at once")
     assert num_swaps_in(add_stage_swaps(at_once, resident)) == (2 * stages - resident,)
-    at_end = add_updates(schedule, needs_norm=True)
+    deferred = add_updates(schedule, "in the next step")
+    assert num_swaps_in(add_stage_swaps(deferred, resident)) == (2 * stages - resident,)
+    at_end = add_updates(schedule, "at the end")
     assert num_swaps_in(add_stage_swaps(at_end, resident)) == (3 * stages - 2 * resident,)
 
 
@@ -58,10 +62,10 @@ def test_depth_first_swaps_for_every_micro_batch():
 
 
 def test_the_order_of_a_small_step():
-    schedule = add_stage_swaps(add_updates(one_rank(3, 1), needs_norm=False), 2)
+    schedule = add_stage_swaps(add_updates(one_rank(3, 1), "at once"), 2)
     first = "0SWAP_IN 1SWAP_IN 0F0 0SWAP_OUT 2SWAP_IN 1F0 2F0 2B0 2UPDATE 2SWAP_OUT 0SWAP_IN 1B0"
     assert format_schedule(schedule) == f"{first} 1UPDATE 1SWAP_OUT 0B0 0UPDATE 0SWAP_OUT\n"
-    at_end = add_stage_swaps(add_updates(one_rank(3, 1), needs_norm=True), 2)
+    at_end = add_stage_swaps(add_updates(one_rank(3, 1), "at the end"), 2)
     last = "1B0 0B0 0UPDATE 0SWAP_OUT 2SWAP_IN 1UPDATE 1SWAP_OUT 2UPDATE 2SWAP_OUT"
     assert format_schedule(at_end).endswith(f" {last}\n")
 
@@ -82,9 +86,9 @@ def fewest_by_trying(stages, places):
 
 
 @quick
-@given(one_rank_schedules(), st.integers(1, 3), st.booleans())
-def test_no_order_takes_fewer_swaps_with_the_same_room(schedule, resident, needs_norm):
-    schedule = add_updates(lower(schedule), needs_norm=needs_norm)
+@given(one_rank_schedules(), st.integers(1, 3), places)
+def test_no_order_takes_fewer_swaps_with_the_same_room(schedule, resident, place):
+    schedule = add_updates(lower(schedule), place)
     used = [action.stage for action in schedule.rows[0] if action.kind in USES_STAGE]
     assert num_swaps_in(add_stage_swaps(schedule, resident)) == (fewest_by_trying(used, resident),)
 
@@ -112,9 +116,9 @@ def test_every_use_finds_its_stage_and_no_rank_has_more_than_its_room(data, sche
 
 
 @quick
-@given(one_rank_schedules(), st.integers(2, 3), st.booleans())
-def test_text_and_back(schedule, resident, needs_norm):
-    result = add_stage_swaps(add_updates(lower(schedule), needs_norm=needs_norm), resident)
+@given(one_rank_schedules(), st.integers(2, 3), places)
+def test_text_and_back(schedule, resident, place):
+    result = add_stage_swaps(add_updates(lower(schedule), place), resident)
     assert parse_schedule(format_schedule(result)).rows == result.rows
     with pytest.raises(UserError, match="swaps neither activations nor stages"):
         format_torch_csv(result)
@@ -122,14 +126,20 @@ def test_text_and_back(schedule, resident, needs_norm):
 
 @quick
 @given(one_rank_schedules())
-def test_updates_stand_behind_the_last_backward_or_at_the_end(schedule):
-    for needs_norm in (False, True):
-        (row,) = add_updates(lower(schedule), needs_norm=needs_norm).rows
+def test_updates_stand_where_they_are_asked_for(schedule):
+    for place in get_args(UpdatePlace):
+        (row,) = add_updates(lower(schedule), place).rows
         adds = [slot for slot, action in enumerate(row) if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)]
         for slot, action in enumerate(row):
             if action.kind is Kind.UPDATE:
-                own = max(added for added in adds if row[added].stage == action.stage)
-                assert slot > max(adds) if needs_norm else slot == own + 1
+                own = [used for used, other in enumerate(row) if other.stage == action.stage and used != slot]
+                expected = {
+                    "at once": slot == max(added for added in adds if row[added].stage == action.stage) + 1,
+                    "at the end": slot > max(adds),
+                    "in the next step": slot == min(own) - 1,
+                }
+                assert expected[place]
+        assert defers_updates(row) is (place == "in the next step")
 
 
 # ---------------------------------------------------------------------------------------------- what moves
@@ -138,7 +148,7 @@ def test_updates_stand_behind_the_last_backward_or_at_the_end(schedule):
 def test_what_moves_is_what_the_row_does_with_the_stage():
     weights, gradient, state = Content.WEIGHTS, Content.GRADIENT, Content.STATE
     borrowed, lent = Content.BORROWED, Content.LENT_GRADIENT
-    (row,) = add_stage_swaps(add_updates(one_rank(3, 2), needs_norm=True), 2).rows
+    (row,) = add_stage_swaps(add_updates(one_rank(3, 2), "at the end"), 2).rows
     found = {(stay.stage, stay.first): (stay.brought, stay.taken, stay.held) for stay in stage_stays(row)}
     both, nothing, all_three = weights | borrowed, Content(0), weights | gradient | state
     assert [(stage, *found[stage, slot]) for stage, slot in sorted(found)] == [
@@ -150,15 +160,29 @@ def test_what_moves_is_what_the_row_does_with_the_stage():
     ]
 
 
+def test_what_the_step_before_owes_comes_with_the_first_visit():
+    weights, gradient, state = Content.WEIGHTS, Content.GRADIENT, Content.STATE
+    borrowed, lent = Content.BORROWED, Content.LENT_GRADIENT
+    (row,) = add_stage_swaps(add_updates(one_rank(3, 2), "in the next step"), 2).rows
+    found = {(stay.stage, stay.first): (stay.brought, stay.taken) for stay in stage_stays(row)}
+    both, changed = weights | borrowed, weights | state
+    assert [(stage, *found[stage, slot]) for stage, slot in sorted(found)] == [
+        (0, both | gradient | state, changed),  # the old gradient is used up
+        (0, both, gradient | lent),  # the new one is kept
+        (1, both | gradient | state, changed | gradient | lent),  # forward and backward in one stay
+        (2, both | gradient | state, changed | gradient | lent),
+    ]
+
+
 def test_an_update_right_behind_the_last_backward_moves_no_gradient_at_all():
     for count in (1, 3):
-        (row,) = add_stage_swaps(add_updates(one_rank(4, count), needs_norm=False), 2).rows
+        (row,) = add_stage_swaps(add_updates(one_rank(4, count), "at once"), 2).rows
         assert not any(Content.GRADIENT in content for content in stage_moves(row).values())
 
 
 def test_a_gradient_that_is_added_to_in_two_visits_goes_and_comes_back():
     schedule = lower(parse_schedule("0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"))
-    (row,) = add_stage_swaps(add_updates(schedule, needs_norm=False), 1).rows
+    (row,) = add_stage_swaps(add_updates(schedule, "at once"), 1).rows
     moved = [(str(row[slot]), Content.GRADIENT in content) for slot, content in sorted(stage_moves(row).items())]
     assert moved == [
         ("0SWAP_IN", False),
@@ -206,6 +230,8 @@ FAULTS = {
     "no update of a stage": ("2SWAP_IN 1UPDATE 1SWAP_OUT 2UPDATE 2SWAP_OUT", "1UPDATE 1SWAP_OUT",
                              "update-each-stage-once", None, "2UPDATE is missing"),
     "an update twice": ("1UPDATE", "1UPDATE 1UPDATE", "update-each-stage-once", 22, "1UPDATE appears a second time"),
+    "an update left out": (" 0UPDATE 0SWAP_OUT 2SWAP_IN", " 0SWAP_OUT 2SWAP_IN", "update-each-stage-once", None,
+                             "0UPDATE is missing"),
     "an update too early": ("0B1 0UPDATE", "0UPDATE 0B1", "update-each-stage-once", 18, "0B1 stands behind 0UPDATE"),
 }  # fmt: skip
 
@@ -222,6 +248,14 @@ def test_a_fault_is_refused_with_its_rule_and_its_place(title):
 def test_the_schedule_that_the_faults_start_from_is_good():
     assert build(GOOD).max_resident == 2
     assert build(GOOD, max_resident=None).max_resident is None
+
+
+def test_all_updates_are_of_one_step():
+    deferred = "0UPDATE 0F0 0F1 1UPDATE 1F0 1F1 2UPDATE 2F0 2F1 2B0 2B1 1B0 1B1 0B0 0B1"
+    assert build(deferred).num_stages == 3
+    error = refused(deferred.replace("2UPDATE ", "").replace("2B1", "2B1 2UPDATE"))
+    assert (error.rule, error.slot) == ("update-each-stage-once", 10)
+    assert "2UPDATE and another update are not of the same step" in str(error)
 
 
 def test_every_rule_of_stage_swaps_has_a_fault_above():
@@ -256,7 +290,7 @@ def test_a_frozen_stage_is_not_updated():
             "stages are swapped in schedules without RESHARD, UNSHARD",
         ),
         (lambda s: add_stage_swaps(add_stage_swaps(s, 2), 2), "without SWAP_IN, SWAP_OUT"),
-        (lambda s: add_updates(add_updates(s, needs_norm=False), needs_norm=False), "updates weights already"),
+        (lambda s: add_updates(add_updates(s, "at once"), "at once"), "updates weights already"),
     ],
 )
 def test_what_cannot_be_is_said(change, words):
@@ -266,9 +300,9 @@ def test_what_cannot_be_is_said(change, words):
 
 def test_several_ranks_swap_for_themselves_and_update_without_the_norm():
     schedule = lower(make_schedule("breadth-first", pp=2, loops=4, num_microbatches=4))
-    result = add_stage_swaps(add_updates(add_reduce_grad(schedule), needs_norm=False), 2)
+    result = add_stage_swaps(add_updates(add_reduce_grad(schedule), "at once"), 2)
     assert num_swaps_in(result) == (6, 6)
     with pytest.raises(UserError, match="the norm of the whole gradient takes all of 2 pipeline ranks"):
-        add_updates(schedule, needs_norm=True)
+        add_updates(schedule, "at the end")
     with pytest.raises(UserError, match="without RECV_TIED"):
         add_stage_swaps(add_tied(schedule), 2)

@@ -113,7 +113,9 @@ def _plan_to_json(plan: SwapPlan) -> dict[str, Any]:
 def _print_plan(plan: SwapPlan) -> None:
     sizes = ",".join(map(str, plan.pieces))
     print(f"\nswap plan         layout.loops {len(plan.pieces)}, layout.partition [{sizes}],")
-    print(f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}")
+    print(
+        f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
+    )
     print(f"                  of the step, {plan.hidden:.1%} of the swaps are hidden")
 
 

@@ -146,7 +146,11 @@ def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
     swaps = [use for use in uses if use.lane in (TO_HOST_LANE, FROM_HOST_LANE)]
     rows = [
         (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
-        for label, chosen in (("between stages", between), ("data-parallel", collectives), ("swaps with the host", swaps))
+        for label, chosen in (
+            ("between stages", between),
+            ("data-parallel", collectives),
+            ("swaps with the host", swaps),
+        )
     ]
     rows.append(("between stages, blocking", sum(step.blocked_s) / ranks, 0.0))
     rows.append(("data-parallel, after the pipeline", terms.reduce_s, 0.0))

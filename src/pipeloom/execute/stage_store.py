@@ -215,8 +215,8 @@ class LentMatrix:
         store.add(borrower, Content.LENT_GRADIENT, gradient)
 
     def fill(self, owned: Tensor) -> None:
-        """Before a step, take the values of the owner, which rests as the borrower does."""
-        self._store.at_rest(self.weights).copy_(self._store.at_rest(owned))
+        """Take the values of the owner, the first stage, wherever it is; the borrower is at rest."""
+        self._store.at_rest(self.weights).copy_(self._store.now(0, Content.WEIGHTS, owned))
 
     @contextmanager
     def collected(self) -> Iterator[Tensor]:

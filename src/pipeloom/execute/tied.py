@@ -34,11 +34,13 @@ class Handover(NamedTuple):
         trains: whether the head's gradient is returned.
         lend_slot: before which action the weights are handed over, where no message carries them.
         return_slot: before which action the gradient is, in the same case; ``None`` for the end of the step.
+        updates_before: whether the first stage is updated in the step before the weights are handed over.
     """
 
     trains: bool = False
     lend_slot: int | None = None
     return_slot: int | None = None
+    updates_before: bool = False
 
 
 def handover(schedule: Schedule, rank: int) -> Handover:
@@ -67,7 +69,8 @@ def handover(schedule: Schedule, rank: int) -> Handover:
         raise UserError(
             f"0UPDATE follows a gradient that stage {last_stage}, whose head shares a matrix with it, has yet to add to"
         )
-    return Handover(trains, forwards[0], reductions[-1] if reductions else None)
+    updates_before = any(slot < forwards[0] for slot in _slots(schedule, 0, Kind.UPDATE))
+    return Handover(trains, forwards[0], reductions[-1] if reductions else None, updates_before)
 
 
 def _slots(schedule: Schedule, stage: int, *kinds: Kind) -> list[int]:
@@ -138,9 +141,14 @@ class Tied:
         """Before a step, with what its schedule hands over."""
         self._forget(handover)
         if self._lent is not None:
+            self._fill()
+            self._room = self._lent.gradient
+
+    def _fill(self) -> None:
+        """Give the lent matrix, at rest, the values that the first stage has now."""
+        if self._lent is not None:
             assert self._lender is not None
             self._lent.fill(self._lender.lend(self._name))
-            self._room = self._lent.gradient
 
     def _forget(self, handover: Handover) -> None:
         self._handover = handover
@@ -154,6 +162,8 @@ class Tied:
         The weights when the first stage first computes, since they are here then; the gradient before it is reduced.
         """
         if slot == self._handover.lend_slot:
+            if self._handover.updates_before:
+                self._fill()
             self.take(Kind.RECV_TIED, self.given(Kind.SEND_TIED))
         if slot == self._handover.return_slot:
             self._return()

@@ -3,10 +3,10 @@
 ATOM (arXiv 2403.10504) cuts a list of layers so that two neighboring segments fit the device and executing one hides
 the load of the next. Here with C micro-batches, stages i and i + 1 wait for each other
 
-    forward    max(0, load of weights(i + 1) - C forward(i))
-    backward   max(0, load(i) + store(i + 1) - C backward(i + 1)), with the update where it is in the backward
-    update     max(0, load(i + 1) + store(i) - update(i)), where updates are at the end
+    forward    max(0, load(i + 1) + store(i) - C forward(i))
+    backward   max(0, load(i) + store(i + 1) - C backward(i + 1))
 
+for what moves in each direction: what an update needs and changes goes with the backward, or with the next forward;
 and the best cut has the smallest sum of these, found by dynamic programming over pairs of neighbors. Its schedule is
 then simulated, and cuts near it, for what the sum leaves out: room for more than two stages, and both ends of the step.
 """
@@ -23,7 +23,7 @@ from pipeloom.generate import make_schedule
 from pipeloom.predict.describe import Described
 from pipeloom.predict.swap import Swapping, host_link, swapped_amounts, swapped_costs
 from pipeloom.report.summary import communication, summarize
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower, place_of_updates
 from pipeloom.schedule.stage_swaps import Amounts, Content
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
@@ -47,7 +47,7 @@ class SwapQuestion:
         pieces: of each piece the bytes of what there is of it.
         budget: most bytes of stages on the device at once.
         bytes_per_s: between host and device, in each direction.
-        needs_norm: whether updates need the norm of the whole gradient, and so stand at the end of the step.
+        needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
     """
 
     forward_s: tuple[float, ...]
@@ -125,7 +125,7 @@ class SwapPlan:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The partition where the pieces are layers: in pieces of ``layout.partition``, which has embedding and head."""
+        """The partition where the pieces are layers, in the pieces of ``layout.partition``: with embedding and head."""
         first, *others = self.partition
         return (first + 2,) if not others else (first + 1, *others[:-1], others[-1] + 1)
 
@@ -185,7 +185,7 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
     """
     stages = [question.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
     schedule = lower(make_schedule("breadth-first", pp=1, loops=len(stages), num_microbatches=num_microbatches))
-    schedule = add_updates(schedule, needs_norm=question.needs_norm)
+    schedule = add_updates(schedule, place_of_updates(len(stages), needs_norm=question.needs_norm))
     schedule = add_stage_swaps(schedule, question.budget, sizes=[int(stage.amounts.total) for stage in stages])
     costs = StageCosts(
         tuple(stage.forward_s for stage in stages),
@@ -286,18 +286,17 @@ def _cuts(question: SwapQuestion, count: int, num_stages: int | None) -> Iterato
 
 def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: int) -> float:
     """Seconds in which two neighbors wait for each other; all of the swaps if there is no room for both."""
-    rate, both = question.bytes_per_s, first.amounts.total + second.amounts.total
-    is_apart = both > question.budget
-    gradient, changed = Content.GRADIENT, Content.WEIGHTS | Content.STATE
+    changed, gradient = Content.WEIGHTS | Content.STATE, Content.GRADIENT
+    forward_s, backward_s = count * first.forward_s, count * second.backward_s
     if question.needs_norm:
+        there = second.amounts.of(_WEIGHTS | changed | gradient) + first.amounts.of(changed)
         back = first.amounts.of(_WEIGHTS) + second.amounts.of(gradient | Content.LENT_GRADIENT)
-        update = second.amounts.of(gradient | changed) + first.amounts.of(changed)
-        update_s = max(0.0, update / rate - (0.0 if is_apart else first.update_s))
-        hides_s = count * second.backward_s
+        forward_s += first.update_s
     else:
-        back = first.amounts.of(_WEIGHTS | Content.STATE) + second.amounts.of(changed | Content.LENT_GRADIENT)
-        update_s, hides_s = 0.0, count * second.backward_s + second.update_s
-    there_s = second.amounts.of(_WEIGHTS) / rate
-    if is_apart:
-        return there_s + back / rate + update_s
-    return max(0.0, there_s - count * first.forward_s) + max(0.0, back / rate - hides_s) + update_s
+        there = second.amounts.of(_WEIGHTS)
+        back = first.amounts.of(_WEIGHTS | changed) + second.amounts.of(changed | Content.LENT_GRADIENT)
+        backward_s += second.update_s
+    there_s, back_s = there / question.bytes_per_s, back / question.bytes_per_s
+    if first.amounts.total + second.amounts.total > question.budget:
+        return there_s + back_s
+    return max(0.0, there_s - forward_s) + max(0.0, back_s - backward_s)

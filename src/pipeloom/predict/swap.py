@@ -10,7 +10,7 @@ from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
 from pipeloom.words import format_bytes
 
@@ -21,7 +21,7 @@ class Swapping:
 
     Attributes:
         budget: most bytes of stages on the device at once.
-        needs_norm: whether updates need the norm of the whole gradient, and so stand at the end of the step.
+        needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
     """
 
     budget: int
@@ -33,9 +33,7 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
     found: list[Amounts] = []
     for parameters in stage_parameters(run, software):
         state = state_bytes(run, parameters, software)
-        found.append(
-            Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes)
-        )
+        found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes))
     _, head = stage_layers(run, software)
     if run.shape.tied and head > 0:
         lent = state_bytes(run, run.shape.embedding_parameters, software)
@@ -58,7 +56,7 @@ def swapped_schedule(schedule: Schedule, run: Run, software: Software, swapping:
             f"schedule.device_budget is {format_bytes(swapping.budget)}, but stage {sizes.index(largest)} takes "
             f"{format_bytes(largest)}; use more layout.loops, or a budget of at least {format_bytes(pair)}"
         )
-    updated = add_updates(schedule, needs_norm=swapping.needs_norm)
+    updated = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=swapping.needs_norm))
     return add_stage_swaps(updated, swapping.budget, sizes=sizes)
 
 
@@ -92,8 +90,8 @@ def host_link(cluster: Cluster) -> Link:
     """
     if cluster.host is None:
         raise UserError(
-            f"the cluster {cluster.name} does not say how fast a device reaches the memory of its host; add to its file "
-            "a table [host] with latency_us and gb_per_s"
+            f"the cluster {cluster.name} does not say how fast a device reaches the memory of its host; add to its "
+            "file a table [host] with latency_us and gb_per_s"
         )
     return cluster.host
 

@@ -7,7 +7,7 @@ from pipeloom.schedule.lower_tied import add_tied
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates
+from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "lower",
     "parse_schedule",
     "parse_torch_csv",
+    "place_of_updates",
 ]

@@ -74,8 +74,8 @@ class StageStay(NamedTuple):
     """A stage on the device, from a ``SWAP_IN`` to its ``SWAP_OUT``.
 
     What a stage holds there, and what moves, follows from what the row does with it in between: a forward needs the
-    weights alone; the first backward begins the gradient, which need not be brought; an update uses the gradient up
-    and changes weights and state. What has not changed is dropped instead of moved out.
+    weights alone; the first backward begins the gradient, which need not be brought; an update uses the gradient up, of
+    this step or of the one before, and changes weights and state. What has not changed is dropped instead of moved out.
 
     Attributes:
         stage: which.
@@ -97,31 +97,33 @@ class StageStay(NamedTuple):
 def stage_stays(row: Row) -> list[StageStay]:
     """The stays of a rank's stages on the device, in the order in which they end."""
     since: dict[int, int] = {}
-    begun: dict[int, set[Kind]] = {}
-    has_gradient: dict[int, bool] = {}
+    done: dict[int, list[Kind]] = {}
+    has_gradient: set[int] = set()
     stays: list[StageStay] = []
     kinds = (*USES_STAGE, Kind.SWAP_IN, Kind.SWAP_OUT)
     for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
         kind, stage = KINDS[row.kind[slot]], int(row.stage[slot])
         if kind is Kind.SWAP_IN:
-            since[stage], begun[stage] = slot, set()
+            since[stage], done[stage] = slot, []
         elif kind is not Kind.SWAP_OUT:
-            begun.setdefault(stage, set()).add(kind)
+            done.setdefault(stage, []).append(kind)
         elif stage in since:
-            stays.append(_stay(stage, (since[stage], slot), begun[stage], had_gradient=has_gradient.get(stage, False)))
-            has_gradient[stage] = bool(Content.LENT_GRADIENT & stays[-1].held) or has_gradient.get(stage, False)
+            stays.append(_stay(stage, (since[stage], slot), done[stage], had_gradient=stage in has_gradient))
+            if Content.LENT_GRADIENT in stays[-1].held:
+                has_gradient.add(stage)
     return stays
 
 
-def _stay(stage: int, slots: tuple[int, int], kinds: set[Kind], *, had_gradient: bool) -> StageStay:
-    adds, updates = not kinds.isdisjoint(ADDS_TO_GRADIENT), Kind.UPDATE in kinds
-    uses_gradient = adds or updates or Kind.REDUCE_GRAD in kinds
+def _stay(stage: int, slots: tuple[int, int], kinds: Sequence[Kind], *, had_gradient: bool) -> StageStay:
+    adds, updates = not ADDS_TO_GRADIENT.isdisjoint(kinds), Kind.UPDATE in kinds
+    pays = updates and not had_gradient and ADDS_TO_GRADIENT.isdisjoint(kinds[: kinds.index(Kind.UPDATE)])
     held = brought = Content.WEIGHTS if updates and len(kinds) == 1 else Content.WEIGHTS | Content.BORROWED
     taken = NOTHING
-    if uses_gradient:
+    if adds or updates or Kind.REDUCE_GRAD in kinds:
         held |= Content.GRADIENT
-        brought |= Content.GRADIENT if had_gradient else NOTHING
-        taken |= NOTHING if updates else Content.GRADIENT
+        brought |= Content.GRADIENT if had_gradient or pays else NOTHING
+        is_used_up = updates and not (pays and adds)
+        taken |= NOTHING if is_used_up else Content.GRADIENT
     if adds:
         held |= Content.LENT_GRADIENT
         brought |= Content.LENT_GRADIENT if had_gradient else NOTHING
@@ -131,6 +133,15 @@ def _stay(stage: int, slots: tuple[int, int], kinds: set[Kind], *, had_gradient:
         brought |= Content.STATE
         taken |= Content.WEIGHTS | Content.STATE
     return StageStay(stage, *slots, held, brought, taken)
+
+
+def defers_updates(row: Row) -> bool:
+    """Whether the updates of a row are those that the step before owes: before the first use of their stages."""
+    updates = np.flatnonzero(row.is_kind(Kind.UPDATE))
+    if not updates.size:
+        return False
+    stage = row.stage[updates[0]]
+    return not (row.is_kind(*COMPUTE_KINDS) & (row.stage == stage))[: updates[0]].any()
 
 
 def stage_moves(row: Row) -> dict[int, Content]:

@@ -1,6 +1,7 @@
 """Passes of a model that does not fit on its devices: updates within the row, and stages that come and go."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -12,39 +13,59 @@ from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays
 from pipeloom.schedule.stage_swaps import USES_STAGE
 
+UpdatePlace = Literal["at once", "at the end", "in the next step"]
+"""Where a row has the update of a stage: behind what completes its gradient; behind everything else; before the stage's
+first use in the next step, of which this row then has the updates that the step before owes."""
 
-def add_updates(schedule: Schedule, *, needs_norm: bool) -> Schedule:
+
+def place_of_updates(num_stages: int, *, needs_norm: bool) -> UpdatePlace:
+    """Where updates are with which the fewest stages are swapped, on one rank.
+
+    Args:
+        num_stages: of the model.
+        needs_norm: whether an update needs the norm of the whole model's gradient, as clipping does: then it cannot be
+            done at once. In the next step it comes with the stage's first visit, which hides it; but with two stages
+            the second one is on its way by then.
+    """
+    if not needs_norm:
+        return "at once"
+    return "in the next step" if num_stages > 2 else "at the end"
+
+
+def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
     """Add the optimizer's step on each stage that trains; run it before ``add_stage_swaps``.
 
     Args:
         schedule: with its other communication.
-        needs_norm: whether an update needs the norm of the whole model's gradient, as clipping does. Then the updates
-            stand at the end of the row, first those of the stages that were used last, which are on the device still.
-            Without, each stands right behind what adds to the stage's gradient for the last time, or reduces it.
+        place: where. At the end those stages come first that were used last, which are on the device still.
 
     Raises:
-        UserError: the schedule has updates already; or they need the norm, and other ranks have a part in it.
+        UserError: the schedule has updates already; or they wait for the whole gradient, of which other ranks have a
+            part.
     """
     if any(row.is_kind(Kind.UPDATE).any() for row in schedule.rows):
         raise UserError("the schedule updates weights already; start from one without UPDATE")
-    if needs_norm and schedule.num_ranks > 1:
+    if place != "at once" and schedule.num_ranks > 1:
         raise UserError(
             f"the norm of the whole gradient takes all of {schedule.num_ranks} pipeline ranks, and no action exchanges "
-            "it; use one rank, or clip nothing"
+            "it; use one rank, or clip nothing and update at once"
         )
-    rows = [_with_updates(row, needs_norm=needs_norm) for row in schedule.rows]
-    return schedule.with_rows(rows, Level.COMMUNICATION)
+    return schedule.with_rows([_with_updates(row, place) for row in schedule.rows], Level.COMMUNICATION)
 
 
-def _with_updates(row: Row, *, needs_norm: bool) -> Row:
+def _with_updates(row: Row, place: UpdatePlace) -> Row:
     finals = row.is_kind(*ADDS_TO_GRADIENT, Kind.REDUCE_GRAD)
     used = row.is_kind(*COMPUTE_KINDS)
     added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, order there, what)
     for stage in np.unique(row.stage[finals]).tolist():
         mine = row.stage == stage
-        last_use = int(np.flatnonzero(mine & used)[-1])
-        slot = len(row) - 1 if needs_norm else int(np.flatnonzero(mine & finals)[-1])
-        added.append((slot, -last_use, Action(Kind.UPDATE, stage)))
+        uses = np.flatnonzero(mine & used).tolist()
+        slot = {
+            "at once": int(np.flatnonzero(mine & finals)[-1]),
+            "at the end": len(row) - 1,
+            "in the next step": uses[0] - 1,
+        }[place]
+        added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
     added.sort(key=lambda entry: entry[:2])
     return row.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
 

@@ -1,8 +1,9 @@
 """Rules of stages that are swapped between device and host, and of updates; ``verify.RULES`` says when they hold."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.stage_swaps import USES_STAGE
 from pipeloom.schedule.violation import Violation, Violations
@@ -50,19 +51,34 @@ def resident_bound(schedule: "Schedule") -> Violations:
 
 
 def update_each_stage_once(schedule: "Schedule") -> Violations:
-    """If stages are updated at all, each that trains is, once, behind all that adds to its gradient or reduces it."""
+    """If stages are updated at all, each that trains is, once, behind all that adds to its gradient or reduces it.
+
+    Or all of them are updated before their first use, with the gradients of the step before.
+    """
     if not any(action.kind is Kind.UPDATE for _, _, action in schedule.actions()):
         return
-    updated: set[int] = set()
+    is_deferred: dict[int, bool] = {}
+    used: set[int] = set()
     for rank, slot, action in schedule.actions():
         if action.kind is Kind.UPDATE:
-            if action.stage in updated:
-                yield Violation(f"{action} appears a second time", rank, slot)
-            if action.stage < schedule.first_backward_stage:
-                yield Violation(f"{action} updates a stage that runs no backward", rank, slot)
-            updated.add(action.stage)
-        elif action.stage in updated and action.kind in ADDS_TO_GRADIENT | {Kind.REDUCE_GRAD}:
-            yield Violation(f"{action} stands behind {action.stage}UPDATE, which uses the gradient", rank, slot)
+            for problem in _wrong_update(action, used, is_deferred, schedule):
+                yield Violation(problem, rank, slot)
+            is_deferred.setdefault(action.stage, action.stage not in used)
+        elif action.kind in USES_STAGE:
+            used.add(action.stage)
+            is_final = action.kind in ADDS_TO_GRADIENT | {Kind.REDUCE_GRAD}
+            if is_final and not is_deferred.get(action.stage, True):
+                yield Violation(f"{action} stands behind {action.stage}UPDATE, which uses the gradient", rank, slot)
     for stage in range(schedule.first_backward_stage, schedule.num_stages):
-        if stage not in updated:
+        if stage not in is_deferred:
             yield Violation(f"{stage}UPDATE is missing", schedule.placement.rank_by_stage[stage])
+
+
+def _wrong_update(update: Action, used: set[int], is_deferred: dict[int, bool], schedule: "Schedule") -> Iterator[str]:
+    """What is wrong with an update, given the stages used before it and the updates before it."""
+    if update.stage in is_deferred:
+        yield f"{update} appears a second time"
+    elif is_deferred and next(iter(is_deferred.values())) is not (update.stage not in used):
+        yield f"{update} and another update are not of the same step"
+    if update.stage < schedule.first_backward_stage:
+        yield f"{update} updates a stage that runs no backward"

@@ -20,8 +20,10 @@ class StageUpdates:
         optimizer: over the parts of all stages; its state is begun and given to the store.
         weights: of each stage.
         store: has the stages.
+        is_deferred: whether the updates of a step are done in the next one, or by ``settle``.
 
     Attributes:
+        is_deferred: as given.
         squares: square of the norm of the last step's whole gradient.
     """
 
@@ -31,7 +33,11 @@ class StageUpdates:
         optimizer: torch.optim.AdamW,
         weights: Mapping[int, StageWeights],
         store: StageStore,
+        *,
+        is_deferred: bool,
     ) -> None:
+        self.is_deferred = is_deferred
+        self._store, self._is_owed = store, False
         self._config = config
         self._optimizer = optimizer
         self._weights = weights
@@ -55,7 +61,12 @@ class StageUpdates:
             self._norms.clear()
 
     def update(self, stage: int) -> None:
-        """Clip the stage's gradient as the whole gradient's norm demands, and update its weights."""
+        """Clip the stage's gradient as the whole gradient's norm demands, and update its weights.
+
+        Where updates are deferred and none is owed, before the first step, nothing.
+        """
+        if self.is_deferred and not self._is_owed:
+            return
         weights = self._weights[stage]
         parameters = [part.parameter for part in weights.parts]
         for parameter in parameters:
@@ -66,3 +77,17 @@ class StageUpdates:
         for parameter in parameters:
             parameter.grad = None
         weights.refresh()
+
+    def owe(self) -> None:
+        """After a step, with its learning rate in the optimizer: its updates are due if they are deferred."""
+        self._is_owed = self.is_deferred
+
+    def settle(self) -> None:
+        """Outside a step, with every stage at rest: do the updates that are due."""
+        if not self._is_owed:
+            return
+        changed = Content.WEIGHTS | Content.STATE
+        for stage in self._weights:
+            with self._store.visit(stage, changed | Content.GRADIENT, changed):
+                self.update(stage)
+        self._is_owed = False

@@ -17,7 +17,7 @@ from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.words import format_bytes
 
@@ -96,7 +96,7 @@ def with_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
     assert budget is not None
     check_sizes(sizes, budget)
     if schedule.first_backward_stage < schedule.num_stages:
-        schedule = add_updates(schedule, needs_norm=config.optimizer.clips)
+        schedule = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=config.optimizer.clips))
     return add_stage_swaps(schedule, budget, sizes=sizes)
 
 

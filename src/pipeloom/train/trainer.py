@@ -19,6 +19,7 @@ from pipeloom.report.summary import communication, summarize
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
@@ -144,7 +145,9 @@ class Trainer:
                     self._keep_trace(result)
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 if self._is_saved(step):
+                    self._settle()
                     self._checkpoints.save(self._info(step))
+        self._settle()
         self._folder.close()
         summary = self._finish(times, loss)
         return RunResult(summary, self._measured, None if self._prediction is None else self._prediction.trace)
@@ -185,8 +188,8 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
+        if self._updates is None or not self._updates.is_deferred:
+            self._set_learning_rate(step)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
         if self._updates is None:
@@ -204,7 +207,19 @@ class Trainer:
             clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
             self._optimizer.step()
             self._pipeline.data_parallel.refresh()
+        elif self._updates.is_deferred:
+            self._set_learning_rate(step)
+            self._updates.owe()
         return loss, grad_norm, result
+
+    def _set_learning_rate(self, step: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._config.optimizer, step - 1, self._config.training.steps)
+
+    def _settle(self) -> None:
+        """Between two steps: the weights are as the last step leaves them."""
+        if self._updates is not None:
+            self._updates.settle()
 
     def _make_updates(self) -> StageUpdates | None:
         """What updates the stages within the step, where they are swapped."""
@@ -212,7 +227,11 @@ class Trainer:
         if store is None or swaps is None:
             return None
         swaps.updates = StageUpdates(
-            self._config.optimizer, self._optimizer, self._pipeline.data_parallel.weights, store
+            self._config.optimizer,
+            self._optimizer,
+            self._pipeline.data_parallel.weights,
+            store,
+            is_deferred=defers_updates(self._pipeline.schedule.rows[0]),
         )
         return swaps.updates
 

@@ -261,23 +261,29 @@ def uses_stage(kind: int) -> bool:
 
 
 def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
-    """Whether each stage that trains is updated once, if any is, behind all that adds to its gradient or reduces it.
+    """Whether each stage that trains is updated once, if any is, behind all that adds to its gradient or reduces it, or
+    all of them before their first use.
 
     Args:
         kind, stage: columns of a schedule.
         num_stages: of the pipeline.
         first_backward_stage: stages from it on train.
     """
-    is_updated = np.zeros(num_stages, np.bool_)
+    is_used, is_updated = np.zeros(num_stages, np.bool_), np.zeros(num_stages, np.bool_)
+    is_any = is_deferred = False
     for node in range(kind.size):
         here = stage[node]
         if kind[node] == UPDATE:
-            if is_updated[here] or here < first_backward_stage:
+            if is_updated[here] or here < first_backward_stage or (is_any and is_used[here] == is_deferred):
                 return False
-            is_updated[here] = True
-        elif is_updated[here] and kind[node] in (BACKWARD, BACKWARD_WEIGHT, REDUCE):
-            return False
-    return not is_updated.any() or bool(is_updated[first_backward_stage:].all())
+            is_deferred = not is_used[here]
+            is_updated[here] = is_any = True
+        elif uses_stage(kind[node]):
+            is_used[here] = True
+            is_final = kind[node] in (BACKWARD, BACKWARD_WEIGHT, REDUCE)
+            if is_updated[here] and not is_deferred and is_final:
+                return False
+    return not is_any or bool(is_updated[first_backward_stage:].all())
 
 
 def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:
