@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -17,14 +17,18 @@ from pipeloom.schedule import (
     Kind,
     Schedule,
     add_reduce_grad,
+    add_stage_swaps,
     add_tied,
     add_unshard,
+    add_updates,
     format_schedule,
     format_torch_csv,
     lower,
     parse_schedule,
     parse_torch_csv,
 )
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.schedule.swap_stages import UpdatePlace
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -71,6 +75,13 @@ class Options:
     """Add the gradient reductions."""
     gradient_buffers: int | None = None
     """Stages whose unreduced gradients a rank can hold; with --reduce-grad. None: all."""
+    update: Literal["at-once", "at-the-end", "in-the-next-step"] | None = None
+    """Add the optimizer's step on each stage: behind its last backward; behind everything, as clipping needs; or before
+    its first forward, for the step before. None: it is not in the schedule."""
+    resident: int | None = None
+    """Swap stages between device and host, with room for so many on each rank. None: all are on the device."""
+    swap: float = 0.0
+    """Cost of moving one stage's weights; its gradient takes as much, its optimizer state twice; with --resident."""
     format: Literal["text", "json", "torch-csv"] = "text"
     """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
     json: bool = False
@@ -95,6 +106,7 @@ def run(words: list[str]) -> int:
         options.reduce,
         tied_s=options.tied or 0.0,
         tied_grad_s=options.tied or 0.0,
+        move=Amounts(weights=options.swap, gradient=options.swap, state=2 * options.swap),
     )
     trace = simulate(schedule, costs)
     if options.plot is not None:
@@ -116,6 +128,8 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
         or options.unshard is not None
         or options.reduce_grad
         or options.tied is not None
+        or options.update is not None
+        or options.resident is not None
     ):
         schedule = lower(schedule, options.receive_buffers)
     if options.tied is not None:
@@ -125,7 +139,12 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
         schedule = add_unshard(schedule, residency, options.prefetch)
     if options.reduce_grad:
         schedule = add_reduce_grad(schedule, options.gradient_buffers)
-    return schedule
+    if options.update is not None:
+        schedule = add_updates(schedule, _PLACES[options.update])
+    return schedule if options.resident is None else add_stage_swaps(schedule, options.resident)
+
+
+_PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
 
 
 def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
@@ -141,9 +160,9 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
     ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
-    (for each rank), ``num_unshards``, ``num_reductions`` and ``exposed_data_parallel`` (for each rank: gathers,
-    reductions, and how long it stands still for them), ``gradients_final_at`` (for each stage; null where nothing
-    trains).
+    (for each rank), ``num_unshards``, ``num_reductions``, ``num_swaps_in`` and ``exposed_data_parallel`` (for each rank:
+    gathers, reductions, whole stages swapped in, and how long it stands still for collectives), ``gradients_final_at``
+    (for each stage; null where nothing trains).
     """
     summary = summarize(trace)
     return {
@@ -157,6 +176,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "peak_stage_inputs": list(schedule.peak_stage_inputs),
         "num_unshards": _counts(schedule, Kind.UNSHARD),
         "num_reductions": _counts(schedule, Kind.REDUCE_GRAD),
+        "num_swaps_in": _counts(schedule, Kind.SWAP_IN),
         "exposed_data_parallel": _exposed(schedule, trace),
         "gradients_final_at": [summary.gradients_final_s.get(stage) for stage in range(schedule.num_stages)],
     }
@@ -181,7 +201,7 @@ def _one_row_a_line(tree: dict[str, Any]) -> str:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
-    may_be_zero = ("transfer", "gather", "reduce")
+    may_be_zero = ("transfer", "gather", "reduce", "swap")
     for name in ("forward", "backward", *may_be_zero):
         value = getattr(options, name)
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
@@ -191,6 +211,7 @@ def _option_problems(options: Options) -> list[str]:
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
     for name, needed, is_idle in (
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
+        ("swap", "resident", options.resident is None and options.swap != 0),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
     ):
         if is_idle:
@@ -262,9 +283,10 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace) -> None:
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
-    counts = {"weight gathers": _counts(schedule, Kind.UNSHARD), "reductions": _counts(schedule, Kind.REDUCE_GRAD)}
+    kinds = {"weight gathers": Kind.UNSHARD, "reductions": Kind.REDUCE_GRAD, "stages swapped in": Kind.SWAP_IN}
+    counts = {name: _counts(schedule, kind) for name, kind in kinds.items()}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
-    if any(any(values) for values in counts.values()):
+    if any(counts["weight gathers"]) or any(counts["reductions"]):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))
     if summary.gradients_final_s:
         lines["gradients final at"] = f"{' '.join(f'{t:g}' for t in summary.gradients_final_s.values())} (by stage)"

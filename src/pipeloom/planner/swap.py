@@ -233,8 +233,8 @@ def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> Sw
 
 def _with_longer_visits(question: SwapQuestion, factor: float) -> SwapQuestion:
     """A question whose micro-batches take longer, so that fewer make a visit as long."""
-    longer = {name: tuple(factor * s for s in getattr(question, name)) for name in ("forward_s", "backward_s")}
-    return replace(question, **longer)
+    forward_s, backward_s = (tuple(factor * s for s in of) for of in (question.forward_s, question.backward_s))
+    return replace(question, forward_s=forward_s, backward_s=backward_s)
 
 
 def _near(question: SwapQuestion, partition: tuple[int, ...], num_stages: int | None) -> Iterator[tuple[int, ...]]:

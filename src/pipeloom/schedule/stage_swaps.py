@@ -104,7 +104,8 @@ def stage_stays(row: Row) -> list[StageStay]:
     for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
         kind, stage = KINDS[row.kind[slot]], int(row.stage[slot])
         if kind is Kind.SWAP_IN:
-            since[stage], done[stage] = slot, []
+            since[stage] = slot
+            done[stage] = []
         elif kind is not Kind.SWAP_OUT:
             done.setdefault(stage, []).append(kind)
         elif stage in since:
