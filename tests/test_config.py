@@ -305,3 +305,32 @@ def test_a_dictionary_of_the_configuration_has_plain_values_only():
     assert tree["data"]["path"] == "text.txt"
     assert "cache" not in tree["data"]
     assert {type(value) for section in tree.values() for value in section.values()} <= {str, int, float, tuple, bool}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"layout__token_slices": 0}, "layout.token_slices must lie between 1 and data.seq_len 128, found 0"),
+        ({"layout__token_slices": 129}, "layout.token_slices must lie between 1 and data.seq_len 128, found 129"),
+        ({"layout__token_slices": (64, 65)}, "layout.token_slices must add up to data.seq_len 128, found 129"),
+        ({"layout__token_slices": (128, 0)}, "layout.token_slices must name lengths of at least one token each"),
+        ({"layout__token_slices": (65, 63), "layout__tp": 2}, "layout.tp must divide each of layout.token_slices"),
+    ],
+)
+def test_slices_that_do_not_fit_the_sequences_are_refused(values, expected):
+    assert any(problem.startswith(expected) for problem in changed(**values).problems(trains=False))
+
+
+def test_slices_of_a_compiled_run_are_refused():
+    config = changed(layout__token_slices="auto", training__compile=True, training__compile_backend="aot_eager")
+    assert any("sequences of one length" in problem for problem in config.problems(trains=False))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tp", "lengths"),
+    [(None, 1, (128,)), (3, 1, (43, 43, 42)), (3, 4, (44, 44, 40)), ((100, 28), 1, (100, 28)), ("auto", 1, (128,))],
+)
+def test_lengths_of_slices(wanted, tp, lengths):
+    layout = changed(layout__token_slices=wanted, layout__tp=tp).layout
+    assert layout.slice_lengths(128) == lengths
+    assert layout.num_slices == len(lengths)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 import pytest
+from families import named_sizes
 from hypothesis import given, settings
 
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, Kind, lower, parse_schedule
 from pipeloom.simulate import simulate
 
@@ -32,11 +33,9 @@ class OddCosts:
 
 @st.composite
 def schedules(draw):
-    name = draw(st.sampled_from(sorted(FAMILIES)))
-    loops = draw(st.integers(1, 3)) if FAMILIES[name].is_looped else 1
+    name, fits = draw(named_sizes())
     pp, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    placement = draw(st.sampled_from(["looped", "v", "linear"]))
-    return make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
+    return make_schedule(name, pp=pp, num_microbatches=count, **fits)
 
 
 def start_times(schedule, costs):
@@ -51,9 +50,11 @@ def start_times(schedule, costs):
             stage, microbatch = action.stage, action.microbatch
             if action.kind is Kind.FORWARD:
                 needs = [("F", stage - 1, microbatch)] if stage else []
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                needs = [("I", stage, microbatch)]
             else:
                 is_last = stage == schedule.num_stages - 1
-                needs = [("F", stage, microbatch)] + ([] if is_last else [("B", stage + 1, microbatch)])
+                needs = [("F", stage, microbatch)] + ([] if is_last else [(action.kind.value, stage + 1, microbatch)])
             if all(need in ends for need in needs):
                 starts[action] = max([free[rank], *(ends[need] for need in needs)])
                 free[rank] = ends[action.kind.value, stage, microbatch] = starts[action] + costs.seconds(action)
@@ -101,17 +102,20 @@ def test_nothing_starts_before_what_it_uses_has_arrived(schedule, buffers, trans
         stage, microbatch = span.action.stage, span.action.microbatch
         if span.action.kind is Kind.FORWARD:
             source, letter = stage - 1, "F"
+        elif span.action.kind is Kind.BACKWARD_WEIGHT:
+            source, letter = stage, "I"
         else:
-            source, letter = stage + 1, "B"
+            source, letter = stage + 1, span.action.kind.value
             assert span.start_s >= span_of[f"{stage}F{microbatch}"].end_s
         if not 0 <= source < schedule.num_stages:
             continue
         made = span_of[f"{source}{letter}{microbatch}"]
         crosses = owner[source] != owner[stage]
+        message = letter if letter == "F" else "B"
         assert span.start_s >= made.end_s + (transfer if crosses else 0)
         if crosses:
-            send = span_of[f"{source}SEND_{letter}{microbatch}"]
-            receive = span_of[f"{stage}RECV_{letter}{microbatch}"]
+            send = span_of[f"{source}SEND_{message}{microbatch}"]
+            receive = span_of[f"{stage}RECV_{message}{microbatch}"]
             assert made.end_s <= send.start_s <= send.end_s <= receive.start_s <= receive.end_s <= span.start_s
 
 

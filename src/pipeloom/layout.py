@@ -1,10 +1,27 @@
 """The layout: axis sizes of a run, how its batch is cut, and where each rank stands. No process groups."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
+Way = Literal["keep", "balance", "offload", "slices"]
+"""What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, and
+cut sequences."""
+
+
+def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, ...]:
+    """Lengths of slices that are as even as can be, larger ones first.
+
+    Args:
+        num_tokens: of a whole sequence, a multiple of ``multiple``.
+        number: of slices.
+        multiple: that every length is one of, such as the tensor-parallel ranks.
+    """
+    units = num_tokens // multiple
+    bounds = [-(-units * i // number) for i in range(number + 1)]
+    return tuple((end - begin) * multiple for begin, end in pairwise(bounds))
 
 
 class Coordinates(NamedTuple):
@@ -34,6 +51,11 @@ class Layout:
     between ranks."""
     microbatch_size: int = 2
     """Sequences of a micro-batch."""
+    token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
+    """Cuts every micro-batch along its tokens into slices that go through the pipeline one after the other: so many
+    even ones; ones of these lengths; or lengths from measured times (auto). The bubble shrinks with their number, to
+    (pp - 1) / (num_microbatches * slices * loops) where they are equally fast, and pp may be up to num_microbatches *
+    slices. None: sequences stay whole."""
     partition: tuple[int, ...] | None = None
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
     the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
@@ -65,6 +87,19 @@ class Layout:
     def num_ranks(self) -> int:
         """Processes of the run, one for each device."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def num_slices(self) -> int:
+        """Token slices of a micro-batch; 1 for whole sequences, and for auto before it is decided."""
+        if isinstance(self.token_slices, tuple):
+            return max(1, len(self.token_slices))
+        return max(1, self.token_slices) if isinstance(self.token_slices, int) else 1
+
+    def slice_lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each slice of sequences of this length; all in one for auto before it is decided."""
+        if isinstance(self.token_slices, tuple):
+            return self.token_slices
+        return even_slices(num_tokens, self.num_slices, self.tp)
 
     @property
     def batch_size(self) -> int:

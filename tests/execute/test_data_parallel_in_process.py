@@ -22,7 +22,7 @@ from pipeloom.schedule import Action, Kind, Level
 from pipeloom.trace import merge
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 STEPS = 3
 
 

@@ -11,7 +11,7 @@ from pipeloom.layout import Layout
 from pipeloom.schedule import Kind
 from pipeloom.schedule.sharding import gathered_counts, unreduced_counts
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 ELEMENTS = WIDTH * WIDTH + WIDTH
 LEVELS = {
     "none": {},

@@ -16,7 +16,7 @@ from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 from pipeloom.train.equivalence import TOLERANCES
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 LEVELS = [("none", None), ("optimizer", None), ("gradients", None), ("full", None), ("full", 2)]
 ROUNDING = 2.0**-8
 """Between two neighbors of a number in bfloat16, relative to it."""

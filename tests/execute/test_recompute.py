@@ -8,7 +8,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 MIXED = ("none", "full", "selective", "none", "full", "full")
 CHOICES = [{"recompute": "selective"}, {"recompute": "full"}, {"recompute_layers": MIXED}]
 

@@ -8,7 +8,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 SHAPES = {
     "llama": ModelConfig(num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=20),
     "gpt2": ModelConfig(family="gpt2", num_layers=4, hidden_size=16, num_heads=4, ffn_size=21),

@@ -7,7 +7,7 @@ from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 RECOMPUTE = ("none", "selective", "full")
 
 

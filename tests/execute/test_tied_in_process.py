@@ -16,7 +16,7 @@ from pipeloom.schedule import Kind, lower, parse_schedule
 from pipeloom.trace import from_chrome, merge, to_chrome
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 
 
 def layout_of(family, **sizes):

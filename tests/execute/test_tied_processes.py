@@ -8,7 +8,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
 TIED = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "tied": True}
 
 

@@ -1,6 +1,7 @@
 """Every family on every placement, what a request may ask, and the registry."""
 
 import pytest
+from families import fitting
 
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, family, make_schedule
@@ -12,22 +13,30 @@ PLAIN = {"pp": 4, "num_microbatches": 8, "loops": 1, "group_size": None, "placem
 def requests():
     for name, chosen in FAMILIES.items():
         for pp in (1, 2, 3, 4):
-            for loops in (1, 2, 3) if chosen.is_looped else (1,):
+            for loops in (chosen.loops,) if chosen.loops else (1, 2, 3) if chosen.is_looped else (1,):
                 for count in (1, 2, 4, 5, 7):
                     sizes = [None, *range(pp, count + 1)] if chosen.is_grouped else [None]
                     yield from ((name, pp, loops, count, size) for size in sizes)
+
+
+def kinds_of(chosen):
+    if not chosen.has_backward:
+        return {Kind.FORWARD}
+    halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+    return {Kind.FORWARD} | (halves if chosen.splits_backward else {Kind.BACKWARD})
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_request_that_is_no_problem_makes_a_schedule(placement):
     number = 0
     for name, pp, loops, count, size in requests():
-        schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, group_size=size, placement=placement)
+        fits = fitting(name, loops, placement)
+        schedule = make_schedule(name, pp=pp, num_microbatches=count, group_size=size, **fits)
         kinds = {action.kind for _, _, action in schedule.actions()}
-        assert schedule.placement == PLACEMENTS[placement](pp, loops)
+        assert schedule.placement == PLACEMENTS[fits["placement"]](pp, loops)
         assert schedule.num_microbatches == count
         assert schedule.level is Level.COMPUTE
-        assert kinds == ({Kind.FORWARD, Kind.BACKWARD} if FAMILIES[name].has_backward else {Kind.FORWARD})
+        assert kinds == kinds_of(FAMILIES[name])
         assert sum(map(len, schedule.rows)) == len(kinds) * pp * loops * count
         number += 1
     assert number > 250
@@ -113,3 +122,18 @@ def test_a_request_is_told_everything_at_once():
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_ends_of_the_group_sizes_are_allowed(size):
     assert Choice(family="hybrid", **(PLAIN | {"group_size": size})).problems() == []
+
+
+def test_a_rank_keeps_as_many_inputs_whole_as_it_is_told():
+    schedule = make_schedule("1f1b", pp=4, num_microbatches=6, keep=(2, 2, 2, 1))
+    again = [sum(action.kind == "R" for action in row) for row in schedule.rows]
+    assert again == [4, 4, 0, 0]
+    assert schedule.peak_stage_inputs == (4, 3, 2, 1)
+
+
+def test_keep_names_every_rank_and_at_least_one_input():
+    problems = Choice(family="1f1b", pp=4, num_microbatches=6, keep=(2, 0)).problems()
+    assert problems == [
+        "keep must be at least 1 on every rank, found (2, 0)",
+        "keep must name the stage inputs of 4 ranks, found 2 numbers",
+    ]

@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+from families import fitting
 from launch_runs import reasons_of, run_of, written_for
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 
@@ -23,8 +24,9 @@ def loaded(folder, num_local, num_stages):
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].has_backward])
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 def test_torch_loads_it_and_its_lowering_is_a_legal_schedule_of_the_same_order(tmp_path, name, placement):
-    loops = 2 if FAMILIES[name].is_looped else 1
-    layout, schedule = {"pp": 4, "loops": loops}, {"family": name, "placement": placement}
+    fits = fitting(name, 2, placement)
+    loops = fits["loops"]
+    layout, schedule = {"pp": 4, "loops": loops}, {"family": name, "placement": fits["placement"]}
     written_for("torch", tmp_path, layout=layout, schedule=schedule)
     module, runtime = loaded(tmp_path, loops, 4 * loops)
     expected = run_of(layout=layout, schedule=schedule).choice().make()

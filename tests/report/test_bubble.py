@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass
 
 import pytest
+from families import named_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +20,9 @@ EIGHTHS = st.integers(1, 80).map(lambda number: number / 8)  # sums of them are 
 
 @st.composite
 def schedules(draw):
-    chosen = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
-    schedule = make_schedule(
-        chosen.name,
-        pp=draw(st.integers(1, 4)),
-        loops=draw(st.integers(1, 3)) if chosen.is_looped else 1,
-        num_microbatches=draw(st.integers(1, 6).map(lambda count: 2 * count)) if chosen.is_grouped else 5,
-        placement=draw(st.sampled_from(["looped", "v", "linear"])),
-    )
+    name, fits = draw(named_sizes())
+    count = draw(st.integers(1, 6).map(lambda count: 2 * count)) if FAMILIES[name].is_grouped else 5
+    schedule = make_schedule(name, pp=draw(st.integers(1, 4)), num_microbatches=count, **fits)
     return lower(schedule, draw(st.integers(1, 3))) if draw(st.booleans()) else schedule
 
 

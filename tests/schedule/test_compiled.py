@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from families import fitting, named_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unverified import unverified
@@ -52,11 +53,9 @@ def schedules(draw):
     special = draw(st.sampled_from([None, None, None, None, SHARDED, SPLIT, SWAPPED, TIED, RESIDENT]))
     if special is not None:
         return parse_schedule(special)
-    name = draw(st.sampled_from(sorted(FAMILIES)))
-    loops = draw(st.integers(1, 3)) if FAMILIES[name].is_looped else 1
+    name, fits = draw(named_sizes())
     pp, count = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    placement = draw(st.sampled_from(["looped", "v", "linear"]))
-    schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
+    schedule = make_schedule(name, pp=pp, num_microbatches=count, **fits)
     if draw(st.booleans()):
         return schedule
     schedule = lower(schedule, draw(st.integers(1, 3)))
@@ -124,7 +123,9 @@ def taken_rules(schedule):
 @given(st.data())
 def test_the_fast_check_accepts_what_the_rules_accept(data):
     schedule = data.draw(schedules())
-    changed = unverified(schedule, data.draw(wrong_rows(schedule)))
+    ranks = st.integers(-1, schedule.num_ranks)
+    partners = data.draw(st.one_of(st.none(), st.lists(ranks, max_size=schedule.num_ranks + 1).map(tuple)))
+    changed = unverified(schedule, data.draw(wrong_rows(schedule)), partners=partners)
     assert accepts(changed) == obeys_the_rules(changed)
 
 
@@ -151,7 +152,7 @@ def answers():
     """What every kernel has a part in, on schedules small and odd."""
     for name in sorted(FAMILIES):
         for pp, loops, count in ((1, 1, 3), (3, 2, 4), (4, 3, 6)):
-            sizes = {"pp": pp, "loops": loops if FAMILIES[name].is_looped else 1, "num_microbatches": count}
+            sizes = {"pp": pp, "num_microbatches": count} | fitting(name, loops)
             schedule = lower(make_schedule(name, **sizes), 2)
             costs = UniformCosts(1.0, 2.0, 0.25)
             yield name, schedule, simulate(schedule, costs)

@@ -1,6 +1,7 @@
 """Schedules as text."""
 
 import pytest
+from families import fitting
 
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.generate import FAMILIES, make_schedule
@@ -43,7 +44,8 @@ def schedules():
         for placement in PLACEMENTS:
             for pp, loops, count in [(1, 1, 1), (2, 2, 3), (3, 1, 4), (3, 3, 3)]:
                 if loops == 1 or family.is_looped:
-                    schedule = make_schedule(name, pp=pp, loops=loops, num_microbatches=count, placement=placement)
+                    fits = fitting(name, loops, placement)
+                    schedule = make_schedule(name, pp=pp, num_microbatches=count, **fits)
                     yield schedule
                     if pp > 1:
                         yield lower(schedule)

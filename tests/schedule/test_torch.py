@@ -4,6 +4,7 @@ import csv
 import itertools
 
 import pytest
+from families import fitting
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -43,8 +44,7 @@ def our_rows(name, pp, loops, count):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 def test_torch_reads_every_cell_of_our_export_as_the_same_action(name, placement):
-    loops = 2 if FAMILIES[name].is_looped else 1
-    compute = make_schedule(name, pp=3, loops=loops, num_microbatches=4, placement=placement)
+    compute = make_schedule(name, pp=3, num_microbatches=4, **fitting(name, 2, placement))
     for schedule in (compute, lower(compute)):
         with_reductions = parse_torch_csv(format_torch_csv(schedule))
         for row, cells in zip(with_reductions.rows, csv.reader(format_torch_csv(schedule).splitlines()), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
+from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.planner.swap import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
@@ -78,8 +79,15 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
     Raises:
         ConfigError: cluster or program are unknown or wrong.
     """
-    schedule, described = config.schedule, describe(config)
-    order = Order(
+    described, order = describe(config), order_of(config)
+    asked = described.run, described.cluster, described.software, order
+    return plan_slices(*asked).step if config.layout.token_slices == "auto" else simulate_step(*asked)
+
+
+def order_of(config: RunConfig) -> Order:
+    """Which schedule a configuration runs, and how it is lowered."""
+    schedule = config.schedule
+    return Order(
         choice=config.choice(),
         receive_buffers=schedule.receive_buffers,
         residency=schedule.known_residency,
@@ -87,7 +95,6 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
         gradient_buffers=schedule.gradient_buffers,
         swapping=_swapping(config),
     )
-    return simulate_step(described.run, described.cluster, described.software, order)
 
 
 def _swapping(config: RunConfig) -> Swapping | None:

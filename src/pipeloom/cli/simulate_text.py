@@ -188,6 +188,7 @@ def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
 _PEAK_PARTS = {
     "always": "always",
     "stage inputs": "inputs",
+    "accepted": "accepted",
     "working": "work",
     "gathered weights": "gathered",
     "gradients": "grads",

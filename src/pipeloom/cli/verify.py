@@ -34,7 +34,8 @@ def run(words: list[str]) -> int:
         if layout.tp > 1:
             replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
         print(
-            f"{schedule.family} ({schedule.placement}) over {layout.pp} pipeline ranks x {layout.loops} stages, "
+            f"{schedule.family} ({config.choice().placement_name}) over {layout.pp} pipeline ranks x "
+            f"{layout.loops} stages, "
             f"{replicas}{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )

@@ -11,7 +11,7 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import (
     fastest_pieces,
     placement_named,
@@ -149,6 +149,9 @@ def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
 
+    Of a backward that is split, the half for the weights has the second of each matrix product's two, which attention's
+    core has not, the sum over micro-batches, and all of the embedding's.
+
     Args:
         run: what is trained.
         cluster: where; a stage is as fast as its rank's part of it.
@@ -178,7 +181,10 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
         if software.is_blocking:
             seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
         sides.append(tuple(seconds))
-    share = _weight_s(run, counts, pieces) / sum(backward_s for _, backward_s in layers_s)
+    weight_s = [count * piece.weight_s for count, piece in zip(counts, pieces, strict=True)]
+    share = sum(weight_s) / sum(backward_s for _, backward_s in layers_s)
+    weight_s[0] += pieces[0].embedding[1]
+    weight_s[head] += pieces[head].head_weight_s
     free_s = () if software.is_blocking else boundary_s
     tied_s, tied_grad_s = tied_message_s(run, cluster, software)
     return StageCosts(
@@ -189,20 +195,8 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
         tied_s=tied_s,
         tied_grad_s=tied_grad_s,
         boundary_s=() if len(set(free_s)) <= 1 else free_s,
+        weight_s=tuple(weight_s),
     )
-
-
-def _weight_s(run: Run, counts: Sequence[int], pieces: Sequence[PieceSeconds]) -> float:
-    """Seconds of all layers' backward that a split leaves to the gradients of the weights.
-
-    Args:
-        run: what is trained.
-        counts: layers of each stage.
-        pieces: for each stage, on its rank.
-    """
-    if len({piece.weight_s for piece in pieces}) == 1:
-        return pieces[0].weight_s * run.shape.layers
-    return sum(count * piece.weight_s for count, piece in zip(counts, pieces, strict=True))
 
 
 def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:

@@ -12,12 +12,15 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
+from pipeloom.execute.needs import awaited_slots, source_of
+from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
+from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
@@ -25,12 +28,13 @@ from pipeloom.schedule.action import (
     COLLECTIVE_KINDS,
     COMPUTE_LANE_KINDS,
     RECEIVE_KINDS,
-    SEND_KINDS,
     STAGE_SWAP_KINDS,
+    SWAP_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
-from pipeloom.schedule.depend import COMPUTE_LANE, FROM_HOST_LANE, TO_HOST_LANE, data_dependencies, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
@@ -40,8 +44,9 @@ class StepResult:
     """What one rank has from a step.
 
     Attributes:
-        outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
-        held: most gathered weights, unreduced gradients and stage inputs of the step.
+        outputs: by micro-batch what the objective returned, added up over its slices; empty on ranks without the last
+            stage.
+        held: most gathered weights, unreduced gradients and stage inputs of the step, and bytes for backwards.
         record: makes the trace. Most steps' traces are never asked for.
     """
 
@@ -53,6 +58,11 @@ class StepResult:
     def trace(self) -> Trace:
         """What this rank did and when."""
         return self.record()
+
+
+def _part(action: Action) -> Part:
+    assert action.microbatch is not None
+    return Part(action.microbatch, action.slice)
 
 
 Steps = Generator[Pending, None, StepResult]
@@ -71,8 +81,10 @@ class Executor:
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
-        swaps: moves stages between device and host, and updates them; ``None`` runs schedules without such actions.
+        swaps: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
+        stage_swaps: moves whole stages between device and host, and updates them; ``None`` as well.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
+        slices: how micro-batches are cut, where the schedule cuts them.
 
     Raises:
         UserError: the schedule is compute-only, has actions that nothing here can run, or lacks those of a tied matrix.
@@ -89,8 +101,10 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
-        swaps: StageSwaps | None = None,
+        swaps: Swaps | None = None,
+        stage_swaps: StageSwaps | None = None,
         run_ahead: int = sys.maxsize,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -102,15 +116,18 @@ class Executor:
         self._data_parallel = data_parallel
         self._tied = tied
         self._swaps = swaps
+        self._stage_swaps = stage_swaps
         self._run_ahead = run_ahead
+        self._slices = slices
         self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            **dict.fromkeys(SEND_KINDS, self._send),
+            **dict.fromkeys(RECEIVE_KINDS, self._receive),
         }
         if data_parallel is not None:
             self._handlers |= dict.fromkeys(COLLECTIVE_KINDS, self._collect)
@@ -123,10 +140,12 @@ class Executor:
             self._handlers |= dict.fromkeys(TIED_SEND_KINDS, self._send_tied)
             self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
         if swaps is not None:
-            self._handlers |= {**dict.fromkeys(STAGE_SWAP_KINDS, self._swap), Kind.UPDATE: self._update}
+            self._handlers |= dict.fromkeys(SWAP_KINDS, self._swap)
+        if stage_swaps is not None:
+            self._handlers |= {**dict.fromkeys(STAGE_SWAP_KINDS, self._swap_stage), Kind.UPDATE: stage_swaps.update}
         self._check()
-        self._awaited = self._awaited_slots()
-        self._source = {action: self._source_of(action) for action in self._row}
+        self._awaited = awaited_slots(schedule, rank)
+        self._source = {action: source_of(action, schedule) for action in self._row}
         sources = [self._source[action] for action in self._row]
         self._received = [one if one is not None and one.kind in RECEIVE_KINDS else None for one in sources]
         self._lane = {action: lane_of(action, schedule.placement) for action in self._row}
@@ -136,7 +155,8 @@ class Executor:
         """Run the row once.
 
         Args:
-            inputs: the first stage's input for each micro-batch; other ranks may pass nothing.
+            inputs: the first stage's input for each micro-batch, or for each of its slices, micro-batch by micro-batch;
+                other ranks may pass nothing.
             objective: applied to the last stage's output; other ranks may pass ``None``.
 
         Yields:
@@ -151,11 +171,12 @@ class Executor:
         """
         self._begin(inputs, objective)
         if self._data_parallel is not None:
-            self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
+            self._data_parallel.begin(trains=any(action.kind in ADDS_TO_GRADIENT for action in self._row))
         if self._tied is not None:
             self._tied.begin(self._handover)
-        if self._swaps is not None:
-            self._swaps.begin()
+        self._services = [] if self._swaps is None else self._swaps.begin()
+        if self._stage_swaps is not None:
+            self._stage_swaps.begin(self._tied)
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._received[slot]
@@ -171,11 +192,7 @@ class Executor:
         self._slot = len(self._row)
         yield from self._rest()
         self._clock.settle()
-        held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
-        if self._data_parallel is not None:
-            held = held.most(self._data_parallel.most_held)
-        if self._swaps is not None:
-            held = held.most(Held(swapped_bytes=self._swaps.store.peak_bytes))
+        held = self._most_held()
         if self._tied is not None:
             self._tied.end()
         record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
@@ -183,6 +200,16 @@ class Executor:
         self._begin([], None)
         self._slot = len(self._row)
         return result
+
+    def _most_held(self) -> Held:
+        held = self._held
+        if self._data_parallel is not None:
+            held = held.most(self._data_parallel.most_held)
+        if self._swaps is not None:
+            held = held.most(Held(live_bytes=self._swaps.most_bytes))
+        if self._stage_swaps is not None:
+            held = held.most(Held(swapped_bytes=self._stage_swaps.store.peak_bytes))
+        return held
 
     def _rest(self) -> Iterator[Pending]:
         """Wait for what nothing has waited for."""
@@ -193,6 +220,10 @@ class Executor:
         for slot, collective in self._collectives.items():
             yield from self._until_done(self._row[slot], collective)
             collective.take()
+        for service in self._services:
+            if not service.is_done():
+                yield service
+            service.take()
 
     def _until_done(self, action: Action, pending: Pending) -> Iterator[Pending]:
         if not pending.is_done():
@@ -212,10 +243,12 @@ class Executor:
             place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
         if waits_for is None:
             return f"rank {self.rank} is {place}"
-        lane = self._lane[waits_for]
-        if lane in (FROM_HOST_LANE, TO_HOST_LANE):
-            return f"rank {self.rank} is {place}, waiting for {waits_for}"
-        others = f"rank {lane.peer}" if lane.peer is not None else "its data-parallel ranks"
+        peer = self._lane[waits_for].peer
+        others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
+        if waits_for.kind in SWAP_KINDS and self._swaps is not None:
+            others = self._swaps.other_end(waits_for.kind)
+        elif waits_for.kind in STAGE_SWAP_KINDS:
+            others = "the host"
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
@@ -228,6 +261,8 @@ class Executor:
             self._tied.forget()
         if self._swaps is not None:
             self._swaps.forget()
+        if self._stage_swaps is not None:
+            self._stage_swaps.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -239,15 +274,17 @@ class Executor:
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
         self._collectives: dict[int, Collective] = {}
-        self._most_inputs = self._most_input_bytes = 0
+        self._services: list[Collective] = []
+        self._held = Held()
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
 
     def _check(self) -> None:
         if self.schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.schedule.lower first")
-        if self.schedule.num_slices > 1:
-            raise UserError("the executor runs whole micro-batches, found a schedule of token slices")
+        wanted, found = self.schedule.num_slices, 1 if self._slices is None else len(self._slices.lengths)
+        if wanted != found:
+            raise UserError(f"the schedule cuts micro-batches into {wanted} token slices, found lengths for {found}")
         unknown = sorted(
             {action.kind.value for _, _, action in self.schedule.actions()} - {kind.value for kind in self._handlers}
         )
@@ -255,36 +292,6 @@ class Executor:
             raise UserError(f"the executor has nothing to run {', '.join(unknown)} with")
         if self._tied is not None:
             self._handover = handover(self.schedule, self.rank)
-
-    def _awaited_slots(self) -> dict[int, list[int]]:
-        """For each slot the slots of collectives, swaps in, and a tied matrix's receives, that its action waits for.
-
-        By the dependency relation; collectives themselves wait for no other ones here: their lane keeps the order of
-        the row, and compute is issued in that order.
-        """
-        first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
-        collectives = {
-            slot for slot, action in enumerate(self._row) if action.kind in COLLECTIVE_KINDS | {Kind.SWAP_IN}
-        }
-        received = {slot for slot, action in enumerate(self._row) if action.kind in TIED_RECEIVE_KINDS}
-        awaited: dict[int, list[int]] = {}
-        for slot, action in enumerate(self._row):
-            some = received if action.kind in COLLECTIVE_KINDS else collectives | received
-            if some and action.kind in COMPUTE_LANE_KINDS | COLLECTIVE_KINDS | {Kind.SEND_TIED}:
-                found = [needed - first for needed in graph.needed(first + slot) if needed - first in some]
-                if found:
-                    awaited[slot] = found
-        return awaited
-
-    def _source_of(self, action: Action) -> Action | None:
-        """The action whose result is this action's input, if it is not the batch or the loss."""
-        if action.microbatch is None:
-            return None
-        own_forward = action._replace(kind=Kind.FORWARD)
-        for needed in data_dependencies(action, self.schedule):
-            if action.kind in SEND_KINDS or needed != own_forward:
-                return None if action.kind in RECEIVE_KINDS else needed
-        return None
 
     def _run(self, action: Action) -> None:
         self._waits_for = None
@@ -299,6 +306,8 @@ class Executor:
                 self._clock.wait(self._marks[-self._run_ahead][2])
             begin = self._clock.mark()
             handler(action)
+            if self._stage_swaps is not None:
+                self._stage_swaps.after(self._slot)
         except Exception as error:
             raise self._explained(action, error) from error
         self._marks.append((action, begin, self._clock.mark()))
@@ -342,60 +351,82 @@ class Executor:
         assert microbatch is not None
         tensor = self._input(action)
         if tensor is None:
-            tensor = self._inputs[microbatch]
+            tensor = self._inputs[Part(microbatch, action.slice).number(self.schedule.num_slices)]
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(Part(microbatch, action.slice), tensor, objective, trains=trains)
+        part = _part(action)
+        again = bool(self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice])
+        if again:
+            output = self._stages[stage].forward_once(part, tensor, objective)
+        else:
+            parcel = self._parcel(action) if trains else None
+            output = self._stages[stage].forward(part, tensor, objective, trains=trains, parcel=parcel)
         if trains:
-            self._count_inputs()
+            self._count_held(action if not again else None)
         if is_last:
-            self._results_of_objective[microbatch] = output
+            found = self._results_of_objective
+            found[microbatch] = found[microbatch] + output if microbatch in found else output
         else:
             self._results[action] = output
 
-    def _count_inputs(self) -> None:
-        number = size = 0
-        for stage in self._stages.values():
-            number += stage.num_held
-            size += stage.held_bytes
-        self._most_inputs = max(self._most_inputs, number)
-        self._most_input_bytes = max(self._most_input_bytes, size)
+    def _recompute(self, action: Action) -> None:
+        objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
+        self._stages[action.stage].recompute(_part(action), objective, self._parcel(action))
+        self._count_held(action)
+
+    def _parcel(self, action: Action) -> Parcel | None:
+        """What takes what autograd saves in a forward, if somebody has to know it."""
+        if self._swaps is None:
+            return None
+        return self._swaps.parcel(action.stage, _part(action), owns_input=self._source[action] is not None)
+
+    def _count_held(self, forward: Action | None = None) -> None:
+        """Note what is held now, after a forward that keeps it or after the first half of a backward."""
+        if forward is not None and self._swaps is not None:
+            self._swaps.after_forward(forward.stage, _part(forward))
+        stages = self._stages.values()
+        now = Held(
+            stage_inputs=-(-sum(stage.num_held for stage in stages) // self.schedule.num_slices),
+            stage_input_bytes=sum(stage.held_bytes for stage in stages),
+            pending=sum(stage.num_pending for stage in stages),
+            pending_bytes=sum(stage.pending_bytes for stage in stages),
+        )
+        self._held = self._held.most(now)
 
     def _backward(self, action: Action) -> None:
-        assert action.microbatch is not None
-        if self._data_parallel is not None:
-            self._data_parallel.before_backward(action.stage)
-        part = Part(action.microbatch, action.slice)
-        gradient = self._stages[action.stage].backward(part, self._input(action))
+        self._before_gradients(action)
+        self._use_kept(action, self._stages[action.stage].backward)
+
+    def _backward_input(self, action: Action) -> None:
+        self._use_kept(action, self._stages[action.stage].backward_input)
+        self._count_held()
+
+    def _use_kept(self, action: Action, run: Callable[[Part, Tensor | None], Tensor | None]) -> None:
+        """Run what needs what the forward kept, and keep the gradient that it makes."""
+        part = _part(action)
+        if self._swaps is not None:
+            self._swaps.before_backward(action.stage, part)
+        gradient = run(part, self._input(action))
+        if self._swaps is not None:
+            self._swaps.after_backward(action.stage, part)
         if gradient is not None:
             self._results[action] = gradient
-        if self._swaps is not None and self._slot in self._swaps.completes:
-            self._complete(action.stage)
 
-    def _complete(self, stage: int) -> None:
-        """A stage's gradient has all that micro-batches add; what updates the stage may look at it."""
-        assert self._swaps is not None
-        assert self._swaps.updates is not None, "nothing updates the stages"
-        if self._tied is not None and stage == 0:
-            self._swaps.settle()
-            self._tied.return_gradient()
-        self._swaps.updates.complete(stage)
+    def _backward_weight(self, action: Action) -> None:
+        self._before_gradients(action)
+        self._stages[action.stage].backward_weight(_part(action))
 
-    def _swap(self, action: Action) -> None:  # noqa: ARG002  the slot tells more
-        assert self._swaps is not None
-        self._collectives[self._slot] = self._swaps.start(self._slot)
-
-    def _update(self, action: Action) -> None:
-        assert self._swaps is not None
-        assert self._swaps.updates is not None, "nothing updates the stages"
-        self._swaps.updates.update(action.stage)
+    def _before_gradients(self, action: Action) -> None:
+        if self._data_parallel is not None:
+            self._data_parallel.before_backward(action.stage)
 
     def _send(self, action: Action) -> None:
         self._start_send(action, self._input(action))
 
     def _receive(self, action: Action) -> None:
-        self._start_receive(action, self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage])
+        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
+        self._start_receive(action, spec if self._slices is None else self._slices.spec(spec, action.slice))
 
     def _send_tied(self, action: Action) -> None:
         assert self._tied is not None
@@ -425,6 +456,14 @@ class Executor:
     def _collect(self, action: Action) -> None:
         self._collectives[self._slot] = self._starts[action.kind](action.stage)
 
+    def _swap(self, action: Action) -> None:
+        assert self._swaps is not None
+        self._collectives[self._slot] = self._swaps.start(action)
+
+    def _swap_stage(self, _: Action) -> None:
+        assert self._stage_swaps is not None
+        self._collectives[self._slot] = self._stage_swaps.start(self._slot)
+
     def _trace(
         self,
         marks: Sequence[tuple[Action, Mark, Mark]],
@@ -436,8 +475,7 @@ class Executor:
         for action, start_s, end_s in transfers:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
         for slot, collective in collectives.items():
-            action, end = self._row[slot], seconds(collective.end)
-            waits = () if self._swaps is None else self._swaps.waits.get(slot, ())
+            action, waits = self._row[slot], self._stage_swaps.waits.get(slot, ()) if self._stage_swaps else ()
             begin = max(seconds(mark) for mark in (collective.begin, *(collectives[other].end for other in waits)))
-            spans.append(Span(action, self.rank, self._lane[action], begin, end))
+            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(collective.end)))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

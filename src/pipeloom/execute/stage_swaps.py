@@ -8,8 +8,8 @@ from pipeloom.errors import StallError
 from pipeloom.execute.collectives import Job
 from pipeloom.execute.lanes import Collective, Lane
 from pipeloom.execute.stage_store import StageStore
-from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.action import STAGE_SWAP_KINDS
+from pipeloom.execute.tied import Tied
+from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.stage_swaps import stage_stays
 
@@ -54,7 +54,6 @@ class StageSwaps:
 
     Attributes:
         updates: does the updates; ``None`` for schedules without.
-        completes: slot of what adds to a stage's gradient for the last time, where updates follow.
         waits: slot of a ``SWAP_IN`` -> slots of the ``SWAP_OUT``s that have to end first.
     """
 
@@ -66,7 +65,8 @@ class StageSwaps:
         stays = stage_stays(row)
         self._comes = {stay.first: stay for stay in stays}
         self._goes = {stay.last: stay for stay in stays}
-        self.completes = _completes(schedule, rank)
+        self._completes = _completes(schedule, rank)
+        self._tied: Tied | None = None
         first, graph = int(schedule.facts.columns.first[rank]), schedule.graph
         self.waits: Mapping[int, list[int]] = {
             slot: [needed - first for needed in graph.needed(first + slot) if needed - first in self._goes]
@@ -74,10 +74,27 @@ class StageSwaps:
         }
         self._under_way: dict[int, Collective] = {}
 
-    def begin(self) -> None:
-        """Before a step."""
+    def begin(self, tied: Tied | None) -> None:
+        """Before a step, with the matrix that embedding and head share if they do."""
+        self._tied = tied
         self._under_way.clear()
         self.store.begin()
+
+    def update(self, action: Action) -> None:
+        """Update the weights of an action's stage."""
+        assert self.updates is not None, "nothing updates the stages"
+        self.updates.update(action.stage)
+
+    def after(self, slot: int) -> None:
+        """After a compute action: a gradient that has all that micro-batches add is complete."""
+        stage = self._completes.get(slot)
+        if stage is None:
+            return
+        assert self.updates is not None, "nothing updates the stages"
+        if self._tied is not None and stage == 0:
+            self.settle()
+            self._tied.return_gradient()
+        self.updates.complete(stage)
 
     def start(self, slot: int) -> Collective:
         """Start the swap that stands in a slot."""
@@ -119,14 +136,10 @@ class StageSwaps:
         self.store.forget()
 
 
-def _completes(schedule: Schedule, rank: int) -> frozenset[int]:
+def _completes(schedule: Schedule, rank: int) -> dict[int, int]:
+    """Slot of what adds to a stage's gradient for the last time -> the stage, where updates follow."""
     row = schedule.rows[rank]
     if not row.is_kind(Kind.UPDATE).any():
-        return frozenset()
+        return {}
     last = {action.stage: slot for slot, action in enumerate(row) if action.kind in ADDS_TO_GRADIENT}
-    return frozenset(last.values())
-
-
-def swaps_stages(schedule: Schedule) -> bool:
-    """Whether the rows of a schedule swap stages."""
-    return any(row.is_kind(*STAGE_SWAP_KINDS).any() for row in schedule.rows)
+    return {slot: stage for stage, slot in last.items()}

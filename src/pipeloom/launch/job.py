@@ -82,6 +82,13 @@ class Job:
             )
         ]
 
+    def slice_problems(self) -> list[str]:
+        """Why other programs cannot cut sequences as the run does; empty if it does not."""
+        wanted = self.config.layout.token_slices
+        if wanted is None or wanted == 1:
+            return []
+        return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
+
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node

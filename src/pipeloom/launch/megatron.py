@@ -18,7 +18,7 @@ PROGRAM = "Megatron-LM with Megatron Core 0.16"
 
 
 def _problems(job: Job) -> list[str]:
-    return [
+    return job.slice_problems() or [
         *job.node_problems(),
         *job.head_problems(),
         *_order_problems(job),
@@ -58,8 +58,9 @@ def _order_problems(job: Job) -> list[str]:
             )
         ]
     found = group_problems(layout.pp, layout.num_microbatches, _group_size(job))
-    if schedule.placement != "looped":
-        found.append(f"schedule.placement {schedule.placement}: stages go round the ranks in Megatron-LM; use looped")
+    placement = job.config.choice().placement_name
+    if placement != "looped":
+        found.append(f"schedule.placement {placement}: stages go round the ranks in Megatron-LM; use looped")
     elif not found and schedule.family != "breadth-first" and not _is_same_order(job):
         found.append(
             f"schedule.family {schedule.family}: layout.num_microbatches {layout.num_microbatches} is no multiple of "

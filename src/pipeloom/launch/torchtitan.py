@@ -22,6 +22,8 @@ _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
 def _problems(job: Job) -> list[str]:
+    if job.slice_problems():
+        return job.slice_problems()
     found = [*job.node_problems(), *job.head_problems(), *tied_problems(job, "torchtitan"), *_model_problems(job)]
     found += _placement_problems(job)
     if job.config.layout.pp == 1 and not _is_plain_accumulation(job):
@@ -54,7 +56,7 @@ def _model_problems(job: Job) -> list[str]:
 
 
 def _placement_problems(job: Job) -> list[str]:
-    layout, placement = job.config.layout, job.config.schedule.placement
+    layout, placement = job.config.layout, job.config.choice().placement_name
     if layout.loops == 1 or layout.pp == 1 or placement == "looped":
         return []
     if placement == "v" and layout.loops == 2:
@@ -139,7 +141,7 @@ def _drops_weights(job: Job) -> bool:
 
 def _pipeline_flags(job: Job) -> list[Flag]:
     layout, schedule = job.config.layout, job.config.schedule
-    placement = schedule.placement if layout.loops > 1 else "looped"
+    placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
     name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[schedule.family]
     return [
         flag("--training.disable_cuda_graphs"),  # which do not go with a pipeline, and are on by default

@@ -109,7 +109,7 @@ class Question:
 
     @property
     def _offered(self) -> tuple[str, ...]:
-        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward)
+        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward and not known.splits_backward)
         return self.software.families or trained
 
     @property

@@ -129,5 +129,6 @@ def _run(config: RunConfig) -> Run:
         precision=machine.precision,
         replicate=layout.replicate or 1,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
-        placement=config.choice().placement or "looped",
+        placement=config.choice().placement_name,
+        slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
     )

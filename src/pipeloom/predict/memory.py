@@ -9,6 +9,7 @@ import numpy as np
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
+    key_value_bytes,
     lent_bytes,
     logits_bytes,
     num_logits,
@@ -83,14 +84,17 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
     by_stage = stage_parameters(run, software)
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    only_head = [float(stage == head) for stage in range(schedule.num_stages)]
+    only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
+    again, shares = recomputed_bytes(run, software), run.slice_shares
+    working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = _most_held(schedule, rank, inputs) + working
+        activations = _most_held(schedule, rank, inputs, again, shares) + working
         logits = 0.0
         if head in stages:
-            logits = logits_each + (_most_held(schedule, rank, only_head) - 1) * kept_logits(run, software)
+            others = _most_held(schedule, rank, only_head, nothing, shares) - max(shares)
+            logits = logits_each + others * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -102,7 +106,10 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages) * room.receive_buffers * stage_input_bytes(run),
+                buffers_bytes=_num_peers(schedule, stages)
+                * room.receive_buffers
+                * stage_input_bytes(run)
+                * max(shares),
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
             )
@@ -134,15 +141,41 @@ def kept_logits(run: Run, software: Software) -> float:
     return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
-def _most_held(schedule: Schedule, rank: int, bytes_by_stage: Sequence[float]) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward."""
-    sizes = {bytes_by_stage[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == 1:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
+def recomputed_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
+
+    Where sequences are cut into slices, also the keys and values of its layers.
+    """
+    counts, _ = stage_layers(run, software)
+    each = key_value_bytes(run) if run.slices else 0.0
+    return [stage_input_bytes(run) + count * each for count in counts]
+
+
+def _most_held(
+    schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float], shares: Sequence[float]
+) -> float:
+    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
+
+    Args:
+        schedule: with the row.
+        rank: whose row it is.
+        kept: for each stage the bytes of a micro-batch.
+        again: the same until it is recomputed, where it is.
+        shares: of each token slice in that.
+    """
     row = schedule.rows[rank]
-    change = row.is_kind(Kind.FORWARD).astype(float) - row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    held = np.cumsum(change * np.asarray(bytes_by_stage)[row.stage] / schedule.num_slices)
-    return float(held.max(initial=0.0))
+    is_recomputed = bool(row.is_kind(Kind.RECOMPUTE).any())
+    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
+    if len(sizes) == len(shares) == 1 and not is_recomputed:
+        return schedule.peak_stage_inputs[rank] * sizes.pop()
+    begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    change = (begins.astype(float) - ends) * np.asarray(kept)[row.stage]
+    if is_recomputed:
+        saved = np.asarray(kept)[row.stage] - np.asarray(again)[row.stage]
+        place = tuple(array[begins] for array in row.arrays[1:])
+        change[begins] -= saved[begins] * schedule.facts.is_recomputed[place]
+        change += saved * row.is_kind(Kind.RECOMPUTE)
+    return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -187,5 +220,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
+        slice_shares=run.slice_shares,
         message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+        recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

@@ -11,9 +11,10 @@ from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
+from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.layout import Shard
+from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
@@ -21,7 +22,7 @@ from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.swap import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Level, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -132,8 +133,16 @@ class SimulatedStep:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
-        flops = fmean(hardware_flops(self.run.shape, self.run.seq, kind) for kind in self.run.recompute_kinds)
-        return self.tokens_per_s * flops / self.peak_flops_per_s
+        flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
+        again = self._recomputed_share * (flops["full"] - flops["none"])
+        mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
+        return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
+
+    @property
+    def _recomputed_share(self) -> float:
+        """Share of the forwards that run again as a whole."""
+        row = self.schedule.facts.row
+        return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
     @cached_property
     def accounts(self) -> tuple[StepAccount, ...]:
@@ -180,8 +189,10 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
-    placement = order.choice.placement or "looped"
+    placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
+    if order.choice.num_slices > 1 and not run.slices:
+        run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
@@ -193,7 +204,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         memory = (swapped_memory(memory[0], run, software, schedule),)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement) if has_shared else None
-    trace = simulate(schedule, costs, links)
+    sliced = SliceModel(run, cluster, software).costs(costs, run.slices) if run.slices else costs
+    trace = simulate(schedule, sliced, links)
     more_s = drain_s(run, software, costs)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(

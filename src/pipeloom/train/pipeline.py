@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
 from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
@@ -22,10 +22,12 @@ from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
+from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import (
@@ -40,17 +42,19 @@ from pipeloom.model import (
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
+from pipeloom.train.moving import moving, swaps_anything
 from pipeloom.train.swapping import lend_matrix, make_host_lanes, make_store, with_swaps
 
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    return _lowered(config, config.choice())
+    return moving(config, _lowered(config, config.choice()))
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
+    sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
+    choice = replace(config.choice(), family="forward-only", **sizes)
     return _lowered(config, choice)
 
 
@@ -111,13 +115,23 @@ class Pipeline:
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs)
+        lengths = layout.slice_lengths(config.data.seq_len)
+        self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
+        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
         self._transport = ProcessGroupTransport(
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
         self._outputs_in_training = outputs
-        self.swaps = self._make_swaps(self.schedule)
-        self._trainer = self._executor(self.schedule, outputs, self.swaps)
+        self.stage_swaps = self._make_stage_swaps(self.schedule)
+        wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
+        self._swaps = Swaps(
+            self.schedule,
+            self._place.pipeline,
+            ProcessSwapLanes(self._clock, world.device),
+            wires,
+            counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
+        )
+        self._trainer = self._executor(self.schedule, outputs, self._swaps, self.stage_swaps)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -182,7 +196,8 @@ class Pipeline:
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
         self._warm_up(batch)
-        return self._run(self._trainer, batch.inputs, self._loss_of(batch))
+        cut = batch if self._slices is None else batch.cut(self._slices)
+        return self._run(self._trainer, cut.inputs, self._loss_of(cut))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
@@ -195,7 +210,7 @@ class Pipeline:
         with self._rehearsal():
             found = profile_stages(
                 self._world,
-                self._stages(self.schedule, self._outputs_in_training),
+                self._stages(self.schedule, self._outputs_in_training, None),
                 self._transport,
                 outputs=self._outputs_in_training,
                 tokens=batch.inputs[0],
@@ -231,6 +246,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
+        self._swaps.close()
         self.data_parallel.close()
         if self._host_lanes is not None:
             self._host_lanes.close()
@@ -242,7 +258,7 @@ class Pipeline:
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
         sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
         with self._rehearsal():
             warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
@@ -296,7 +312,7 @@ class Pipeline:
             lent=None if self.store is None else lend_matrix(self.store, last, matrix, wide, self._world),
         )
 
-    def _make_swaps(self, schedule: Schedule) -> StageSwaps | None:
+    def _make_stage_swaps(self, schedule: Schedule) -> StageSwaps | None:
         """What moves this rank's stages in the steps of a schedule, if they are moved."""
         if self.store is None or self._host_lanes is None:
             return None
@@ -307,16 +323,31 @@ class Pipeline:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
-    def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
+    def _stages(
+        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
+    ) -> dict[int, Stage]:
+        first, split = schedule.first_backward_stage, schedule.split_stages
         return {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            index: Stage(
+                one.module,
+                index,
+                outputs[index],
+                needs_input_gradient=index > first,
+                splits=index in split,
+                slices=slices,
+            )
             for index, one in self.data_parallel.weights.items()
         }
 
     def _executor(
-        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: StageSwaps | None = None
+        self,
+        schedule: Schedule,
+        outputs: tuple[TensorSpec, ...],
+        swaps: Swaps | None = None,
+        stage_swaps: StageSwaps | None = None,
     ) -> Executor:
-        stages = self._stages(schedule, outputs)
+        slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
+        stages = self._stages(schedule, outputs, slices)
         return Executor(
             schedule,
             self._place.pipeline,
@@ -326,8 +357,10 @@ class Pipeline:
             clock=self._clock,
             data_parallel=self.data_parallel,
             tied=self._tied,
-            swaps=swaps or self._make_swaps(schedule),
+            swaps=swaps,
+            stage_swaps=stage_swaps or self._make_stage_swaps(schedule),
             run_ahead=self._config.training.run_ahead,
+            slices=slices,
         )
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
-EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(8, 15)
-SWAP_IN, SWAP_OUT, UPDATE = range(19, 22)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
+SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
+EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(9, 16)
+SWAP_IN, SWAP_OUT, UPDATE = range(20, 23)
 NO_MICROBATCH = -(2**31)
 
 
@@ -50,7 +51,8 @@ def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shap
 
 
 def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
-    """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank.
+    """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank; what is
+    recomputed, in between.
 
     Args:
         node_of: [kind, stage, micro-batch, slice] -> node, negative for none.
@@ -73,6 +75,9 @@ def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
                     if half >= 0 or other >= 0 or whole < forward:
                         return False
                 elif half < forward or other < half:  # also if one is missing
+                    return False
+                again = node_of[RECOMPUTE, stage, microbatch, part]
+                if again >= 0 and not forward < again < max(whole, half):
                     return False
     return True
 
@@ -133,7 +138,11 @@ def swaps(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
         for microbatch in range(shape[1]):
             for part in range(shape[2]):
                 made = node_of[FORWARD, stage, microbatch, part]
-                used = max(node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part])
+                used = node_of[RECOMPUTE, stage, microbatch, part]
+                if used < 0:
+                    used = max(
+                        node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part]
+                    )
                 num_ways = 0
                 for tier in range(EVICT, OFFLOAD + 1, 2):
                     out = node_of[tier, stage, microbatch, part]
@@ -187,7 +196,7 @@ def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered
                     return False
                 is_gathered[here] = False
                 count -= 1
-            elif kind[node] <= BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
+            elif kind[node] < SEND_F and kind[node] != BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
                 return False
     return True
 
@@ -257,7 +266,7 @@ def swaps_stages(kind: Ints, stage: Ints, first: Longs, sizes: Longs, max_reside
 
 def uses_stage(kind: int) -> bool:
     """Whether an action of a kind takes its stage's weights or gradient."""
-    return kind <= BACKWARD_WEIGHT or kind in (REDUCE, UPDATE)
+    return kind <= RECOMPUTE or kind in (REDUCE, UPDATE)
 
 
 def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:

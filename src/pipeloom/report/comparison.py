@@ -1,0 +1,75 @@
+"""What a schedule comes to, in the few numbers by which schedules are compared."""
+
+from dataclasses import dataclass, replace
+
+from pipeloom.cost.costs import Costs
+from pipeloom.report.memory import HeldBytes, memory_over_time
+from pipeloom.report.summary import summarize
+from pipeloom.schedule import Kind, Level, Schedule, add_unshard, lower
+from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
+from pipeloom.simulate import simulate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A schedule in numbers.
+
+    Attributes:
+        bubble_overhead: idle / ideal.
+        memory: for each rank the most that it holds between forwards and backwards, in units of what a rank keeps of
+            one micro-batch: 1F1B holds ``P`` on the first rank, and 1 on the last.
+        gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
+        messages: tensors that change rank in a step: activations on the way forward, gradients on the way back.
+        sent: what they carry, in units of a micro-batch's activations at the border of a stage.
+        swaps: transfers out and back of what ranks keep, to a partner or to the host.
+        swapped: what they carry, in the unit of ``memory``.
+    """
+
+    bubble_overhead: float
+    memory: tuple[float, ...]
+    gathers: int
+    messages: int
+    sent: float
+    swaps: int
+    swapped: float
+
+
+def compare(schedule: Schedule, costs: Costs) -> Comparison:
+    """The numbers of a schedule.
+
+    Args:
+        schedule: before gathers and reductions are added.
+        costs: seconds of its actions.
+    """
+    trace = simulate(schedule, costs)
+    loops = schedule.num_stages / schedule.num_ranks
+    none = (0.0,) * schedule.num_stages
+    one_each = HeldBytes(
+        always_bytes=(0.0,) * schedule.num_ranks,
+        input_bytes=(1 / loops,) * schedule.num_stages,
+        working_bytes=none,
+        gathered_bytes=none,
+        gradient_bytes=none,
+        message_bytes=0.0,
+    )
+    curves = memory_over_time(schedule, trace, one_each)
+    lowered = lower(schedule)
+    if schedule.level is Level.COMPUTE:
+        gathered = add_unshard(lowered, residency=1, prefetch=0)
+    else:
+        gathered = add_unshard(replace(lowered, partners=schedule.partners), residency=1, prefetch=0)
+    messages = _count(lowered, *SEND_KINDS)
+    swaps = _count(lowered, *LOAD_OF, *LOAD_OF.values())
+    return Comparison(
+        bubble_overhead=summarize(trace).bubble_overhead,
+        memory=tuple(curve.peak_bytes for curve in curves),
+        gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
+        messages=messages,
+        sent=messages / schedule.num_slices,
+        swaps=swaps,
+        swapped=swaps / loops / schedule.num_slices,
+    )
+
+
+def _count(schedule: Schedule, *kinds: Kind) -> int:
+    return sum(int(row.is_kind(*kinds).sum()) for row in schedule.rows)

@@ -1,0 +1,21 @@
+"""Sizes in which a family makes schedules."""
+
+import hypothesis.strategies as st
+
+from pipeloom.generate import FAMILIES
+from pipeloom.schedule import PLACEMENTS
+
+
+def fitting(name, loops=1, placement=None):
+    """Loops and placement as wanted where the family takes them, otherwise its own."""
+    chosen = FAMILIES[name]
+    if not chosen.is_looped:
+        loops = 1
+    return {"loops": chosen.loops or loops, "placement": chosen.placement or placement}
+
+
+@st.composite
+def named_sizes(draw, most_loops=3, names=None):
+    """A family by name, with loops and a placement that it takes."""
+    name = draw(st.sampled_from(sorted(FAMILIES if names is None else names)))
+    return name, fitting(name, draw(st.integers(1, most_loops)), draw(st.sampled_from(sorted(PLACEMENTS))))
