@@ -2,9 +2,8 @@
 
     python benchmarks/swapping.py --rounds 3
 
-Runs ``pipeloom train`` on this machine, with and without ``schedule.device_budget``, in turns. Medians over the steps of
-a run, then over the rounds; the ratio is of neighboring runs, since a machine's speed
-changes from minute to minute.
+Runs ``pipeloom train`` on this machine, with and without ``schedule.device_budget``, in turns. Medians over the steps
+of a run, then over the rounds; the ratio is of neighboring runs, since a machine's speed changes from minute to minute.
 """
 
 import argparse

@@ -28,6 +28,7 @@ from pipeloom.schedule.action import (
     COLLECTIVE_KINDS,
     COMPUTE_LANE_KINDS,
     RECEIVE_KINDS,
+    SEND_KINDS,
     STAGE_SWAP_KINDS,
     SWAP_KINDS,
     TIED_RECEIVE_KINDS,
