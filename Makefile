@@ -2,10 +2,12 @@
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
 # make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make schedules  the table and the pictures of all families of schedules: docs/schedules/
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)
 # make bench-network   beside PyTorch's pipelining over slow networks between hosts (as root; 12 minutes)
 # make bench-overhead  beside PyTorch's pipelining with next to no compute (2 minutes)
+# make bench-balance  what moving activations saves and costs, with emulated compute (1 minute)
 # make speed    actions a second that schedules are made, verified, lowered and simulated at
 #
 # The first use makes .venv; nothing is needed but Python >= 3.11 and make. Knobs:
@@ -25,7 +27,8 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.installed
 LOADED      := numba llvmlite numpy pydantic pydantic_core rich tyro
 
-.PHONY: demo test plan-demo predict reproduce plan-speed bench-network bench-overhead speed check format clean
+.PHONY: demo test plan-demo predict reproduce schedules plan-speed bench-network bench-overhead bench-balance speed check \
+        format clean
 
 demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
@@ -42,6 +45,9 @@ predict: $(STAMP)
 reproduce: $(STAMP)
 	$(BIN)/python benchmarks/reproduce.py
 
+schedules: $(STAMP)
+	$(BIN)/python benchmarks/schedules.py
+
 plan-speed: $(STAMP)
 	$(BIN)/python benchmarks/plan.py
 
@@ -50,6 +56,9 @@ bench-network: $(STAMP)
 
 bench-overhead: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
+bench-balance: $(STAMP)
+	$(BIN)/python benchmarks/balance.py $(ARGS)
 
 speed: $(STAMP)
 	$(BIN)/python -m pytest benchmarks/speed.py -q -p no:xdist --benchmark-disable-gc --benchmark-quiet $(ARGS)

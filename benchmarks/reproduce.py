@@ -1,6 +1,7 @@
-"""The facts and figures of the breadth-first paper (arXiv 2211.05953), from simulation. Run by ``make reproduce``.
+"""The facts and figures of the breadth-first paper (arXiv 2211.05953) and BPipe's case, from simulation.
 
-Writes data files, pictures and the tables of ``docs/reproduction/README.md``. Nothing is typed there by hand.
+Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/README.md`` and
+``docs/reproduction/bpipe.md``. Nothing is typed there by hand.
 """
 
 import os
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from reproduction.batch import best, points
+from reproduction.bpipe import blocks, bpipe_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
 from reproduction.facts import facts, group_traffic
 from reproduction.kept import kept, kept_points
@@ -18,7 +20,7 @@ from reproduction.loops import loop_rows
 from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
-from reproduction.tables import FOLDER, PAGE, filled, write_rows
+from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
 
 
 def main() -> None:
@@ -44,6 +46,17 @@ def main() -> None:
     page = filled(PAGE.read_text(encoding="utf-8"), data)
     PAGE.write_text(page, encoding="utf-8")
     console.print(Markdown(page))
+    console.print(Markdown(write_bpipe()))
+
+
+def write_bpipe() -> str:
+    """Compute BPipe's case, write it; the page."""
+    rows = bpipe_rows()
+    write_rows("bpipe", rows)
+    file = FOLDER / "bpipe.md"
+    page = fill(file.read_text(encoding="utf-8"), blocks(rows))
+    file.write_text(page, encoding="utf-8")
+    return page
 
 
 if __name__ == "__main__":

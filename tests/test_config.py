@@ -224,6 +224,26 @@ AXES = {
         {"layout__replicate": 3, "layout__dp": 4, "layout__shard": "full"},
         "layout.replicate must divide layout.dp, found 3 and 4",
     ),
+    "an order that leaves a rank out": (
+        {"layout__pipeline_order": (0, 1, 1, 2)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 1 2",
+    ),
+    "an order of too many ranks": (
+        {"layout__pipeline_order": (0, 1, 2, 3, 4)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 2 3 4",
+    ),
+    "room for nothing that moves": (
+        {"schedule__activation_gb": 3},
+        "schedule.activation_gb has no effect without schedule.balance or schedule.offload",
+    ),
+    "no room to offload from": (
+        {"schedule__offload": True},
+        "schedule.offload moves what schedule.activation_gb has no room for; say how much that is",
+    ),
+    "a balance of one": (
+        {"schedule__balance": True, "layout__pp": 1},
+        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    ),
     "a residency of what always stays": (
         {"schedule__residency": 2, "layout__shard": "optimizer"},
         "schedule.residency has no effect with layout.shard optimizer; it takes full",
@@ -305,3 +325,32 @@ def test_a_dictionary_of_the_configuration_has_plain_values_only():
     assert tree["data"]["path"] == "text.txt"
     assert "cache" not in tree["data"]
     assert {type(value) for section in tree.values() for value in section.values()} <= {str, int, float, tuple, bool}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"layout__token_slices": 0}, "layout.token_slices must lie between 1 and data.seq_len 128, found 0"),
+        ({"layout__token_slices": 129}, "layout.token_slices must lie between 1 and data.seq_len 128, found 129"),
+        ({"layout__token_slices": (64, 65)}, "layout.token_slices must add up to data.seq_len 128, found 129"),
+        ({"layout__token_slices": (128, 0)}, "layout.token_slices must name lengths of at least one token each"),
+        ({"layout__token_slices": (65, 63), "layout__tp": 2}, "layout.tp must divide each of layout.token_slices"),
+    ],
+)
+def test_slices_that_do_not_fit_the_sequences_are_refused(values, expected):
+    assert any(problem.startswith(expected) for problem in changed(**values).problems(trains=False))
+
+
+def test_slices_of_a_compiled_run_are_refused():
+    config = changed(layout__token_slices="auto", training__compile=True, training__compile_backend="aot_eager")
+    assert any("sequences of one length" in problem for problem in config.problems(trains=False))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tp", "lengths"),
+    [(None, 1, (128,)), (3, 1, (43, 43, 42)), (3, 4, (44, 44, 40)), ((100, 28), 1, (100, 28)), ("auto", 1, (128,))],
+)
+def test_lengths_of_slices(wanted, tp, lengths):
+    layout = changed(layout__token_slices=wanted, layout__tp=tp).layout
+    assert layout.slice_lengths(128) == lengths
+    assert layout.num_slices == len(lengths)

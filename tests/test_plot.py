@@ -6,7 +6,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.plot import plot_timeline
-from pipeloom.schedule import add_reduce_grad, add_unshard, lower, parse_schedule
+from pipeloom.schedule import add_reduce_grad, add_unshard, balance, lower, parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -61,6 +61,15 @@ def test_collectives_that_take_time_have_a_box_each_and_a_word_below(tmp_path):
     assert boxes(gathered, tmp_path) - boxes(without, tmp_path) == 2 * 3
     assert boxes(both, tmp_path) - boxes(gathered, tmp_path) == 2 * 2
     assert "weights gathered (light), gradients reduced (dark)" in (tmp_path / "count.svg").read_text(encoding="utf-8")
+
+
+def test_what_leaves_and_comes_back_has_a_box_each_and_words_below(tmp_path):
+    plain = make_schedule("1f1b", pp=4, num_microbatches=8)
+    swapped = balance(plain)
+    before, after = (simulate(schedule, UniformCosts(1, 2, swap_s=1)) for schedule in (plain, swapped))
+    assert -boxes(before, tmp_path) + boxes(after, tmp_path) == 3 + 3
+    text = (tmp_path / "count.svg").read_text(encoding="utf-8")
+    assert "strips below: what is kept for backwards leaves (light); comes back (dark)" in text
 
 
 @pytest.mark.parametrize("name", ["a.bmp", "a", "a.jpg", "png"])

@@ -32,14 +32,19 @@ def read_rows(name: str) -> list[dict[str, str]]:
 
 
 def filled(page: str, data: dict[str, Sequence[Row]]) -> str:
-    """The page with what stands between ``<!-- NAME -->`` and ``<!-- end -->`` made anew from the data."""
-    made = blocks(data)
+    """The page with its blocks made anew from the data."""
+    return fill(page, blocks(data))
+
+
+def fill(page: str, made: dict[str, str]) -> str:
+    """The page with what stands between ``<!-- NAME -->`` and ``<!-- end -->`` replaced by the block of that name."""
+    left = dict(made)
 
     def block(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{made.pop(match[1])}\n<!-- end -->"
+        return f"<!-- {match[1]} -->\n{left.pop(match[1])}\n<!-- end -->"
 
     text = re.sub(r"<!-- ([\w. -]+?) -->\n.*?<!-- end -->", block, page, flags=re.DOTALL)
-    assert not made, f"the page has no place for {sorted(made)}"
+    assert not left, f"the page has no place for {sorted(left)}"
     return text
 
 

@@ -1,10 +1,28 @@
 """The layout: axis sizes of a run, how its batch is cut, and where each rank stands. No process groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
+Way = Literal["keep", "balance", "offload", "slices"]
+"""What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, and
+cut sequences."""
+
+
+def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, ...]:
+    """Lengths of slices that are as even as can be, larger ones first.
+
+    Args:
+        num_tokens: of a whole sequence, a multiple of ``multiple``.
+        number: of slices.
+        multiple: that every length is one of, such as the tensor-parallel ranks.
+    """
+    units = num_tokens // multiple
+    bounds = [-(-units * i // number) for i in range(number + 1)]
+    return tuple((end - begin) * multiple for begin, end in pairwise(bounds))
 
 
 class Coordinates(NamedTuple):
@@ -15,13 +33,33 @@ class Coordinates(NamedTuple):
     tensor: int
 
 
+def place_of(pipeline: int, order: tuple[int, ...] | None) -> int:
+    """Where a pipeline rank stands on the pipeline axis, counted from 0.
+
+    Args:
+        pipeline: the rank.
+        order: see ``Layout.pipeline_order``.
+    """
+    return order.index(pipeline) if order else pipeline
+
+
+def paired_order(partners: Sequence[int]) -> tuple[int, ...]:
+    """An order of pipeline ranks in which partners are neighbors, so that they share a node if a node has several.
+
+    Args:
+        partners: for each pipeline rank its partner, or itself (``Schedule.partners``).
+    """
+    return tuple(dict.fromkeys(one for rank, partner in enumerate(partners) for one in (rank, partner)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parallel axes and of the batch.
 
     Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
     (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
-    are ``dp * tp`` ranks apart. With hybrid sharding the ranks of one shard group are neighbors on the data axis.
+    are ``dp * tp`` ranks apart, unless ``pipeline_order`` says otherwise. With hybrid sharding the ranks of one shard
+    group are neighbors on the data axis.
     """
 
     pp: int = 4
@@ -34,6 +72,11 @@ class Layout:
     between ranks."""
     microbatch_size: int = 2
     """Sequences of a micro-batch."""
+    token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
+    """Cuts every micro-batch along its tokens into slices that go through the pipeline one after the other: so many
+    even ones; ones of these lengths; or lengths from measured times (auto). The bubble shrinks with their number, to
+    (pp - 1) / (num_microbatches * slices * loops) where they are equally fast, and pp may be up to num_microbatches *
+    slices. None: sequences stay whole."""
     partition: tuple[int, ...] | None = None
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
     the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
@@ -56,6 +99,10 @@ class Layout:
     recompute_layers: tuple[Recompute, ...] | None = None
     """The same for each layer by itself, in order. None: recompute for all layers."""
 
+    pipeline_order: tuple[int, ...] | None = None
+    """Pipeline ranks in the order in which they stand on the devices, such as 0 7 1 6 2 5 3 4: so that partners which
+    swap activations share a node. None: ascending."""
+
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
@@ -65,6 +112,19 @@ class Layout:
     def num_ranks(self) -> int:
         """Processes of the run, one for each device."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def num_slices(self) -> int:
+        """Token slices of a micro-batch; 1 for whole sequences, and for auto before it is decided."""
+        if isinstance(self.token_slices, tuple):
+            return max(1, len(self.token_slices))
+        return max(1, self.token_slices) if isinstance(self.token_slices, int) else 1
+
+    def slice_lengths(self, num_tokens: int) -> tuple[int, ...]:
+        """Tokens of each slice of sequences of this length; all in one for auto before it is decided."""
+        if isinstance(self.token_slices, tuple):
+            return self.token_slices
+        return even_slices(num_tokens, self.num_slices, self.tp)
 
     @property
     def batch_size(self) -> int:
@@ -78,12 +138,12 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank, 0..num_ranks-1, stands."""
         others, tensor = divmod(rank, self.tp)
-        pipeline, data = divmod(others, self.dp)
-        return Coordinates(pipeline, data, tensor)
+        place, data = divmod(others, self.dp)
+        return Coordinates(self.pipeline_order[place] if self.pipeline_order else place, data, tensor)
 
     def rank_at(self, place: Coordinates) -> int:
         """The rank that stands there."""
-        return (place.pipeline * self.dp + place.data) * self.tp + place.tensor
+        return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 
     @property
     def shard_size(self) -> int:

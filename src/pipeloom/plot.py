@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action, Kind
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE
+from pipeloom.schedule.action import LOAD_OF, OUT_OF, Action, Kind
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, OWN_LANES
 from pipeloom.trace import Span, Trace
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ FORMATS = ("png", "svg", "pdf")
 _MOST_LABELS = 1200
 _ROW_HEIGHT = 0.86
 _STRIP_HEIGHT = 0.2
+_STRIPS_HEIGHT = 0.4
+"""Of all strips of a row together."""
 
 
 def check_formats(files: Sequence[Path]) -> None:
@@ -35,8 +37,9 @@ def check_formats(files: Sequence[Path]) -> None:
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
     """Draw a step the way the papers do: a row for each rank, color by stage, the micro-batch in each box.
 
-    Forwards are light, backwards dark. Where collectives take time, a strip below each rank's compute shows them:
-    gathers of weights light, reductions of gradients dark.
+    Forwards are light, backwards dark. What else takes time has strips below each rank's compute: collectives, with
+    gathers of weights light and reductions of gradients dark; what leaves the rank for a partner or the host; what
+    comes back.
 
     Args:
         trace: what to draw.
@@ -69,8 +72,9 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
         if number == 0:
             _add_legend(axes, trace)
     key = "number: micro-batch, color: stage, light: forward, dark: backward"
-    if any(_collectives(trace) for trace in traces.values()):
-        key += "; strip below: weights gathered (light), gradients reduced (dark)"
+    strips = dict.fromkeys(name for trace in traces.values() for name in _strips(trace))
+    if strips:
+        key += f"; strip{'s' if len(strips) > 1 else ''} below: {'; '.join(_STRIPS[name] for name in strips)}"
     panels[-1].set_xlabel(f"time ({unit}); {key}")
     for file in files:
         _save(figure, file)
@@ -90,33 +94,52 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
     num_stages = 1 + max((span.action.stage for span in spans), default=0)
     with_labels = len(spans) <= _MOST_LABELS
     shortest = longest / 170
-    collectives = _collectives(trace)
-    height = _ROW_HEIGHT - _STRIP_HEIGHT if collectives else _ROW_HEIGHT
-    for span in [*spans, *collectives]:
-        is_compute = span.lane == COMPUTE_LANE
+    strips = _strips(trace)
+    strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(len(strips), 1))
+    height = _ROW_HEIGHT - strip_height * len(strips)
+    boxes = [(span, 0.0, height) for span in spans]
+    for number, beside in enumerate(strips.values()):
+        boxes += [(span, height + number * strip_height, strip_height) for span in beside]
+    for span, below, tall in boxes:
         begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
-        top = span.rank - _ROW_HEIGHT / 2 + (0 if is_compute else height)
-        tall = height if is_compute else _STRIP_HEIGHT
+        top = span.rank - _ROW_HEIGHT / 2 + below
         color, ink = box_colors(span.action, num_stages)
         line = {"edgecolor": "white", "linewidth": 0.4 if with_labels else 0.0}
         axes.barh(top, width, left=begin, height=tall, align="edge", color=color, **line)
-        if is_compute and with_labels and width >= shortest:
-            place = (begin + width / 2, top + tall / 2)
-            axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=7, ha="center", va="center")
+        if span.action.microbatch is not None and with_labels and width >= shortest:
+            place, size = (begin + width / 2, top + tall / 2), 7 if span.lane == COMPUTE_LANE else 5
+            axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=size, ha="center", va="center")
 
 
-def _collectives(trace: Trace) -> list[Span]:
-    return [span for span in trace.spans if span.lane == DATA_PARALLEL_LANE and span.end_s > span.start_s]
+_STRIPS = {
+    "collectives": "weights gathered (light), gradients reduced (dark)",
+    "out": "what is kept for backwards leaves (light)",
+    "back": "comes back (dark)",
+}
+_STRIP_OF = {
+    DATA_PARALLEL_LANE: "collectives",
+    **{OWN_LANES[kind]: "out" for kind in LOAD_OF},
+    **{OWN_LANES[kind]: "back" for kind in OUT_OF},
+}
+
+
+def _strips(trace: Trace) -> dict[str, list[Span]]:
+    """What takes time beside compute, by the strip that shows it."""
+    found: dict[str, list[Span]] = {}
+    for span in trace.spans:
+        if span.lane in _STRIP_OF and span.end_s > span.start_s:
+            found.setdefault(_STRIP_OF[span.lane], []).append(span)
+    return {name: found[name] for name in _STRIPS if name in found}
 
 
 def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a box, of compute or of a collective: the hue tells the stage, the shade the kind."""
+    """Fill and ink of a box, of compute or beside it: the hue tells the stage, the shade the kind."""
     import colorsys
 
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
-    if action.kind in (Kind.FORWARD, Kind.UNSHARD):
+    if action.kind in (Kind.FORWARD, Kind.UNSHARD, *LOAD_OF):
         return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
-    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34}.get(action.kind, 0.42)
+    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34, Kind.RECOMPUTE: 0.62}.get(action.kind, 0.42)
     return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
 
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.facts import Facts
@@ -81,7 +82,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
         UserError: both ``sharing`` and ``host`` are given.
     """
     facts, graph = schedule.facts, schedule.graph
-    seconds = _seconds(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
+    seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
     row, rank, lane = facts.row, facts.ranks, facts.lane
@@ -98,30 +99,6 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
 
 
-def _seconds(facts: Facts, seconds_of: Callable[[Action], float], *, ignores_microbatch: bool = True) -> Seconds:
-    """Seconds of every action."""
-    if not ignores_microbatch:
-        return np.array([seconds_of(action) for row in facts.rows for action in row], np.float64)
-    kind, stage, _, part = facts.columns[:4]
-    table = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]))
-    for where in np.argwhere(_occurs(facts, table.shape)).tolist():
-        table[tuple(where)] = seconds_of(_example(*where))
-    return table[kind, stage, part]
-
-
-def _occurs(facts: Facts, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """[kind, stage, slice] whether the schedule has such an action."""
-    kind, stage, _, part = facts.columns[:4]
-    occurs = np.zeros(shape, np.bool_)
-    occurs[kind, stage, part] = True
-    return occurs
-
-
-def _example(code: int, stage: int, part: int) -> Action:
-    kind = KINDS[code]
-    return Action(kind, stage, None if kind in STAGE_KINDS else 0, part)
-
-
 def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:
     """Starts and ends of the actions, then of their launches.
 
@@ -136,7 +113,7 @@ def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds
     if host.run_ahead is not None:
         waits[size:, 1] = _throttled_by(facts, host.run_ahead)
     lane = np.concatenate([facts.lane, facts.ranks + np.int32(len(facts.lanes))])
-    both = np.concatenate([seconds, _seconds(facts, host.launch_s)])
+    both = np.concatenate([seconds, seconds_of_all(facts, host.launch_s)])
     return kernel(walk, 2 * size)(waits, lane, len(facts.lanes) + facts.placement.num_ranks, both)
 
 
@@ -155,8 +132,8 @@ def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Se
     kind, stage = facts.columns[:2]
     resources: dict[Hashable, int] = {None: 0}
     table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
-    for code, place in np.argwhere(_occurs(facts, (*table.shape, facts.shape[2])).any(axis=2)).tolist():
-        resource = sharing.resource_of(_example(code, place, 0), int(facts.owner[place]))
+    for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():
+        resource = sharing.resource_of(example(code, place, 0), int(facts.owner[place]))
         table[code, place] = resources.setdefault(resource, len(resources))
     capacity = [np.inf if name is None else sharing.capacity[name] for name in resources]
     begin, followers = graph.followers

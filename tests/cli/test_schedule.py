@@ -256,3 +256,41 @@ def test_an_unknown_command_ends_with_status_two(capsys):
 def test_no_command_shows_the_usage_and_ends_with_status_two(capsys):
     assert main([]) == 2
     assert "usage: pipeloom" in capsys.readouterr().out
+
+
+def test_balance_pairs_the_ranks_and_says_what_they_hold_before_and_after(capsys, tmp_path):
+    words = ["1f1b", "--pp", "8", "--microbatches", "64", "--balance"]
+    plain, answer = schedule_json(capsys, *words[:-1]), schedule_json(capsys, *words)
+    assert (plain["peak_held"], plain["partners"]) == ([8, 7, 6, 5, 4, 3, 2, 1], None)
+    assert answer["peak_held"] == [5, 5, 5, 5, 4, 5, 5, 5]
+    assert answer["peak_stage_inputs"] == plain["peak_stage_inputs"]
+    assert answer["partners"] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert answer["num_evictions"] == [30, 24, 15, 0, 0, 0, 0, 0]
+    assert answer["makespan"] == plain["makespan"]
+    lines = schedule(capsys, *words, "--plot", str(tmp_path / "step.png")).splitlines()
+    assert "# peak stage inputs  8 7 6 5 4 3 2 1 (by rank)" in lines
+    assert "# peak with swaps    5 5 5 5 4 5 5 5 (by rank)" in lines
+    assert "# delay by swaps     0" in lines
+    assert (tmp_path / "step.png").stat().st_size > 10000
+
+
+def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
+    words = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--offload", "--budget", "10"]
+    answer = schedule_json(capsys, *words)
+    assert (answer["peak_held"], answer["num_offloads"], answer["partners"]) == ([10] * 4, [6] * 4, None)
+    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--swap", "0.5", "--budget"]
+    answer = schedule_json(capsys, *words, "3", "--offload")
+    assert (max(answer["peak_held"]), sum(answer["num_offloads"])) == (3, 0)
+    assert schedule_json(capsys, *words, "4")["num_evictions"] == [0] * 4
+
+
+def test_swaps_that_make_no_sense_are_refused_together(capsys):
+    message = refusal(capsys, "1f1b", "--budget", "-1", "--swap", "-2")
+    assert "--budget must be at least 0, found -1" in message
+    assert "--swap must be at least 0, found -2" in message
+    assert "--budget has no effect without --balance or --offload" in message
+    assert "--swap has no effect without --balance or --offload" in message
+    assert "--offload needs --budget" in refusal(capsys, "1f1b", "--offload")
+    message = refusal(capsys, "1f1b", "--offload", "--budget", "1")
+    assert "the budget cannot be kept" in message
+    assert "pipeline rank 0 still needs 2, 1 more than its 1" in message

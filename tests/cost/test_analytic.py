@@ -94,9 +94,27 @@ def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():
     pieces = Pieces(replace(RUN, pp=4), A100, PROGRAM)
     assert costs.weight_share == pytest.approx(pieces.layer_weight_s() / pieces.seconds(pieces.layer_backward()))
     assert 0.25 < costs.weight_share < 0.6
-    second = costs.seconds(Action.parse("1W0"))
-    assert second == pytest.approx(costs.weight_share * costs.backward_s[1])
-    assert second + costs.seconds(Action.parse("1I0")) == pytest.approx(costs.backward_s[1])
+    counts, head = layers_of_stages(RUN.shape, 4, PROGRAM.partition)
+    second = [costs.seconds(Action.parse(f"{stage}W0")) for stage in range(4)]
+    ends = [pieces.seconds(pieces.embedding_backward()), 0.0, 0.0, 0.0]
+    ends[head] += pieces.head_weight_s()
+    for stage, (count, end_s) in enumerate(zip(counts, ends, strict=True)):
+        assert second[stage] == pytest.approx(count * pieces.layer_weight_s() + end_s)
+        assert second[stage] + costs.seconds(Action.parse(f"{stage}I0")) == pytest.approx(costs.backward_s[stage])
+    assert second[head] / costs.backward_s[head] > second[1] / costs.backward_s[1]  # a head has no attention
+
+
+def test_what_is_recomputed_is_so_before_the_weights_half():
+    runs = [replace(RUN, pp=4, recompute=kind) for kind in ("none", "full")]
+    costs = [stage_costs(run, A100, PROGRAM) for run in runs]
+    first, second = ([one.seconds(Action.parse(f"1{half}0")) for one in costs] for half in "IW")
+    assert first[0] < first[1]
+    assert second[0] == second[1] > 0
+
+
+def test_halves_that_were_measured_are_those_of_their_stage():
+    costs = StageCosts((1.0, 2.0), (3.0, 4.0), 0.5, weight_s=(0.5, 1.0))
+    assert [costs.seconds(Action.parse(text)) for text in ("0I0", "0W0", "1I0", "1W0")] == [2.5, 0.5, 3.0, 1.0]
 
 
 def test_costs_answer_for_every_kind():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import fitting
 from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -16,24 +17,25 @@ from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import lower
+from pipeloom.schedule.recompute import recompute_beyond
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
-LOOPED = [name for name in TRAINING if FAMILIES[name].is_looped]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
-CASES = [(f, *size) for f in TRAINING for size in SIZES if size[1] == 1 or f in LOOPED]
+CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]
 
 
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 @pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
 def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
     toy = Toy(pp * loops, num_microbatches)
+    placement = fitting(family, loops, placement)["placement"]
     schedule = lower(
         make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=placement),
         receive_buffers=1,
@@ -46,6 +48,25 @@ def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num
     found = sum(float(value) for result in results for value in result.outputs.values())
     assert found == pytest.approx(loss, rel=1e-12)
     assert worst_difference(modules, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("family", "loops"), [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2)])
+def test_gradients_are_the_same_where_a_rank_short_of_memory_recomputes(family, loops):
+    toy = Toy(3 * loops, 5)
+    plain = make_schedule(family, pp=3, loops=loops, num_microbatches=5)
+    sizes = [1.0] * plain.num_stages, [0.0] * plain.num_stages
+    schedule = lower(recompute_beyond(plain, [2.0, 3.0, 2.0], *sizes))
+    modules, post = toy.modules(), Post()
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(3)]
+    results = run_in_process(executors, toy.inputs(), objective)
+    expected = toy.modules()
+    loss = reference(expected, toy.inputs(), objective)
+    assert sum(float(value) for result in results for value in result.outputs.values()) == pytest.approx(
+        loss, rel=1e-12
+    )
+    assert worst_difference(modules, expected) < 1e-12
+    assert sum(span.action.kind == "R" for result in results for span in result.trace.compute()) > 0
+    assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
 
 
 def _transformer_differences(tmp_path, model, layout, schedule_config):
@@ -74,7 +95,7 @@ def _transformer_differences(tmp_path, model, layout, schedule_config):
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 @pytest.mark.parametrize("family", TRAINING)
 def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):
-    loops = 2 if family in LOOPED else 1
+    loops, placement = fitting(family, 2, placement).values()
     sizes = {4: (1, 3, 1, 3), 2: (2, 6)}[2 * loops]
     layout = Layout(
         pp=2, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes if partition == "uneven" else None

@@ -125,3 +125,18 @@ def test_a_request_is_told_everything_at_once():
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_ends_of_the_group_sizes_are_allowed(size):
     assert Choice(family="hybrid", **(PLAIN | {"group_size": size})).problems() == []
+
+
+def test_a_rank_keeps_as_many_inputs_whole_as_it_is_told():
+    schedule = make_schedule("1f1b", pp=4, num_microbatches=6, keep=(2, 2, 2, 1))
+    again = [sum(action.kind == "R" for action in row) for row in schedule.rows]
+    assert again == [4, 4, 0, 0]
+    assert schedule.peak_stage_inputs == (4, 3, 2, 1)
+
+
+def test_keep_names_every_rank_and_at_least_one_input():
+    problems = Choice(family="1f1b", pp=4, num_microbatches=6, keep=(2, 0)).problems()
+    assert problems == [
+        "keep must be at least 1 on every rank, found (2, 0)",
+        "keep must name the stage inputs of 4 ranks, found 2 numbers",
+    ]

@@ -66,3 +66,18 @@ def test_recomputing_all_layers_is_what_would_help():
     helps = memory_that_would_fit(half)
     assert helps["layout.recompute full"] == pytest.approx(set_so.prediction.memory.total_bytes)
     assert "layout.recompute selective" not in helps
+
+
+def test_a_rank_that_keeps_few_inputs_whole_needs_less_memory_and_more_compute():
+    plain = simulate_step(RUN, CLUSTER, OURS, ORDER)
+    kept = simulate_step(RUN, CLUSTER, OURS, replace(ORDER, choice=replace(ORDER.choice, keep=(3, 8))))
+    now, then = plain.prediction.memory_by_rank, kept.prediction.memory_by_rank
+    assert then[0].activations_bytes < 0.7 * now[0].activations_bytes
+    assert then[1] == now[1]
+    again_s = sum(kept.prediction.costs.forward_s[a.stage] for a in kept.schedule.rows[0] if a.kind == "R")
+    added_s = kept.accounts[0].pipeline.compute_s - plain.accounts[0].pipeline.compute_s
+    assert added_s == pytest.approx(again_s)
+    assert plain.mfu / plain.hfu == 1
+    assert 0.75 < kept.mfu / kept.hfu < 1
+    counted = kept.memory_over_time[0].peak_parts["stage inputs"]  # the other rank's have logits among them
+    assert counted == pytest.approx(then[0].activations_bytes, rel=0.02)

@@ -62,7 +62,7 @@ def test_slice_zero_is_not_written():
 
 @pytest.mark.parametrize("text", ["", "F0", "2", "2X0", "2f0", "2F0.", "2F.1", "-1F0", "2F-1", "2F0 2F1", "2F0x"])
 def test_text_that_is_no_action_is_refused_with_the_form_and_the_kinds(text):
-    with pytest.raises(ScheduleTextError, match="such as 2F0; the kinds are F, B, I, W, SEND_F") as refused:
+    with pytest.raises(ScheduleTextError, match="such as 2F0; the kinds are F, B, I, W, R, SEND_F") as refused:
         Action.parse(text)
     assert f"'{text}'" in str(refused.value)
 

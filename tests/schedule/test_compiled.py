@@ -94,7 +94,9 @@ def taken_rules(schedule):
 @given(st.data())
 def test_the_fast_check_accepts_what_the_rules_accept(data):
     schedule = data.draw(schedules())
-    changed = unverified(schedule, data.draw(wrong_rows(schedule)))
+    ranks = st.integers(-1, schedule.num_ranks)
+    partners = data.draw(st.one_of(st.none(), st.lists(ranks, max_size=schedule.num_ranks + 1).map(tuple)))
+    changed = unverified(schedule, data.draw(wrong_rows(schedule)), partners=partners)
     assert accepts(changed) == obeys_the_rules(changed)
 
 

@@ -27,7 +27,7 @@ from pipeloom.schedule import (
 )
 from pipeloom.schedule.sharding import fewest_stays
 
-COMPUTE = ("F", "B", "I", "W")
+COMPUTE = ("F", "B", "I", "R")  # on the weights; W needs none
 quick = settings(max_examples=80, deadline=None)
 residencies = st.integers(1, 5)
 prefetches = st.integers(0, 4)
@@ -47,7 +47,7 @@ def sharded(name, residency, prefetch=1, **sizes):
 
 
 def visits_of(row):
-    """Stages of the visits, in order: runs of compute on one stage."""
+    """Stages of the visits, in order: runs of what computes on the weights of one stage."""
     stages = [action.stage for action in row if action.kind.value in COMPUTE]
     return [stage for stage, _ in itertools.groupby(stages)]
 
@@ -138,7 +138,7 @@ def test_a_stage_is_gathered_while_it_is_visited_and_the_row_is_otherwise_what_i
                     there.add(action.stage)
                 case "RESHARD":
                     there.remove(action.stage)
-                case "F" | "B" | "I" | "W":
+                case "F" | "B" | "I":  # W needs no weights
                     assert action.stage in there
             assert len(there) <= residency
         assert there == set()

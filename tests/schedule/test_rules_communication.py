@@ -194,8 +194,37 @@ def test_a_stage_may_be_gathered_again():
     assert build(again, GOOD[1]).num_ranks == 2
 
 
+EVICTING = (GOOD[0].replace("0F1", "0EVICT0 0F1 0LOAD0"), GOOD[1])
+
+
+@pytest.mark.parametrize("partners", [None, (1, 0)])
+def test_evictions_may_name_partners(partners):
+    assert build(*EVICTING, partners=partners).partners == partners
+
+
+@pytest.mark.parametrize(
+    ("partners", "rule", "words"),
+    [
+        ((1,), "partners-in-pairs", "expected a partner for each of 2 ranks, found 1"),
+        ((2, 0), "partners-in-pairs", "the partner 2 of rank 0 is not in 0..1"),
+        ((-1, 0), "partners-in-pairs", "the partner -1 of rank 0 is not in 0..1"),
+        ((1, 1), "partners-in-pairs", "rank 0 has the partner 1, which has rank 1"),
+        ((0, 1), "evicts-to-another", "0EVICT0 has nowhere to go: rank 0 has no partner"),
+    ],
+)
+def test_wrong_partners_are_refused(partners, rule, words):
+    error = refused(*EVICTING, partners=partners)
+    assert error.rule == rule
+    assert words in str(error)
+
+
+def test_who_evicts_nothing_needs_no_partner():
+    assert build(*GOOD, partners=(0, 1)).partners == (0, 1)
+
+
 def test_every_communication_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
+    named |= {"partners-in-pairs", "evicts-to-another"}  # just above
     named |= {"gathered-bound", "gradient-bound"}  # test_rules_sharding.py
     named |= {rule_name(rule) for rule in TIED_RULES}  # test_rules_tied.py
     assert named == {rule_name(rule) for rule in COMMUNICATION_RULES}

@@ -171,4 +171,5 @@ def test_an_input_is_held_until_the_weights_have_their_gradient():
 
 def test_every_compute_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
+    named |= {"partners-in-pairs"}  # test_rules_communication.py
     assert named == {rule_name(rule) for rule in COMPUTE_RULES}

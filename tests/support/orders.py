@@ -5,6 +5,7 @@ from families import named_sizes
 
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @st.composite
@@ -35,3 +36,16 @@ def one_rank_schedules(draw, most_stages=4, most_microbatches=3):
         if action.kind is Kind.BACKWARD_INPUT:
             weights.append(action._replace(kind=Kind.BACKWARD_WEIGHT))
     return Schedule((tuple(row),), Placement.linear(1, stages), count)
+
+
+@st.composite
+def any_schedules(draw):
+    """A family's compute actions, some recomputed or none, with its communication or without."""
+    names = sorted(name for name, family in FAMILIES.items() if family.has_backward)
+    name, fits = draw(named_sizes(names=names))
+    sizes = {"pp": draw(st.integers(1, 8)), "num_microbatches": draw(st.integers(1, 16))}
+    schedule = make_schedule(name, **sizes, **fits)
+    if draw(st.booleans()):
+        room = [draw(st.integers(1, max(1, peak))) for peak in schedule.peak_stage_inputs]
+        schedule = recompute_beyond(schedule, room, [1.0] * schedule.num_stages, [0.0] * schedule.num_stages)
+    return lower(schedule) if draw(st.booleans()) else schedule

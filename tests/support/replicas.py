@@ -34,7 +34,13 @@ class Cluster:
             lane = lanes.lane(HostClock())
             parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lane, dtype=dtype)
             stages = {
-                index: Stage(module, index, self.toy.outputs()[index], needs_input_gradient=index > 0)
+                index: Stage(
+                    module,
+                    index,
+                    self.toy.outputs()[index],
+                    needs_input_gradient=index > 0,
+                    splits=index in schedule.split_stages,
+                )
                 for index, module in modules.items()
             }
             self.parallel.append(parallel)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
+from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.transport import Transport
 from pipeloom.execute.weights import master_dtype
 from pipeloom.schedule import Schedule
@@ -69,13 +70,24 @@ def make_executor(
     modules: Sequence[nn.Module],
     outputs: Sequence[TensorSpec],
     transport: Transport,
+    swaps: Swaps | None = None,
+    slices: TokenSlices | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
+    first, split = schedule.first_backward_stage, schedule.split_stages
     stages = {
-        index: Stage(modules[index], index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+        index: Stage(
+            modules[index],
+            index,
+            outputs[index],
+            needs_input_gradient=index > first,
+            splits=index in split,
+            slices=slices,
+        )
         for index in schedule.placement.stages_of(rank)
     }
-    return Executor(schedule, rank, stages, outputs=outputs, transport=transport, clock=HostClock())
+    settings = {"transport": transport, "clock": HostClock(), "swaps": swaps, "slices": slices}
+    return Executor(schedule, rank, stages, outputs=outputs, **settings)
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -124,8 +124,9 @@ class TransformerCluster:
     def executor(self, rank, schedule):
         place, parallel = self.layout.coordinates(rank), self.parallel[rank]
         outputs = self.model.outputs(self.teams[rank])
+        first, split = schedule.first_backward_stage, schedule.split_stages
         stages = {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, splits=index in split)
             for index, one in parallel.weights.items()
         }
         return Executor(
@@ -199,15 +200,22 @@ def schedule_of(layout, family, *, tied):
     if tied:
         return tied_schedule(layout, family)
     sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
-    return _shared(layout, lower(make_schedule(family, **sizes)))
+    return complete(layout, make_schedule(family, **sizes), tied=False)
 
 
-def tied_schedule(layout, family, placement="looped", *, gradient_buffers=None, residency=2, num_microbatches=None):
+def tied_schedule(layout, family, placement=None, *, gradient_buffers=None, residency=2, num_microbatches=None):
     """A family's schedule with everything that a tied model's step over a layout has."""
     count = num_microbatches or layout.num_microbatches
     sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": count, "placement": placement}
-    schedule = add_tied(lower(make_schedule(family, **sizes)))
-    return _shared(layout, schedule, gradient_buffers, residency)
+    return complete(
+        layout, make_schedule(family, **sizes), tied=True, gradient_buffers=gradient_buffers, residency=residency
+    )
+
+
+def complete(layout, schedule, *, tied, gradient_buffers=None, residency=2):
+    """A compute-only schedule with everything else that a step over a layout has."""
+    schedule = lower(schedule)
+    return _shared(layout, add_tied(schedule) if tied else schedule, gradient_buffers, residency)
 
 
 def _shared(layout, schedule, gradient_buffers=None, residency=2):

@@ -18,7 +18,7 @@ from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
-from pipeloom.layout import Recompute, Shard
+from pipeloom.layout import Recompute, Shard, Way
 
 __all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
 
@@ -48,6 +48,7 @@ def _cluster(reader: Reader) -> Cluster:
         adapters_per_node=int(reader.number("adapters_per_node", 0)),
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
+        host=_link(reader.table("host")) if "host" in reader.names() else None,
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
@@ -259,6 +260,7 @@ def load_software(name_or_path: str) -> Software:
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),
         families=reader.texts("families", among=tuple(FAMILIES)),
+        ways=cast("tuple[Way, ...]", reader.texts("ways", among=get_args(Way))),
         shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
         **plain,
     )

@@ -56,7 +56,10 @@ def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
     yield _lines("", top, told)
     yield _table(f"{prefix}device", _device(cluster.device), told)
-    for name, link in (("intra", cluster.intra), ("inter", cluster.inter)):
+    links = {"intra": cluster.intra, "inter": cluster.inter}
+    if cluster.host is not None:
+        links["host"] = cluster.host
+    for name, link in links.items():
         yield _table(f"{prefix}{name}", _link(link), told)
     if cluster.bus_curves:
         nodes = next(iter(cluster.bus_curves.values()))

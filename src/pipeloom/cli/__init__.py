@@ -15,8 +15,10 @@ COMMANDS = {
     "plan": "find the best layout of a model on a cluster, with reasons",
     "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
     "simulate": "say what a step of a described run will look like on a cluster",
+    "slices": "say into which token slices a run's sequences are best cut",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
+    "families": "compare all families of schedules: bubble, memory, messages",
     "profile": "measure this machine and write what it can do as a cluster file",
     "validate": "hold predictions of step time and memory against measurements",
 }

@@ -17,14 +17,18 @@ from pipeloom.schedule import (
     Kind,
     Schedule,
     add_reduce_grad,
+    add_slices,
     add_tied,
     add_unshard,
+    balance,
     format_schedule,
     format_torch_csv,
     lower,
+    offload,
     parse_schedule,
     parse_torch_csv,
 )
+from pipeloom.schedule.held import Kept, all_changes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -42,10 +46,14 @@ class Options:
     """Stages on each pipeline rank."""
     microbatches: int = 8
     """Micro-batches of a step."""
+    slices: int = 1
+    """Token slices of a micro-batch, all alike; costs are of whole micro-batches, and shared out among them."""
     group_size: int | None = None
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
+    keep: tuple[int, ...] | None = None
+    """For each rank the stage inputs kept with everything computed from them; the others are recomputed. None: all."""
     forward: float = 1.0
     """Cost of one stage's forward for one micro-batch."""
     backward: float = 2.0
@@ -71,6 +79,16 @@ class Options:
     """Add the gradient reductions."""
     gradient_buffers: int | None = None
     """Stages whose unreduced gradients a rank can hold; with --reduce-grad. None: all."""
+    balance: bool = False
+    """Pair full pipeline ranks with empty ones: of what they keep for backwards, the full ones evict to the others what
+    they need last, until a pair is balanced or all are within --budget."""
+    offload: bool = False
+    """Move what is too much for --budget to the memory of the host; with --balance what is left then."""
+    budget: float | None = None
+    """Most stage inputs that a rank may hold at once, what is under way counted at both ends; with --balance or
+    --offload. None: as --balance leaves it."""
+    swap: float = 1.0
+    """Cost of moving what a stage keeps for a micro-batch to a partner or to the host, or back."""
     format: Literal["text", "json", "torch-csv"] = "text"
     """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
     json: bool = False
@@ -85,17 +103,20 @@ def run(words: list[str]) -> int:
     options = tyro.cli(
         Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
     )
-    schedule = _lowered(_schedule(options), options)
-    _refuse_idle_costs(options, schedule)
+    plain = _lowered(_schedule(options), options)
+    _refuse_idle_costs(options, plain)
     costs = UniformCosts(
-        options.forward,
-        options.backward,
-        options.transfer,
+        options.forward / plain.num_slices,
+        options.backward / plain.num_slices,
+        options.transfer / plain.num_slices,
         options.gather,
         options.reduce,
+        swap_s=options.swap,
+        offload_s=options.swap,
         tied_s=options.tied or 0.0,
         tied_grad_s=options.tied or 0.0,
     )
+    schedule = _swapped(plain, options, costs)
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -105,7 +126,8 @@ def run(words: list[str]) -> int:
     elif form == "json":
         print(_one_row_a_line(to_json(schedule, trace)))
     else:
-        _print_text(options, schedule, trace)
+        delay = None if schedule is plain else trace.end_s - simulate(plain, costs).end_s
+        _print_text(options, schedule, trace, delay)
     return 0
 
 
@@ -128,6 +150,15 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
     return schedule
 
 
+def _swapped(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
+    budget = None if options.budget is None else [options.budget] * schedule.num_ranks
+    if options.balance:
+        schedule = balance(schedule, seconds_of=costs.seconds, budget_bytes=None if options.offload else budget)
+    if options.offload and budget is not None:
+        schedule = offload(schedule, seconds_of=costs.seconds, budget_bytes=budget)
+    return schedule
+
+
 def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
     for name, pass_name, kind in (("gather", "unshard", Kind.UNSHARD), ("reduce", "reduce-grad", Kind.REDUCE_GRAD)):
         if getattr(options, name) and not any(_counts(schedule, kind)):
@@ -141,9 +172,11 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
     ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
-    (for each rank), ``num_unshards``, ``num_reductions`` and ``exposed_data_parallel`` (for each rank: gathers,
-    reductions, and how long it stands still for them), ``gradients_final_at`` (for each stage; null where nothing
-    trains).
+    (for each rank, what leaves counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own,
+    and what its partner evicted), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank
+    the rank to which it evicts, or null), ``num_unshards``, ``num_reductions`` and ``exposed_data_parallel`` (for each
+    rank: gathers, reductions, and how long it stands still for them), ``gradients_final_at`` (for each stage; null
+    where nothing trains).
     """
     summary = summarize(trace)
     return {
@@ -155,6 +188,10 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "bubble_overhead": summary.bubble_overhead,
         "bubble_fraction": summary.bubble_fraction,
         "peak_stage_inputs": list(schedule.peak_stage_inputs),
+        "peak_held": _peaks_held(schedule, trace),
+        "num_evictions": _counts(schedule, Kind.EVICT),
+        "num_offloads": _counts(schedule, Kind.OFFLOAD),
+        "partners": None if schedule.partners is None else list(schedule.partners),
         "num_unshards": _counts(schedule, Kind.UNSHARD),
         "num_reductions": _counts(schedule, Kind.REDUCE_GRAD),
         "exposed_data_parallel": _exposed(schedule, trace),
@@ -165,6 +202,12 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 def _counts(schedule: Schedule, kind: Kind) -> list[int]:
     """For each rank the number of its actions of a kind."""
     return [sum(action.kind is kind for action in row) for row in schedule.rows]
+
+
+def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
+    """For each rank the most stage inputs that it holds, its own and accepted ones."""
+    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, Kept([1.0] * schedule.num_stages))
+    return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
 def _exposed(schedule: Schedule, trace: Trace) -> list[float]:
@@ -181,7 +224,7 @@ def _one_row_a_line(tree: dict[str, Any]) -> str:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
-    may_be_zero = ("transfer", "gather", "reduce")
+    may_be_zero = ("transfer", "gather", "reduce", "swap")
     for name in ("forward", "backward", *may_be_zero):
         value = getattr(options, name)
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
@@ -189,7 +232,14 @@ def _option_problems(options: Options) -> list[str]:
             problems.append(f"--{name} must be {least} 0, found {value:g}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
+    swaps = options.balance or options.offload
+    if options.offload and options.budget is None:
+        problems.append("--offload needs --budget: how many stage inputs a rank may hold")
+    if options.budget is not None and not 0 <= options.budget < float("inf"):
+        problems.append(f"--budget must be at least 0, found {options.budget:g}")
     for name, needed, is_idle in (
+        ("budget", "balance or --offload", not swaps and options.budget is not None),
+        ("swap", "balance or --offload", not swaps and options.swap != Options.swap),
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
     ):
@@ -208,6 +258,8 @@ def _schedule(options: Options) -> Schedule:
         loops=options.loops,
         group_size=options.group_size,
         placement=options.placement,
+        keep=options.keep,
+        num_slices=options.slices,
     )
     if is_family:
         problems += choice.problems()
@@ -220,11 +272,12 @@ def _schedule(options: Options) -> Schedule:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the schedule {file}: {error}") from error
-    return parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 
 def _refuse_family_options(options: Options, file: Path) -> None:
-    names = ("pp", "loops", "microbatches", "group_size", "placement")
+    names = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
     given = [name for name in names if getattr(options, name) != getattr(Options, name)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -240,9 +293,10 @@ def _is_file(path: Path) -> bool:
 
 def _title(options: Options, schedule: Schedule) -> str:
     backward = f", backward {options.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
+    cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
     return (
         f"{Path(options.family).name}: {count(schedule.num_stages, 'stage')} on "
-        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}; "
+        f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
         f"forward {options.forward:g}{backward}"
     )
 
@@ -254,7 +308,8 @@ def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
     plot_timeline(trace, [options.plot], title=_title(options, schedule), unit="units of cost")
 
 
-def _print_text(options: Options, schedule: Schedule, trace: Trace) -> None:
+def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float | None) -> None:
+    """Print the rows and what they come to; ``delay`` is what swaps cost, ``None`` without."""
     summary = summarize(trace)
     lines = {
         "makespan": f"{summary.makespan_s:g}",
@@ -262,7 +317,17 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace) -> None:
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
+    if delay is not None:
+        lines |= {
+            "partners": "none" if schedule.partners is None else _by_rank(schedule.partners),
+            "evictions": _by_rank(_counts(schedule, Kind.EVICT)),
+            "offloads": _by_rank(_counts(schedule, Kind.OFFLOAD)),
+            "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
+            "delay by swaps": f"{delay:g}",
+        }
     counts = {"weight gathers": _counts(schedule, Kind.UNSHARD), "reductions": _counts(schedule, Kind.REDUCE_GRAD)}
+    again = _counts(schedule, Kind.RECOMPUTE)
+    lines |= {"recomputed": _by_rank(again)} if any(again) else {}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
     if any(any(values) for values in counts.values()):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))

@@ -9,7 +9,9 @@ from typing import Any
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
+from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -66,15 +68,26 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
     Raises:
         ConfigError: cluster or program are unknown or wrong.
     """
-    schedule, described = config.schedule, describe(config)
-    order = Order(
+    described, order = describe(config), order_of(config)
+    asked = described.run, described.cluster, described.software, order
+    return plan_slices(*asked).step if config.layout.token_slices == "auto" else simulate_step(*asked)
+
+
+def order_of(config: RunConfig) -> Order:
+    """Which schedule a configuration runs, and how it is lowered."""
+    schedule = config.schedule
+    return Order(
         choice=config.choice(),
         receive_buffers=schedule.receive_buffers,
         residency=schedule.known_residency,
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
+        moving=Moving(
+            balance=schedule.balance,
+            offload=schedule.offload,
+            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+        ),
     )
-    return simulate_step(described.run, described.cluster, described.software, order)
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:

@@ -136,6 +136,9 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         )
     if summary.exchange_s is not None:
         print(f"exchanges         {summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism")
+    if any(summary.live_bytes):
+        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary.live_bytes)
+        print(f"for backwards     {held} MB at most, by pipeline rank")
     bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
     if summary.predicted_bubble_fraction is not None:
         bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"

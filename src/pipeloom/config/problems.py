@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
-from pipeloom.schedule import Kind
 from pipeloom.toolchain import toolchain_problems
 
 if TYPE_CHECKING:
@@ -17,11 +16,12 @@ if TYPE_CHECKING:
 
 def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) -> list[str]:
     """Everything that is wrong with the values, one sentence each; see ``RunConfig.problems``."""
-    found = [*_range_problems(config), *_order_problems(config)]
+    found = [*_range_problems(config), *_order_problems(config), *_slice_problems(config)]
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
-    found += _data_parallel_problems(config)
+    found += [*_data_parallel_problems(config), *_swap_problems(config)]
+    found += _place_problems(config)
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
         found += _compile_problems(config)
@@ -130,6 +130,29 @@ def _order_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
+def _slice_problems(config: "RunConfig") -> list[str]:
+    layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
+    if wanted is None or layout.tp < 1:
+        return []
+    problems: list[str] = []
+    if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
+        shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
+        problems.append(f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}")
+    elif isinstance(wanted, tuple):
+        found = list(wanted)
+        if not found or min(found) < 1:
+            problems.append(f"layout.token_slices must name lengths of at least one token each, found {found}")
+        if sum(found) != num_tokens:
+            problems.append(f"layout.token_slices must add up to data.seq_len {num_tokens}, found {sum(found)}")
+        if any(length % layout.tp for length in found):
+            problems.append(f"layout.tp must divide each of layout.token_slices, found {layout.tp} and {found}")
+    if config.training.compile and wanted != 1:
+        problems.append(
+            "training.compile compiles for sequences of one length, and layout.token_slices cuts them; leave one out"
+        )
+    return problems
+
+
 def _stage_problems(config: "RunConfig") -> list[str]:
     layout = config.layout
     problems: list[str] = []
@@ -180,17 +203,10 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
 
 
 def _compile_problems(config: "RunConfig") -> list[str]:
-    training, choice = config.training, config.choice()
-    if not training.compile:
+    training = config.training
+    if not training.compile or training.compile_backend != "inductor":
         return []
-    problems = toolchain_problems(training.device) if training.compile_backend == "inductor" else []
-    halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-    if not choice.problems() and any(row.is_kind(*halves).any() for row in choice.make().rows):
-        problems.append(
-            f"training.compile makes one function of a stage's backward, which schedule.family {choice.family} splits "
-            "in two; leave training.compile out or use another family"
-        )
-    return problems
+    return toolchain_problems(training.device)
 
 
 def _data_parallel_problems(config: "RunConfig") -> list[str]:
@@ -212,6 +228,29 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
         if getattr(schedule, name) is not None and layout.shard not in levels
     ]
     return problems
+
+
+def _swap_problems(config: "RunConfig") -> list[str]:
+    schedule, problems = config.schedule, list[str]()
+    if schedule.balance and config.layout.pp < 2:
+        problems.append(
+            f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
+        )
+    if schedule.offload and schedule.activation_gb is None:
+        problems.append("schedule.offload moves what schedule.activation_gb has no room for; say how much that is")
+    if schedule.activation_gb is not None:
+        if not 0 < schedule.activation_gb <= sys.float_info.max:
+            problems.append(f"schedule.activation_gb must be above 0, found {schedule.activation_gb}")
+        if not (schedule.balance or schedule.offload):
+            problems.append("schedule.activation_gb has no effect without schedule.balance or schedule.offload")
+    return problems
+
+
+def _place_problems(config: "RunConfig") -> list[str]:
+    order, pp = config.layout.pipeline_order, config.layout.pp
+    if order is None or sorted(order) == list(range(pp)):
+        return []
+    return [f"layout.pipeline_order must name each pipeline rank 0..{pp - 1} once, found {' '.join(map(str, order))}"]
 
 
 def _partition_problems(layout: Layout, pieces: int) -> list[str]:

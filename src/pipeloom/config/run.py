@@ -42,6 +42,8 @@ class RunConfig:
             loops=self.layout.loops,
             group_size=self.schedule.group_size,
             placement=self.schedule.placement,
+            num_slices=self.layout.num_slices,
+            keep=self.schedule.keep,
         )
 
     def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:

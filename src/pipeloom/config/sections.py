@@ -87,6 +87,9 @@ class ScheduleConfig:
     """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
+    keep: tuple[int, ...] | None = None
+    """For each pipeline rank the stage inputs that it keeps with everything computed from them until their backwards;
+    the others are recomputed, one by one, as few as possible. None: all."""
     receive_buffers: int = 2
     """Receives posted ahead and not yet used, for each directed edge between two ranks."""
     residency: int | None = None
@@ -96,6 +99,14 @@ class ScheduleConfig:
     gradient_buffers: int | None = None
     """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full. None: all of its
     stages."""
+    balance: bool = False
+    """Whether pipeline ranks that keep much for backwards move some of it to ranks that keep little, and fetch it back
+    (BPipe)."""
+    offload: bool = False
+    """Whether ranks move what activation_gb has no room for to the memory of the host, and fetch it back."""
+    activation_gb: float | None = None
+    """Gigabytes (1e9 bytes) that each rank has for what backwards need. With balance, ranks move no more than that
+    takes. None: with balance, each pair of ranks shares evenly."""
 
     @property
     def known_residency(self) -> int:

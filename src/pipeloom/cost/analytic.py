@@ -11,8 +11,9 @@ from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds, piece_seconds
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import (
+    are_near,
     fastest_pieces,
     placement_named,
     placement_of,
@@ -149,6 +150,9 @@ def with_own_layers(run: Run, cluster: Cluster, software: Software) -> Run:
 def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
     """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
 
+    Of a backward that is split, the half for the weights has the second of each matrix product's two, which attention's
+    core has not, the sum over micro-batches, and all of the embedding's.
+
     Args:
         run: what is trained.
         cluster: where; a stage is as fast as its rank's part of it.
@@ -178,7 +182,10 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
         if software.is_blocking:
             seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
         sides.append(tuple(seconds))
-    share = _weight_s(run, counts, pieces) / sum(backward_s for _, backward_s in layers_s)
+    weight_s = [count * piece.weight_s for count, piece in zip(counts, pieces, strict=True)]
+    share = sum(weight_s) / sum(backward_s for _, backward_s in layers_s)
+    weight_s[0] += pieces[0].embedding[1]
+    weight_s[head] += pieces[head].head_weight_s
     free_s = () if software.is_blocking else boundary_s
     tied_s, tied_grad_s = tied_message_s(run, cluster, software)
     return StageCosts(
@@ -189,29 +196,28 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
         tied_s=tied_s,
         tied_grad_s=tied_grad_s,
         boundary_s=() if len(set(free_s)) <= 1 else free_s,
+        weight_s=tuple(weight_s),
     )
-
-
-def _weight_s(run: Run, counts: Sequence[int], pieces: Sequence[PieceSeconds]) -> float:
-    """Seconds of all layers' backward that a split leaves to the gradients of the weights.
-
-    Args:
-        run: what is trained.
-        counts: layers of each stage.
-        pieces: for each stage, on its rank.
-    """
-    if len({piece.weight_s for piece in pieces}) == 1:
-        return pieces[0].weight_s * run.shape.layers
-    return sum(count * piece.weight_s for count, piece in zip(counts, pieces, strict=True))
 
 
 def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:
     """For each boundary between two stages the seconds of one message over it."""
     pairs = list(pairwise(owner))
-    ways = {pair: rank_way(run, cluster, *pair) for pair in set(pairs)}
-    of_way = {way: _transfer_s(run, way, software) for way in dict.fromkeys(ways.values())}
+    ways = {pair: (rank_way(run, cluster, *pair), _is_inside(run, cluster, *pair)) for pair in set(pairs)}
+    of_way = {way: _transfer_s(run, way[0], software, is_inside=way[1]) for way in dict.fromkeys(ways.values())}
     of_pair = {pair: of_way[way] for pair, way in ways.items()}
     return tuple(of_pair[pair] for pair in pairs)
+
+
+def _is_inside(run: Run, cluster: Cluster, one: int, other: int) -> bool:
+    """Whether messages between two pipeline ranks stay on their node.
+
+    In ascending order the slowest boundary sets the pace, so that all are taken for as slow; an order of one's own is
+    there to change which ones are.
+    """
+    if run.pipeline_order is None:
+        return run.num_devices <= rank_way(run, cluster, one, other).devices_per_node
+    return are_near(run, cluster, one, other)
 
 
 def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
@@ -224,7 +230,7 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
         return 0.0, 0.0
     owner = placement_of(run).rank_by_stage
     way = rank_way(run, cluster, owner[0], owner[-1])
-    is_inside = run.num_devices <= way.devices_per_node
+    is_inside = _is_inside(run, cluster, owner[0], owner[-1])
     use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
@@ -250,14 +256,13 @@ def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequ
     ]
 
 
-def _transfer_s(run: Run, way: Cluster, software: Software) -> float:
+def _transfer_s(run: Run, way: Cluster, software: Software, *, is_inside: bool) -> float:
     """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
     """
     if run.pp == 1:
         return 0.0
-    is_inside = run.num_devices <= way.devices_per_node
     measured_s = piece_seconds(run, way, software).message_s
     if is_inside and measured_s:
         return measured_s

@@ -52,7 +52,7 @@ class UniformCosts:
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
         match action.kind:
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.RECOMPUTE:
                 return self.forward_s
             case Kind.BACKWARD:
                 return self.backward_s
@@ -94,11 +94,14 @@ class StageCosts:
         swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
         offload_s: the same for moving it to the host, and for bringing it back.
-        weight_share: part of a backward that a split leaves to the gradients of the weights.
+        weight_share: part of a backward that a split leaves to the gradients of the weights, if ``weight_s`` does not
+            tell.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
         boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it in either
             direction; empty where all take ``transfer_s``.
+        weight_s: for each stage, seconds of the half of its backward that makes the gradients of the weights; empty
+            where ``weight_share`` tells.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -114,6 +117,11 @@ class StageCosts:
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
     boundary_s: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
+
+    def half_s(self, stage: int) -> float:
+        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+        return self.weight_s[stage] if self.weight_s else self.backward_s[stage] * self.weight_share
 
     def over_s(self, boundary: int) -> float:
         """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
@@ -124,14 +132,14 @@ class StageCosts:
         stage, kind = action.stage, action.kind
         backward_s = self.backward_s[stage]
         match kind:
-            case Kind.FORWARD:
+            case Kind.FORWARD | Kind.RECOMPUTE:
                 return self.forward_s[stage]
             case Kind.BACKWARD:
                 return backward_s
             case Kind.BACKWARD_INPUT:
-                return backward_s * (1 - self.weight_share)
+                return backward_s - self.half_s(stage)
             case Kind.BACKWARD_WEIGHT:
-                return backward_s * self.weight_share
+                return self.half_s(stage)
             case Kind.RECV_F:
                 return self.over_s(stage - 1)
             case Kind.RECV_B:

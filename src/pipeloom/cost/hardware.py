@@ -193,6 +193,8 @@ class Cluster:
             group), as nccl-tests reports it. Empty: from the links.
         collective_curves: for each collective what was measured inside a node over the message's size, with one or
             more numbers of ranks. Empty: from ``bus_curves`` or the links.
+        host: between a device and the memory of its host, while all devices of a node use theirs; ``None`` where
+            nothing can be left there.
         price_per_device_hour: in dollars; ``None`` where nobody publishes one.
         adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
         cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: every device
@@ -208,6 +210,7 @@ class Cluster:
     inter: Link
     bus_curves: dict[Collective, Curve] = field(default_factory=dict)
     collective_curves: dict[Collective, tuple[CollectiveCurve, ...]] = field(default_factory=dict)
+    host: Link | None = None
     price_per_device_hour: float | None = None
     adapters_per_node: int = 0
     cores_per_node: int = 0

@@ -121,6 +121,12 @@ class Pieces:
         products_s = sum(self._matmul_backward_s(*size)[1] for size in self._layer_matmuls())
         return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
 
+    def head_weight_s(self) -> float:
+        """The same of the head's: the second of its two products."""
+        run = self.run
+        product_s = self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)[1]
+        return product_s + self.accumulation_s(run.shape.embedding_parameters)
+
     def accumulation_s(self, parameters: float) -> float:
         """Seconds of adding one micro-batch's gradients to those of the micro-batches before it."""
         return self._memory_s(self.software.efficiency.accumulation_bytes * parameters / self.run.tp)

@@ -12,7 +12,8 @@ a heads, s tokens in a sequence, t tensor-parallel ranks:
                      single-precision copy more; flash and selective recomputation keep none
 
 With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s / (H t)). Sequence parallelism divides
-the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again.
+the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again;
+where sequences are cut into token slices, also keys and values, which later slices attend to.
 """
 
 from collections.abc import Sequence
@@ -140,7 +141,14 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
 
 def kept_bytes(run: Run, software: Software) -> float:
     """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
-    return stage_input_bytes(run) if run.recompute == "full" else _whole_bytes(run, software)
+    if run.recompute != "full":
+        return _whole_bytes(run, software)
+    return stage_input_bytes(run) + (key_value_bytes(run) if run.slices else 0.0)
+
+
+def key_value_bytes(run: Run) -> float:
+    """Bytes of one layer's keys and values of one micro-batch, which later token slices need."""
+    return 2 * run.tokens * run.shape.kv_width * run.element_bytes / run.tp
 
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:

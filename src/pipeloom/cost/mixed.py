@@ -216,6 +216,7 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
         inter=every.inter,
         bus_curves=every.bus_curves,
         collective_curves=every.collective_curves,
+        host=every.host,
         adapters_per_node=every.adapters_per_node,
         groups=tuple(groups),
         links=tuple(links),
@@ -228,6 +229,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
     inter = _slowest_link([*(cluster.inter for cluster in clusters), *links])
     if inter == first.inter and all(replace(cluster, name=first.name) == first for cluster in clusters):
         return first
+    hosts = [cluster.host for cluster in clusters]
     return Cluster(
         name=" + ".join(cluster.name for cluster in clusters),
         device=_slowest_device([cluster.device for cluster in clusters]),
@@ -236,6 +238,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
         inter=inter,
         bus_curves=_lowest_bus(clusters, inter),
         collective_curves=_slowest_curves(clusters),
+        host=None if None in hosts else _slowest_link([host for host in hosts if host is not None]),
         adapters_per_node=min(cluster.num_adapters for cluster in clusters),
     )
 

@@ -19,6 +19,7 @@ class PieceSeconds:
     Attributes:
         embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel exchanges.
         weight_s: the part of a layer's backward that a split leaves to the gradients of the weights.
+        head_weight_s: the same of the head's; of the embedding's it is all.
         stage: of a stage beside its pieces, where that was measured.
         message_s: seconds of a core for a message between two stages; 0 where the link tells.
         is_measured: whether the cluster's file tells them; otherwise closed forms do.
@@ -28,6 +29,7 @@ class PieceSeconds:
     layer: Both
     head: Both
     weight_s: float
+    head_weight_s: float
     stage: Both = (0.0, 0.0)
     message_s: float = 0.0
     is_measured: bool = False
@@ -89,6 +91,7 @@ def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceS
         layer=both(pieces.layer_forward(), pieces.layer_backward()),
         head=both(pieces.head_forward(), pieces.head_backward()),
         weight_s=pieces.layer_weight_s(),
+        head_weight_s=pieces.head_weight_s(),
     )
     key = PieceKey.of(run)
     found = next((one for one in cluster.pieces if one.key == key), None)
@@ -102,6 +105,7 @@ def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
         layer=found.layer,
         head=found.head,
         weight_s=found.layer[1] * counted.weight_s / counted.layer[1],
+        head_weight_s=found.head[1] * counted.head_weight_s / counted.head[1],
         stage=found.stage,
         message_s=found.message_s,
         is_measured=True,

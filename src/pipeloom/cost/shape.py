@@ -124,6 +124,8 @@ class Run:
         recompute_layers: what each layer recomputes; ``None`` where ``recompute`` says it for all.
         placement: stage -> pipeline rank, a key of ``PLACEMENTS``; which layers a balanced partition gives to a stage
             depends on it.
+        pipeline_order: pipeline ranks in the order in which they stand on the devices; ``None`` for ascending.
+        slices: tokens of each slice that sequences are cut into; empty for whole ones.
     """
 
     shape: ModelShape
@@ -145,6 +147,13 @@ class Run:
     layers_by_stage: tuple[int, ...] | None = None
     recompute_layers: tuple[Recompute, ...] | None = None
     placement: str = "looped"
+    pipeline_order: tuple[int, ...] | None = None
+    slices: tuple[int, ...] = ()
+
+    @property
+    def slice_shares(self) -> tuple[float, ...]:
+        """Each slice's share of a sequence; one for whole ones."""
+        return tuple(length / self.seq for length in self.slices) or (1.0,)
 
     @property
     def num_microbatches(self) -> int:

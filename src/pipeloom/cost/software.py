@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeloom.layout import Shard
+from pipeloom.layout import Shard, Way
 
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
@@ -100,6 +100,7 @@ class Software:
         attentions: the attention kernels of those; empty for all.
         families: schedules that it runs; empty for all.
         shards: what its data parallelism can share out; empty for every level.
+        ways: in which it makes room for activations, or cuts sequences; empty for none.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Software:
     attentions: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
+    ways: tuple[Way, ...] = ()
     partition: Division = "even"
     dropout: bool = False
     gradient_bytes: float = 4

@@ -38,6 +38,38 @@ class TensorSpec:
             raise BoundaryError(f"{what} is {TensorSpec.of(tensor)}, but {self} was agreed on")
 
 
+@dataclass(frozen=True)
+class TokenSlices:
+    """How micro-batches are cut along their tokens.
+
+    Attributes:
+        lengths: tokens of each slice; together those of a sequence.
+    """
+
+    lengths: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a whole sequence."""
+        return sum(self.lengths)
+
+    def begin(self, number: int) -> int:
+        """The position of a slice's first token."""
+        return sum(self.lengths[:number])
+
+    def spec(self, whole: TensorSpec, number: int) -> TensorSpec:
+        """What crosses a boundary for one slice, where ``whole`` would for the micro-batch.
+
+        Dim 1 has the tokens, all or one rank's share of them.
+        """
+        batch, tokens, *rest = whole.shape
+        return TensorSpec((batch, tokens * self.lengths[number] // self.num_tokens, *rest), whole.dtype)
+
+    def cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The slices of each tensor of whole sequences, one tensor after the other, in memory of their own."""
+        return [part.contiguous() for tensor in tensors for part in tensor.split(self.lengths, dim=1)]
+
+
 def stage_outputs(
     build_stage: Callable[[int], Callable[[torch.Tensor], torch.Tensor]], num_stages: int, first_input: TensorSpec
 ) -> tuple[TensorSpec, ...]:

@@ -25,8 +25,12 @@ class Held:
         gathered_bytes: of these weights.
         gradients: stages with a gradient that was not reduced, or being reduced.
         gradient_bytes: of their buffers.
-        stage_inputs: inputs that stages kept for a backward.
-        stage_input_bytes: of these inputs.
+        stage_inputs: (stage, part of the batch) that went forward and not yet back, both halves where that is split.
+        stage_input_bytes: of the inputs that they kept for a backward.
+        pending: (stage, part of the batch) between the halves of their backward.
+        pending_bytes: of what they kept for the gradients of the weights.
+        live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
+            accepted from ranks that evict; 0 where nobody counts.
     """
 
     gathered: int = 0
@@ -35,6 +39,9 @@ class Held:
     gradient_bytes: int = 0
     stage_inputs: int = 0
     stage_input_bytes: int = 0
+    pending: int = 0
+    pending_bytes: int = 0
+    live_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""

@@ -12,11 +12,13 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
+from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
@@ -25,11 +27,13 @@ from pipeloom.schedule.action import (
     COMPUTE_KINDS,
     RECEIVE_KINDS,
     SEND_KINDS,
+    SWAP_KINDS,
     TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, data_dependencies, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, data_dependencies, lane_of
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
@@ -39,8 +43,9 @@ class StepResult:
     """What one rank has from a step.
 
     Attributes:
-        outputs: by micro-batch what the objective returned; empty on ranks without the last stage.
-        held: most gathered weights, unreduced gradients and stage inputs of the step.
+        outputs: by micro-batch what the objective returned, added up over its slices; empty on ranks without the last
+            stage.
+        held: most gathered weights, unreduced gradients and stage inputs of the step, and bytes for backwards.
         record: makes the trace. Most steps' traces are never asked for.
     """
 
@@ -52,6 +57,11 @@ class StepResult:
     def trace(self) -> Trace:
         """What this rank did and when."""
         return self.record()
+
+
+def _part(action: Action) -> Part:
+    assert action.microbatch is not None
+    return Part(action.microbatch, action.slice)
 
 
 Steps = Generator[Pending, None, StepResult]
@@ -70,7 +80,9 @@ class Executor:
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
+        swaps: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
+        slices: how micro-batches are cut, where the schedule cuts them.
 
     Raises:
         UserError: the schedule is compute-only, has actions that nothing here can run, or lacks those of a tied matrix.
@@ -87,7 +99,9 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
+        swaps: Swaps | None = None,
         run_ahead: int = sys.maxsize,
+        slices: TokenSlices | None = None,
     ) -> None:
         self.schedule = schedule
         self.rank = rank
@@ -98,11 +112,16 @@ class Executor:
         self._clock = clock
         self._data_parallel = data_parallel
         self._tied = tied
+        self._swaps = swaps
         self._run_ahead = run_ahead
+        self._slices = slices
         self._handover = Handover()
         self._handlers: dict[Kind, Callable[[Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.RECOMPUTE: self._recompute,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_F: self._send,
             Kind.SEND_B: self._send,
             Kind.RECV_F: self._receive,
@@ -118,6 +137,8 @@ class Executor:
         if tied is not None:
             self._handlers |= dict.fromkeys(TIED_SEND_KINDS, self._send_tied)
             self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
+        if swaps is not None:
+            self._handlers |= dict.fromkeys(SWAP_KINDS, self._swap)
         self._check()
         self._awaited = self._awaited_slots()
         self._source = {action: self._source_of(action) for action in self._row}
@@ -130,7 +151,8 @@ class Executor:
         """Run the row once.
 
         Args:
-            inputs: the first stage's input for each micro-batch; other ranks may pass nothing.
+            inputs: the first stage's input for each micro-batch, or for each of its slices, micro-batch by micro-batch;
+                other ranks may pass nothing.
             objective: applied to the last stage's output; other ranks may pass ``None``.
 
         Yields:
@@ -145,9 +167,10 @@ class Executor:
         """
         self._begin(inputs, objective)
         if self._data_parallel is not None:
-            self._data_parallel.begin(trains=any(action.kind is Kind.BACKWARD for action in self._row))
+            self._data_parallel.begin(trains=any(action.kind in ADDS_TO_GRADIENT for action in self._row))
         if self._tied is not None:
             self._tied.begin(self._handover)
+        self._services = [] if self._swaps is None else self._swaps.begin()
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._received[slot]
@@ -163,9 +186,11 @@ class Executor:
         self._slot = len(self._row)
         yield from self._rest()
         self._clock.settle()
-        held = Held(stage_inputs=self._most_inputs, stage_input_bytes=self._most_input_bytes)
+        held = self._held
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
+        if self._swaps is not None:
+            held = held.most(Held(live_bytes=self._swaps.most_bytes))
         if self._tied is not None:
             self._tied.end()
         record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
@@ -183,6 +208,10 @@ class Executor:
         for slot, collective in self._collectives.items():
             yield from self._until_done(self._row[slot], collective)
             collective.take()
+        for service in self._services:
+            if not service.is_done():
+                yield service
+            service.take()
 
     def _until_done(self, action: Action, pending: Pending) -> Iterator[Pending]:
         if not pending.is_done():
@@ -204,6 +233,8 @@ class Executor:
             return f"rank {self.rank} is {place}"
         peer = self._lane[waits_for].peer
         others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
+        if waits_for.kind in SWAP_KINDS and self._swaps is not None:
+            others = self._swaps.other_end(waits_for.kind)
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
@@ -214,6 +245,8 @@ class Executor:
             self._data_parallel.forget()
         if self._tied is not None:
             self._tied.forget()
+        if self._swaps is not None:
+            self._swaps.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -225,15 +258,17 @@ class Executor:
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
         self._collectives: dict[int, Collective] = {}
-        self._most_inputs = self._most_input_bytes = 0
+        self._services: list[Collective] = []
+        self._held = Held()
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
 
     def _check(self) -> None:
         if self.schedule.level is Level.COMPUTE:
             raise UserError("the executor runs schedules with communication; call pipeloom.schedule.lower first")
-        if self.schedule.num_slices > 1:
-            raise UserError("the executor runs whole micro-batches, found a schedule of token slices")
+        wanted, found = self.schedule.num_slices, 1 if self._slices is None else len(self._slices.lengths)
+        if wanted != found:
+            raise UserError(f"the schedule cuts micro-batches into {wanted} token slices, found lengths for {found}")
         unknown = sorted(
             {action.kind.value for _, _, action in self.schedule.actions()} - {kind.value for kind in self._handlers}
         )
@@ -243,13 +278,14 @@ class Executor:
             self._handover = handover(self.schedule, self.rank)
 
     def _awaited_slots(self) -> dict[int, list[int]]:
-        """For each slot the slots of collectives, and of a tied matrix's receives, that its action waits for.
+        """For each slot the slots of collectives, swaps, and a tied matrix's receives that its action waits for.
 
         By the dependency relation; collectives themselves wait for no other ones here: their lane keeps the order of
         the row, and compute is issued in that order.
         """
         first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
-        collectives = {slot for slot, action in enumerate(self._row) if action.kind in COLLECTIVE_KINDS}
+        beside = COLLECTIVE_KINDS | SWAP_KINDS
+        collectives = {slot for slot, action in enumerate(self._row) if action.kind in beside}
         received = {slot for slot, action in enumerate(self._row) if action.kind in TIED_RECEIVE_KINDS}
         awaited: dict[int, list[int]] = {}
         for slot, action in enumerate(self._row):
@@ -262,11 +298,11 @@ class Executor:
 
     def _source_of(self, action: Action) -> Action | None:
         """The action whose result is this action's input, if it is not the batch or the loss."""
-        if action.kind in TIED_KINDS:
+        if action.kind in TIED_KINDS | SWAP_KINDS:
             return None
-        own_forward = action._replace(kind=Kind.FORWARD)
         for needed in data_dependencies(action, self.schedule):
-            if action.kind in SEND_KINDS or needed != own_forward:
+            is_kept = needed.stage == action.stage and needed.kind in COMPUTE_KINDS | SWAP_KINDS  # the stage has it
+            if action.kind in SEND_KINDS or not is_kept:
                 return None if action.kind in RECEIVE_KINDS else needed
         return None
 
@@ -326,40 +362,83 @@ class Executor:
         assert microbatch is not None
         tensor = self._input(action)
         if tensor is None:
-            tensor = self._inputs[microbatch]
+            tensor = self._inputs[Part(microbatch, action.slice).number(self.schedule.num_slices)]
         is_last = stage == self.schedule.num_stages - 1
         trains = stage >= self.schedule.first_backward_stage
         objective = self._objective if is_last else None
-        output = self._stages[stage].forward(Part(microbatch, action.slice), tensor, objective, trains=trains)
+        part = _part(action)
+        again = bool(self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice])
+        if again:
+            output = self._stages[stage].forward_once(part, tensor, objective, self._parcel(action))
+        else:
+            parcel = self._parcel(action) if trains else None
+            output = self._stages[stage].forward(part, tensor, objective, trains=trains, parcel=parcel)
         if trains:
-            self._count_inputs()
+            self._count_held(action)
         if is_last:
-            self._results_of_objective[microbatch] = output
+            found = self._results_of_objective
+            found[microbatch] = found[microbatch] + output if microbatch in found else output
         else:
             self._results[action] = output
 
-    def _count_inputs(self) -> None:
-        number = size = 0
-        for stage in self._stages.values():
-            number += stage.num_held
-            size += stage.held_bytes
-        self._most_inputs = max(self._most_inputs, number)
-        self._most_input_bytes = max(self._most_input_bytes, size)
+    def _recompute(self, action: Action) -> None:
+        objective = self._objective if action.stage == self.schedule.num_stages - 1 else None
+        self._stages[action.stage].recompute(_part(action), objective, self._parcel(action))
+        self._count_held(action)
+
+    def _parcel(self, action: Action) -> Parcel | None:
+        """What takes what autograd saves in a forward, if somebody has to know it."""
+        if self._swaps is None:
+            return None
+        forward = action._replace(kind=Kind.FORWARD)
+        return self._swaps.parcel(action, owns_input=self._source[forward] is not None)
+
+    def _count_held(self, forward: Action | None = None) -> None:
+        """Note what is held now, after a forward that keeps it or after the first half of a backward."""
+        if forward is not None and self._swaps is not None:
+            self._swaps.after_forward(forward)
+        stages = self._stages.values()
+        now = Held(
+            stage_inputs=-(-sum(stage.num_held for stage in stages) // self.schedule.num_slices),
+            stage_input_bytes=sum(stage.held_bytes for stage in stages),
+            pending=sum(stage.num_pending for stage in stages),
+            pending_bytes=sum(stage.pending_bytes for stage in stages),
+        )
+        self._held = self._held.most(now)
 
     def _backward(self, action: Action) -> None:
-        assert action.microbatch is not None
-        if self._data_parallel is not None:
-            self._data_parallel.before_backward(action.stage)
-        part = Part(action.microbatch, action.slice)
-        gradient = self._stages[action.stage].backward(part, self._input(action))
+        self._before_gradients(action)
+        self._use_kept(action, self._stages[action.stage].backward)
+
+    def _backward_input(self, action: Action) -> None:
+        self._use_kept(action, self._stages[action.stage].backward_input)
+        self._count_held()
+
+    def _use_kept(self, action: Action, run: Callable[[Part, Tensor | None], Tensor | None]) -> None:
+        """Run what needs what the forward kept, and keep the gradient that it makes."""
+        part = _part(action)
+        if self._swaps is not None:
+            self._swaps.before_backward(action)
+        gradient = run(part, self._input(action))
+        if self._swaps is not None:
+            self._swaps.after_backward(action)
         if gradient is not None:
             self._results[action] = gradient
+
+    def _backward_weight(self, action: Action) -> None:
+        self._before_gradients(action)
+        self._stages[action.stage].backward_weight(_part(action))
+
+    def _before_gradients(self, action: Action) -> None:
+        if self._data_parallel is not None:
+            self._data_parallel.before_backward(action.stage)
 
     def _send(self, action: Action) -> None:
         self._start_send(action, self._input(action))
 
     def _receive(self, action: Action) -> None:
-        self._start_receive(action, self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage])
+        spec = self._outputs[action.stage - 1 if action.kind is Kind.RECV_F else action.stage]
+        self._start_receive(action, spec if self._slices is None else self._slices.spec(spec, action.slice))
 
     def _send_tied(self, action: Action) -> None:
         assert self._tied is not None
@@ -389,6 +468,10 @@ class Executor:
     def _collect(self, action: Action) -> None:
         self._collectives[self._slot] = self._starts[action.kind](action.stage)
 
+    def _swap(self, action: Action) -> None:
+        assert self._swaps is not None
+        self._collectives[self._slot] = self._swaps.start(action)
+
     def _trace(
         self,
         marks: Sequence[tuple[Action, Mark, Mark]],
@@ -401,5 +484,5 @@ class Executor:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
         for slot, collective in collectives.items():
             begin, end = seconds(collective.begin), seconds(collective.end)
-            spans.append(Span(self._row[slot], self.rank, DATA_PARALLEL_LANE, begin, end))
+            spans.append(Span(self._row[slot], self.rank, self._lane[self._row[slot]], begin, end))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

@@ -1,4 +1,4 @@
-"""The data-parallel lane of a rank: runs jobs in the order of the row, one at a time, beside compute.
+"""Lanes of a rank: each runs jobs in the order of the row, one at a time, beside compute.
 
 Three forms of one thing: a thread that waits (gloo), a stream (CUDA), and a lane that is pushed on by whoever looks
 (all ranks in one process).
@@ -54,17 +54,21 @@ class ThreadLane:
 
     Args:
         clock: what spans are measured with.
+        name: of the thread.
+        stream: a CUDA stream on which the jobs issue their work, where they have some.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, name: str = "data-parallel", stream: Any = None) -> None:
         self._clock = clock
+        self._name = name
+        self._stream = stream
         self._queue: queue.SimpleQueue[tuple[Job, _ThreadCollective] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self, job: Job) -> Collective:
         """Queue a job."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="data-parallel", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         collective = _ThreadCollective()
         self._queue.put((job, collective))
@@ -73,6 +77,15 @@ class ThreadLane:
     def close(self) -> None:
         """Let the thread end."""
         self._queue.put(None)
+
+    def _run(self) -> None:
+        if self._stream is None:
+            self._serve()
+            return
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            self._serve()
 
     def _serve(self) -> None:
         failed: Exception | None = None
@@ -168,9 +181,9 @@ class Neighborhood:
     def __init__(self) -> None:
         self._lanes: list[PolledLane] = []
 
-    def lane(self, clock: Clock) -> "PolledLane":
-        """A new rank's lane."""
-        self._lanes.append(PolledLane(clock, self.push))
+    def lane(self, clock: Clock, *, is_eager: bool = False) -> "PolledLane":
+        """A new lane of a rank, on which a job goes on at once as far as it gets if it is eager."""
+        self._lanes.append(PolledLane(clock, self.push, is_eager=is_eager))
         return self._lanes[-1]
 
     def push(self) -> None:
@@ -182,9 +195,10 @@ class Neighborhood:
 class PolledLane:
     """A lane that advances when somebody looks; see ``Neighborhood``."""
 
-    def __init__(self, clock: Clock, push: Callable[[], None]) -> None:
+    def __init__(self, clock: Clock, push: Callable[[], None], *, is_eager: bool = False) -> None:
         self._clock = clock
         self._push = push
+        self._is_eager = is_eager
         self._jobs: deque[tuple[Job, _PolledCollective]] = deque()
         self._finish: Finish | None = None
 
@@ -192,6 +206,8 @@ class PolledLane:
         """Queue a job."""
         collective = _PolledCollective(self._push)
         self._jobs.append((job, collective))
+        if self._is_eager:
+            self._push()
         return collective
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError
-from pipeloom.execute.boundary import TensorSpec, decode, encode
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, decode, encode
 from pipeloom.execute.transport import Transfer
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.action import SEND_KINDS, TIED_SEND_KINDS
@@ -33,26 +33,31 @@ more than all the rest; receives wait until it is left again."""
 
 
 def edges_of(
-    schedule: Schedule, outputs: Sequence[TensorSpec], tied: Mapping[Kind, TensorSpec] | None = None
+    schedule: Schedule,
+    outputs: Sequence[TensorSpec],
+    tied: Mapping[Kind, TensorSpec] | None = None,
+    slices: TokenSlices | None = None,
 ) -> dict[Edge, list[TensorSpec]]:
-    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage.
+    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage and slice.
 
     Args:
         schedule: with its sends.
         outputs: the agreed spec of every stage's output.
         tied: specs of a tied matrix by the kind that sends it, where the schedule has such kinds.
+        slices: how micro-batches are cut, where the schedule cuts them.
     """
-    found: dict[Edge, dict[tuple[int, Kind], TensorSpec]] = {}
+    found: dict[Edge, dict[tuple[int, Kind, int], TensorSpec]] = {}
     for rank, _, action in schedule.actions():
         if action.kind in SEND_KINDS | TIED_SEND_KINDS:
             peer = lane_of(action, schedule.placement).peer
             assert peer is not None
             if action.kind in SEND_KINDS:
                 spec = outputs[action.stage if action.kind is Kind.SEND_F else action.stage - 1]
+                spec = spec if slices is None else slices.spec(spec, action.slice)
             else:
                 assert tied is not None, "the schedule sends a tied matrix of unknown shape"
                 spec = tied[action.kind]
-            found.setdefault((rank, peer), {})[action.stage, action.kind] = spec
+            found.setdefault((rank, peer), {})[action.stage, action.kind, action.slice] = spec
     return {edge: [specs[key] for key in sorted(specs)] for edge, specs in sorted(found.items())}
 
 

@@ -4,7 +4,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import mean, median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,20 +64,34 @@ class Collectives:
         return any(row.is_kind(kind).any() for row in self.schedule.rows)
 
 
+class Times(NamedTuple):
+    """Seconds of one micro-batch on a stage.
+
+    Attributes:
+        forward_s: of the forward.
+        backward_s: of the backward, or of its first half where the stage splits it.
+        weight_s: of the second half, which makes the gradients of the weights; 0 where there is none.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+
+
 @dataclass(frozen=True)
 class _Part:
     """What one rank measured.
 
     Attributes:
         host: its name.
-        alone: by stage seconds of forward and backward.
+        alone: by stage its times.
         slowdown: in the crowd.
         transfer_s: seconds of a transfer.
         collective_s: by stage seconds of gather and reduction.
     """
 
     host: str
-    alone: dict[int, tuple[float, float]]
+    alone: dict[int, Times]
     slowdown: float
     transfer_s: float
     collective_s: dict[int, tuple[float, float]]
@@ -93,6 +109,8 @@ def profile_stages(
     collectives: Collectives,
 ) -> Profile | None:
     """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
+
+    The halves of a backward are timed each where the stage splits it.
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
     alone, or with the tensor-parallel ranks that it computes with; then two exchange tensors while the others compute;
@@ -115,7 +133,7 @@ def profile_stages(
     timeout_s = world.timeout.total_seconds()
     collective_s: dict[int, tuple[float, float]] = {}
     exchange = _Exchange(world, transport, outputs[0], layout)
-    alone: dict[int, tuple[float, float]] = {}
+    alone: dict[int, Times] = {}
     transfer_s = expected = found = 0.0
     for number, (index, stage) in enumerate(stages.items()):
         run = stage_runner(stage, outputs, tokens, objective, world.device)
@@ -140,7 +158,10 @@ def profile_stages(
 def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
     own = [parts[rank] for rank in pipeline]
     by_stage = {index: (*times, *part.collective_s[index]) for part in own for index, times in part.alone.items()}
-    forward_s, backward_s, unshard_s, reduce_s = zip(*(by_stage[index] for index in sorted(by_stage)), strict=True)
+    forward_s, first_s, weight_s, unshard_s, reduce_s = zip(
+        *(by_stage[index] for index in sorted(by_stage)), strict=True
+    )
+    backward_s = tuple(first + second for first, second in zip(first_s, weight_s, strict=True))
     hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
     for host in set(hosts):
@@ -148,7 +169,8 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
         num_ranks = len(slowdowns)
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
         capacity[host] = served * hosts.count(host) / num_ranks  # replicas do the same at the same time
-    costs = StageCosts(forward_s, backward_s, own[0].transfer_s, unshard_s, reduce_s)
+    split_s = weight_s if any(weight_s) else ()
+    costs = StageCosts(forward_s, backward_s, own[0].transfer_s, unshard_s, reduce_s, weight_s=split_s)
     return Profile(costs, tuple(hosts), capacity)
 
 
@@ -209,8 +231,8 @@ def _time_under_load(clock: Clock, start: Callable[[], Collective], load: _Load,
     return median(seconds(num_runs) for _ in range(_REPEATS))
 
 
-Run = Callable[[], tuple[float, float]]
-"""One forward and backward; seconds of each."""
+Run = Callable[[], Times]
+"""One forward and backward."""
 
 
 def stage_runner(
@@ -221,12 +243,18 @@ def stage_runner(
     is_last = stage.index == len(outputs) - 1
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
-    def run() -> tuple[float, float]:
-        begin = _now(device)
+    def run() -> Times:
+        marks = [_now(device)]
         stage.forward(Part(0), tensor, objective if is_last else None, trains=True)
-        middle = _now(device)
-        stage.backward(Part(0), gradient)
-        return middle - begin, _now(device) - middle
+        marks.append(_now(device))
+        if stage.splits:
+            stage.backward_input(Part(0), gradient)
+            marks.append(_now(device))
+            stage.backward_weight(Part(0))
+        else:
+            stage.backward(Part(0), gradient)
+        marks.append(_now(device))
+        return Times(*(end - begin for begin, end in pairwise(marks)), *[0.0] * (4 - len(marks)))
 
     return run
 
@@ -241,10 +269,9 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _time(run: Run) -> tuple[float, float]:
+def _time(run: Run) -> Times:
     run()  # allocates, and fills caches
-    times = [run() for _ in range(_REPEATS)]
-    return median(forward for forward, _ in times), median(backward for _, backward in times)
+    return Times(*map(median, zip(*(run() for _ in range(_REPEATS)), strict=True)))
 
 
 class _Exchange:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import ConfigError
-from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule, add_slices
+from pipeloom.schedule.recompute import recompute_beyond
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class Request:
         placement: stage -> pipeline rank.
         num_microbatches: micro-batches of a step, at least 1.
         group_size: micro-batches that run through one local stage before the next, where a family groups.
+        num_slices: token slices of a micro-batch; families that are not ``slices_itself`` need not look.
     """
 
     placement: Placement
     num_microbatches: int
     group_size: int
+    num_slices: int = 1
 
     @property
     def loops(self) -> int:
@@ -80,6 +83,8 @@ class Family:
         instead: the family to use when ``is_looped`` is violated.
         stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
             ``None`` where there is none.
+        slices_itself: answers with rows of token slices where they are asked for, on a looped placement. All other rows
+            are made of whole micro-batches, and sliced in place (``pipeloom.schedule.add_slices``).
     """
 
     name: str
@@ -94,6 +99,7 @@ class Family:
     placement: str | None
     instead: str | None
     stage_inputs: StageInputs | None
+    slices_itself: bool = False
 
 
 FAMILIES: dict[str, Family] = {}
@@ -112,6 +118,7 @@ def family(
     placement: str | None = None,
     instead: str | None = None,
     stage_inputs: StageInputs | None = None,
+    slices_itself: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule under a name; the first line of its docstring becomes the summary."""
 
@@ -131,6 +138,7 @@ def family(
             placement=placement,
             instead=instead,
             stage_inputs=stage_inputs,
+            slices_itself=slices_itself,
         )
         return rule
 
@@ -146,8 +154,12 @@ class Choice:
         pp: pipeline ranks, at least 1.
         num_microbatches: micro-batches of a step, at least 1.
         loops: stages for each rank, at least 1.
-        group_size: for grouped families, between ``pp`` and ``num_microbatches``; ``None`` for ``pp``.
+        group_size: for grouped families, between as many micro-batches as have ``pp`` slices and
+            ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
         placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
+        num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
+        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
+            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
     """
 
     family: str
@@ -156,16 +168,34 @@ class Choice:
     loops: int = 1
     group_size: int | None = None
     placement: str | None = None
+    num_slices: int = 1
+    keep: tuple[int, ...] | None = None
 
     def problems(self) -> list[str]:
         """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
-        sizes = (("pp", self.pp), ("loops", self.loops), ("the number of micro-batches", self.num_microbatches))
+        sizes = (
+            ("pp", self.pp),
+            ("loops", self.loops),
+            ("the number of micro-batches", self.num_microbatches),
+            ("the number of token slices", self.num_slices),
+        )
         problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
         if self.placement is not None and self.placement not in PLACEMENTS:
             problems.append(_unknown("placement", self.placement, PLACEMENTS))
+        problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, _unknown("schedule", self.family, FAMILIES)]
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        problems = (
+            [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
+        )
+        if len(self.keep) != self.pp and self.pp >= 1:
+            problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
+        return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
         problems: list[str] = []
@@ -181,12 +211,23 @@ class Choice:
             problems.append(f"{wanted}; use {chosen.placement} or leave it out")
         if size is not None and not chosen.is_grouped:
             problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
-        elif size is not None and are_sizes_right and not self.pp <= size <= self.num_microbatches:
+        elif size is not None and are_sizes_right and not self.smallest_group <= size <= self.num_microbatches:
+            least = f"pp {self.pp}"
+            least += f" / {self.num_slices} token slices" if self.smallest_group < self.pp else ""
             problems.append(
-                f"the group size must lie between pp {self.pp} and the number of micro-batches "
+                f"the group size must lie between {least} and the number of micro-batches "
                 f"{self.num_microbatches}, found {size}"
             )
         return problems
+
+    @property
+    def smallest_group(self) -> int:
+        """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
+        return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
+
+    @property
+    def _slices_itself(self) -> bool:
+        return FAMILIES[self.family].slices_itself and (self.loops == 1 or self.placement in (None, "looped"))
 
     def placed(self) -> Placement:
         """The stages, and the rank of each.
@@ -200,7 +241,8 @@ class Choice:
     def placement_name(self) -> str:
         """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
         known = FAMILIES.get(self.family)
-        return self.placement or (known and known.placement) or "looped"
+        own = known.placement if known is not None else None
+        return self.placement or own or "looped"
 
     def make(self) -> Schedule:
         """The compute-only schedule.
@@ -214,17 +256,25 @@ class Choice:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
         placement, answer = request.placement, chosen.rule(request)
-        return Schedule(
+        schedule = Schedule(
             rows=tuple(map(Row.of, answer.rows)),
             placement=placement,
             num_microbatches=self.num_microbatches,
+            num_slices=request.num_slices,
             first_backward_stage=0 if chosen.has_backward else placement.num_stages,
             max_stage_inputs=tuple(answer.max_stage_inputs),
         )
+        if request.num_slices < self.num_slices:
+            schedule = add_slices(schedule, self.num_slices)
+        if self.keep is None:
+            return schedule
+        stages = schedule.num_stages
+        return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
 
     @property
     def _request(self) -> Request:
-        return Request(self.placed(), self.num_microbatches, self.group_size or self.pp)
+        num_slices = self.num_slices if self._slices_itself else 1
+        return Request(self.placed(), self.num_microbatches, self.group_size or self.smallest_group, num_slices)
 
     @property
     def stage_inputs(self) -> HeldInputs | None:

@@ -146,7 +146,7 @@ def _kept(task: Task, woven: Woven) -> float:
 
 def _times(task: Task, woven: Woven) -> tuple[float, float]:
     """Seconds of the step, and of the rank that takes longest."""
-    begins, ends = [], []
+    begins, ends = list[float](), list[float]()
     for row, starts in zip(woven.rows, woven.starts, strict=True):
         half = np.maximum(row.kind - 1, 0)
         begins.append(float(starts.min()))

@@ -7,13 +7,15 @@ from itertools import pairwise
 from pipeloom.errors import ScheduleError
 from pipeloom.generate.family import Request, Rows, StageInputs, family
 from pipeloom.generate.order import in_turn
-from pipeloom.schedule import Kind, Row, Schedule
+from pipeloom.schedule import Kind, Row, Schedule, sliced
 
 
 def _stage_inputs(hops_back: int) -> StageInputs:
     """The closed form; where the placement asks for more warm-up there is none."""
 
     def inputs(request: Request) -> list[list[int]] | None:
+        if request.num_slices > 1:
+            return None
         if request.group_size == 1:
             return [[1] * request.loops]
         if not request.is_looped:
@@ -37,31 +39,34 @@ def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
 
 
 def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
-    """One more than warm-up forwards."""
-    most = request.num_microbatches * request.loops
-    return [min(number + 1, most) for number in _warmups(request, hops_back, extra)]
+    """One more than warm-up forwards, of slices; as micro-batches, rounded up."""
+    most, among = request.num_microbatches * request.loops, request.num_slices
+    return [min(-(-(number + 1) // among), most) for number in _warmups(request, hops_back, extra)]
 
 
-@family("1f1b", is_looped=False, instead="depth-first", stage_inputs=_stage_inputs(hops_back=1))
+@family("1f1b", is_looped=False, instead="depth-first", stage_inputs=_stage_inputs(hops_back=1), slices_itself=True)
 def one_forward_one_backward(request: Request) -> Rows:
     """Forward and backward in turn, one stage on each rank (arXiv 1806.03377; arXiv 2104.04473, section 2.2.1).
 
-    Rank ``r`` of ``P`` begins with ``min(P - r - 1, M)`` forwards.
+    Rank ``r`` of ``P`` begins with ``min(P - r - 1, M)`` forwards. With K token slices it takes turns by the slice,
+    after ``K - 1`` forwards more: the first backward is that of the first micro-batch's last slice (Seq1F1B, arXiv
+    2406.03488).
     """
     return alternate(request, hops_back=1)
 
 
-@family("depth-first", is_looped=True, stage_inputs=_stage_inputs(hops_back=2))
+@family("depth-first", is_looped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
 def depth_first(request: Request) -> Rows:
     """Groups of P micro-batches (a remainder is spread) through all local stages (interleaved 1F1B, arXiv 2104.04473).
 
     The hybrid with group size P. With one rank it is depth-first gradient accumulation: a micro-batch goes forward
-    and back before the next. With one loop it is 1F1B with twice the warm-up.
+    and back before the next. With one loop it is 1F1B with twice the warm-up. With token slices groups are of as many
+    micro-batches as have P slices.
     """
     return alternate(request, hops_back=2)
 
 
-@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=_stage_inputs(hops_back=2))
+@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
 def hybrid(request: Request) -> Rows:
     """Groups of N micro-batches through all local stages, P <= N <= M (arXiv 2407.21783, section 3.3.2).
 
@@ -75,11 +80,11 @@ def alternate(request: Request, hops_back: int) -> Rows:
 
     A rank waits with its first backward until the gradient can have come back to it: it is ``hops_back``
     times the number of ranks between its last stage and the model's end, after all but the last local
-    stage of the first group. On a looped placement that is exact. On another one, where a rank's stages
-    lie at unequal distances, it may deadlock: every rank then warms up for some forwards more, found by bisection
-    between none and all.
+    stage of the first group, and after all slices but one of a micro-batch more. On a looped placement that is exact.
+    On another one, where a rank's stages lie at unequal distances, it may deadlock: every rank then warms up for some
+    forwards more, found by bisection between none and all.
     """
-    if request.group_size == 1:
+    if request.group_size == request.placement.num_ranks == 1:
         return _one_by_one(request)
     if request.is_looped:
         return _with_warmup(request, hops_back, 0)
@@ -100,7 +105,7 @@ def _one_by_one(request: Request) -> Rows:
             Row.grid(Kind.FORWARD, stages, [microbatch]),
             Row.grid(Kind.BACKWARD, stages[::-1], [microbatch]),
         ]
-    return Rows([Row.join(parts)], [request.loops])
+    return Rows([sliced(Row.join(parts), request.num_slices)], [request.loops])
 
 
 def _deadlocks(request: Request, answer: Rows) -> bool:
@@ -120,22 +125,25 @@ def _with_warmup(request: Request, hops_back: int, extra: int) -> Rows:
         stages = request.local_stages(rank)
         forwards = Row.join([Row.grid(Kind.FORWARD, stages, group) for group in groups])
         backwards = Row.join([Row.grid(Kind.BACKWARD, stages[::-1], group) for group in groups])
-        rows.append(in_turn(forwards, backwards, num_warmup))
+        among = request.num_slices
+        rows.append(in_turn(sliced(forwards, among), sliced(backwards, among), num_warmup))
     return Rows(rows, _most_inputs(request, hops_back, extra))
 
 
 def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:
-    """For each rank the forwards before its first backward, but for the one right before it."""
-    placement, most = request.placement, request.num_microbatches * request.loops
+    """For each rank the forwards of slices before its first backward, but for the one right before it."""
+    placement, among = request.placement, request.num_slices
+    most = request.num_microbatches * request.loops * among
     first_group = _groups(request.num_microbatches, request.group_size)[0]
     to_end = [placement.num_stages - 1 - request.local_stages(rank)[-1] for rank in range(placement.num_ranks)]
-    return [min(hops_back * hops + (request.loops - 1) * len(first_group) + extra, most) for hops in to_end]
+    rounds = (request.loops - 1) * len(first_group) * among + among - 1
+    return [min(hops_back * hops + rounds + extra, most) for hops in to_end]
 
 
 def _groups(num_microbatches: int, group_size: int) -> list[range]:
     """Micro-batches in groups of at least ``group_size``, as even as possible, larger ones first.
 
-    A group below P would deadlock the alternation, so a remainder is spread over the groups. Fewer
+    A group below P slices would deadlock the alternation, so a remainder is spread over the groups. Fewer
     micro-batches than ``group_size`` make one group.
     """
     num_groups = max(1, num_microbatches // group_size)

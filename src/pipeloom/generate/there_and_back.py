@@ -79,7 +79,7 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: b
     return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
 
-def _block(pp: int, hops: _Hops) -> list[tuple[int, ...]]:
+def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
     """For each rank when it runs its two forwards and its two gradients of inputs, no two at once in any period.
 
     The pauses at the turns of the V are the shortest for which there is such a block.

@@ -18,12 +18,13 @@ PROGRAM = "Megatron-LM with Megatron Core 0.16"
 
 
 def _problems(job: Job) -> list[str]:
-    return [
+    return job.slice_problems() or [
         *job.node_problems(),
         *job.head_problems(),
         *_order_problems(job),
         *_shard_problems(job),
         *_recompute_problems(job),
+        *job.own_problems("Megatron-LM"),
         *_other(job),
     ]
 

@@ -1,12 +1,14 @@
 """The network: a transformer to read, and its stages. Knows no rank and no schedule."""
 
 from pipeloom.model.cross_entropy import SplitVocabulary
+from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.split import build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 from pipeloom.model.transformer import TIED_NAME, Transformer, num_pieces
 
 __all__ = [
     "TIED_NAME",
+    "KeyValueCache",
     "SplitVocabulary",
     "TensorParallel",
     "TensorSlice",

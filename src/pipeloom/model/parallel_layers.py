@@ -1,8 +1,12 @@
 """Layers whose parameters are split over tensor-parallel ranks. With one rank they are the layers of PyTorch."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipeloom.model.deferred import Defers, linears, lookup
 from pipeloom.model.tensor_parallel import TensorParallel, TensorSlice
 
 
@@ -23,7 +27,7 @@ class Split:
         return TensorSlice(tuple(whole), tuple(begin))
 
 
-class RowSplitLinear(nn.Linear, Split):
+class RowSplitLinear(nn.Linear, Split, Defers):
     """A linear layer whose rank computes some of the outputs, from whole inputs.
 
     Args:
@@ -38,8 +42,27 @@ class RowSplitLinear(nn.Linear, Split):
         super().__init__(in_features, len(own), bias=bias)
         self.splits = dict.fromkeys(("weight", "bias"), (0, out_features, own.start))
 
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+        return project(input, self)[0]
 
-class ColumnSplitLinear(nn.Linear, Split):
+
+def project(x: Tensor, *layers: RowSplitLinear) -> Sequence[Tensor]:
+    """The outputs of layers that take the same input, which a backward that defers then keeps once for all."""
+    first = layers[0]
+    if first.defers and torch.is_grad_enabled():
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return linears(x, [layer.weight for layer in layers], biases)
+    return [functional.linear(x, layer.weight, layer.bias) for layer in layers]
+
+
+def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
+    """``x @ weight.T``; whether the gradient of the weight is for later."""
+    if defers and torch.is_grad_enabled():
+        return linears(x, [weight], [])[0]
+    return functional.linear(x, weight)
+
+
+class ColumnSplitLinear(nn.Linear, Split, Defers):
     """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
 
     Args:
@@ -56,12 +79,20 @@ class ColumnSplitLinear(nn.Linear, Split):
         self._parallel = parallel
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
-        if self._parallel.size == 1 or self.bias is None:
-            return self._parallel.leave(super().forward(input))
-        return self._parallel.leave(functional.linear(input, self.weight)) + self.bias
+        if self._parallel.size == 1 and not self.defers:
+            return super().forward(input)
+        output = self._parallel.leave(product(input, self.weight, defers=self.defers))
+        return output if self.bias is None else output + self.bias
 
 
-class SplitEmbedding(nn.Embedding, Split):
+class Lookup(nn.Embedding, Defers):
+    """An embedding, some rows of which are looked up."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+        return lookup(input, self.weight) if self.defers and torch.is_grad_enabled() else super().forward(input)
+
+
+class SplitEmbedding(Lookup, Split):
     """An embedding whose rank knows some of the tokens; the others are zero before the sum over the ranks.
 
     Args:

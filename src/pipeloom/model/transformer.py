@@ -27,7 +27,17 @@ from torch.nn import functional
 from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
 from pipeloom.layout import Recompute
-from pipeloom.model.parallel_layers import ColumnSplitLinear, RowSplitLinear, Split, SplitEmbedding
+from pipeloom.model.deferred import Defers
+from pipeloom.model.key_values import EarlierTokens, KeyValueCache, causal_mask
+from pipeloom.model.parallel_layers import (
+    ColumnSplitLinear,
+    Lookup,
+    RowSplitLinear,
+    Split,
+    SplitEmbedding,
+    product,
+    project,
+)
 from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 
@@ -53,9 +63,9 @@ class Rotary(NamedTuple):
 
     @classmethod
     def make(
-        cls, num_tokens: int, head_size: int, theta: float, *, dtype: torch.dtype, device: torch.device
+        cls, num_tokens: int, head_size: int, theta: float, *, dtype: torch.dtype, device: torch.device, begin: int = 0
     ) -> "Rotary":
-        """The table for positions 0..T-1.
+        """The table for positions begin..begin+T-1.
 
         It is a pure function of its arguments, so all stages compute the same values.
 
@@ -65,10 +75,11 @@ class Rotary(NamedTuple):
             theta: base of the frequencies; pair r turns by ``theta ** (-2 r / D)`` radians a position.
             dtype: type of the activations; the table has this type if it is wider than float32.
             device: where the table is made.
+            begin: the first position.
         """
         wide = torch.promote_types(dtype, torch.float32)
         exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
-        positions_T = torch.arange(num_tokens, dtype=wide, device=device)
+        positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
         angles_TR = torch.outer(positions_T, theta**-exponents_R)
         return cls(angles_TR.cos(), angles_TR.sin())
 
@@ -106,14 +117,14 @@ class Embedding(nn.Module):
         learned = config.family == "gpt2"
         self._parallel = parallel
         self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.positions = nn.Embedding(max_positions, config.hidden_size) if learned else None
+        self.positions = Lookup(max_positions, config.hidden_size) if learned else None
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Tokens, int64, to x_BTH."""
+    def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
+        """Tokens, int64, to x_BTH; ``begin`` is the position of the first ones."""
         x_BTH = self.tokens(tokens_BT)
         if self.positions is None:
             return x_BTH
-        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        positions_T = torch.arange(begin, begin + tokens_BT.shape[1], device=tokens_BT.device)
         return x_BTH + self.positions(self._parallel.own_tokens(positions_T))
 
 
@@ -139,29 +150,34 @@ class Attention(nn.Module):
         self.value = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
         self.output = ColumnSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
         """Mix each token with those before it.
 
         Args:
             x: normed residual stream.
             rotary: angles of the T positions; None if positions were added to the embedding.
+            earlier: of the tokens before, and takes these ones' keys and values; None for whole sequences.
 
         Returns:
             What is added to the residual stream.
         """
         x_BTH = self._parallel.enter(x)
-        query_BNTD = self._heads(self.query(x_BTH))
-        key_BKTD = self._heads(self.key(x_BTH))
-        value_BKTD = self._heads(self.value(x_BTH))
+        query_BNTD, key_BKTD, value_BKTD = map(self._heads, project(x_BTH, self.query, self.key, self.value))
         if rotary is not None:
             query_BNTD, key_BKTD = rotary.turn(query_BNTD), rotary.turn(key_BKTD)
+        mask = None
+        if earlier is not None:
+            key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
+            if earlier.begin:
+                mask = causal_mask(query_BNTD.shape[2], key_BKTD.shape[2], x.device)
         mixed_BNTD = run_part(
             functional.scaled_dot_product_attention,
             query_BNTD,
             key_BKTD,
             value_BKTD,
             recomputes=self.recomputes_core,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.is_grouped,
         )
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
@@ -190,8 +206,8 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
         x_BTH = self._parallel.enter(x)
-        inner_BTF = functional.silu(self.gate(x_BTH)) * self.up(x_BTH)
-        return self.down(inner_BTF)
+        gate_BTF, up_BTF = project(x_BTH, self.gate, self.up)
+        return self.down(functional.silu(gate_BTF) * up_BTF)
 
 
 class GeluFeedForward(nn.Module):
@@ -233,13 +249,13 @@ class Layer(nn.Module):
         self.feed_forward = feed_forward(config.hidden_size, config.ffn_size, parallel)
         self.recomputes = False
 
-    def forward(self, x: Tensor, rotary: Rotary | None) -> Tensor:
-        """Residual stream to residual stream; ``rotary`` as in :class:`Attention`."""
-        x = x + self.attention(self.attention_norm(x), rotary)
+    def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
+        """Residual stream to residual stream; ``rotary`` and ``earlier`` as in :class:`Attention`."""
+        x = x + self.attention(self.attention_norm(x), rotary, earlier)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Head(nn.Module):
+class Head(nn.Module, Defers):
     """The last piece: norm and projection to the vocabulary, without bias.
 
     Args:
@@ -262,7 +278,7 @@ class Head(nn.Module):
         if self.output is not None:
             return self.output(x_BTH)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
-        return functional.linear(x_BTH, tied_VH)
+        return product(x_BTH, tied_VH, defers=self.defers)
 
 
 class Transformer(nn.Module):
@@ -316,6 +332,11 @@ class Transformer(nn.Module):
         """Whether the head projects with the matrix of an embedding that is not in the range."""
         return self.config.tied and self.has_head and not self.has_embedding
 
+    @property
+    def borrowed(self) -> Tensor | None:
+        """The embedding's matrix, while it is lent."""
+        return self._borrowed_VH
+
     def borrow(self, weight_VH: Tensor | None) -> None:
         """Lend the head the embedding's matrix, or take it back.
 
@@ -350,12 +371,14 @@ class Transformer(nn.Module):
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return frozenset(name for name, here in self.slices().items() if here.whole == shapes[name])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Run the pieces.
 
         Args:
             x: tokens_BT (int64) if the range begins with the embedding, else x_BtH: of each sequence this rank's
                 tokens, which without tensor parallelism are all.
+            cache: of these sequences, which are the next slice of them; the same one for all slices, in order. None:
+                they are whole.
 
         Returns:
             logits_BTV if the range ends with the head, else x_BtH.
@@ -364,22 +387,25 @@ class Transformer(nn.Module):
             UserError: the sequences are longer than ``max_positions``.
         """
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
-        self._check_length(num_tokens)
-        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x)
-        rotary = self._rotary(num_tokens, x)
-        for layer in self.layers.values():
+        begin = 0 if cache is None else cache.take(num_tokens)
+        self._check_length(begin + num_tokens)
+        x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
+        rotary = self._rotary(begin, num_tokens, x)
+        for name, layer in self.layers.items():
             assert isinstance(layer, Layer)
-            x = run_part(layer, x, rotary, recomputes=layer.recomputes)
+            earlier = None if cache is None else cache.earlier(name, begin)
+            x = run_part(layer, x, rotary, earlier, recomputes=layer.recomputes)
         if self.head is None:
             return self.parallel.to_boundary(x)
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
-    def _rotary(self, num_tokens: int, x: Tensor) -> Rotary | None:
-        """The angles of all positions, made anew each time: no buffer to move, cast or leave uninitialized."""
+    def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
+        """The angles of all these positions, made anew each time: no buffer to move, cast or leave uninitialized."""
         if self.config.family == "gpt2" or not self.layers:
             return None
         head_size = self.config.hidden_size // self.config.num_heads
-        return Rotary.make(num_tokens, head_size, self.config.rope_theta, dtype=x.dtype, device=x.device)
+        sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
+        return Rotary.make(num_tokens, head_size, self.config.rope_theta, **sizes)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:

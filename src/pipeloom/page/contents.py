@@ -72,6 +72,9 @@ def _facts(run: Run) -> list[list[str]]:
         ["tokens/s", f"{summary['tokens_per_s']:,.0f}"],
         ["training loss", f"{summary['train_loss']:.4f}"],
     ]
+    if any(summary.get("live_bytes", ())):
+        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary["live_bytes"])
+        facts.append(["held for backwards at most, by pipeline rank", f"{held} MB"])
     if summary.get("exchange_s") is not None:
         facts.append(["tensor-parallel exchanges of a rank", f"{summary['exchange_s'] * 1e3:,.0f} ms"])
     if summary["validation_loss"] is not None:

@@ -13,6 +13,7 @@ _WORDS = {
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward for the input",
     Kind.BACKWARD_WEIGHT: "backward for the weights",
+    Kind.RECOMPUTE: "forward again",
     Kind.SEND_F: "send of the output",
     Kind.RECV_F: "receive of the input",
     Kind.SEND_B: "send of the gradient",

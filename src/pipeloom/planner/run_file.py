@@ -32,6 +32,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             family=order.choice.family,
             group_size=order.choice.group_size,
             placement=order.choice.placement_name,
+            keep=order.choice.keep,
             receive_buffers=order.receive_buffers,
             residency=order.residency if run.shard == "full" and run.dp > 1 else None,
             prefetch=order.prefetch if is_sharded else None,

@@ -130,4 +130,6 @@ def _run(config: RunConfig) -> Run:
         replicate=layout.replicate or 1,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement_name,
+        slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
+        pipeline_order=layout.pipeline_order,
     )

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
+    key_value_bytes,
     lent_bytes,
     logits_bytes,
     num_logits,
@@ -20,16 +20,23 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.clock import nominal_s, times
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.held import Kept, all_changes, most_in_row
 from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.trace import Trace
 
 _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
-def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buffers: int) -> tuple[Memory, ...]:
+def memory_by_rank(
+    run: Run, software: Software, schedule: Schedule, receive_buffers: int, trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
 
     Args:
@@ -37,6 +44,8 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         software: with what.
         schedule: as it is simulated.
         receive_buffers: for each directed edge, where the schedule has its communication.
+        trace: of the schedule; what it moves to partners or to the host is counted by its times. ``None`` for those of
+            a clock on which a backward takes two forwards and a transfer one.
     """
     _, unreduced = _whole_bytes(run, software)
     stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
@@ -49,7 +58,7 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         )
         for rank, own in enumerate(stages)
     ]
-    return _memory(run, software, schedule, rooms)
+    return _memory(run, software, schedule, rooms, trace)
 
 
 class Room(NamedTuple):
@@ -78,21 +87,29 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
-def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room]) -> tuple[Memory, ...]:
+def _memory(
+    run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
     pending = stage_pending_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    only_head = [float(stage == head) for stage in range(schedule.num_stages)]
+    shares = run.slice_shares
+    kept = Kept(inputs, pending, recomputed_bytes(run, software), shares)
+    only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
+    working, logits_each = working * max(shares), logits_each * max(shares)
+    most_held = partial(most_in_row, schedule)
+    if swaps_anything(schedule):
+        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = most_held(schedule, rank, inputs, pending) + working
-        logits = 0.0
+        activations = most_held(rank, kept) + working
+        logits = most_held(rank, only_head) * kept_logits(run, software)
         if head in stages:
-            logits = logits_each + (most_held(schedule, rank, only_head, only_head) - 1) * kept_logits(run, software)
+            logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -104,7 +121,10 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages) * room.receive_buffers * stage_input_bytes(run),
+                buffers_bytes=_num_peers(schedule, stages)
+                * room.receive_buffers
+                * stage_input_bytes(run)
+                * max(shares),
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
             )
@@ -136,24 +156,31 @@ def kept_logits(run: Run, software: Software) -> float:
     return num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
-def most_held(schedule: Schedule, rank: int, kept: Sequence[float], pending: Sequence[float]) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
+def recomputed_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
 
-    Args:
-        schedule: at any level.
-        rank: of a row.
-        kept: for each stage what a micro-batch keeps from its forward to the end of its backward, or of its first half.
-        pending: for each stage what it keeps between the halves.
+    Where sequences are cut into slices, also the keys and values of its layers.
     """
-    row = schedule.rows[rank]
-    is_split = row.is_kind(Kind.BACKWARD_INPUT).any()
-    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == 1 and not is_split:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
-    first, second = np.asarray(kept)[row.stage], np.asarray(pending)[row.stage]
-    change = first * (row.is_kind(Kind.FORWARD).astype(float) - row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT))
-    change += second * (row.is_kind(Kind.BACKWARD_INPUT).astype(float) - row.is_kind(Kind.BACKWARD_WEIGHT))
-    return float(np.cumsum(change / schedule.num_slices).max(initial=0.0))
+    counts, _ = stage_layers(run, software)
+    each = key_value_bytes(run) if run.slices else 0.0
+    return [stage_input_bytes(run) + count * each for count in counts]
+
+
+def swaps_anything(schedule: Schedule) -> bool:
+    """Whether what backwards need leaves a rank in between."""
+    return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
+
+
+def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
+    if trace is None:
+        return times(schedule, nominal_s)
+    matched = match_spans(schedule, trace)
+    return matched.start_s, matched.end_s
+
+
+def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: Kept) -> float:
+    """The same as ``most_in_row`` on a clock: without what has left, with what is accepted."""
+    return all_changes(*timed, kept).peak(rank)
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -199,5 +226,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
-        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+        slice_shares=run.slice_shares,
+        message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
+        recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

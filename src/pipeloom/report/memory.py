@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
+from pipeloom.schedule.held import Kept, accepted_changes, input_changes
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.spans import Seconds, Spans
@@ -30,6 +31,9 @@ class HeldBytes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
         input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward,
             or of its first half.
+        recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
+            input. Empty where nothing is.
+        slice_shares: of each token slice in what a micro-batch is and needs; empty where they are alike.
         working_bytes: for each stage what a compute action needs while it runs, beside that.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
@@ -46,11 +50,13 @@ class HeldBytes:
     gathered_bytes: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     message_bytes: float
+    recomputed_bytes: tuple[float, ...] = ()
+    slice_shares: tuple[float, ...] = ()
     pending_bytes: tuple[float, ...] = ()
 
 
-PARTS = ("always", "stage inputs", "working", "gathered weights", "gradients", "receive buffers")
-"""What the bytes of a curve are made of."""
+PARTS = ("always", "stage inputs", "accepted", "working", "gathered weights", "gradients", "receive buffers")
+"""What the bytes of a curve are made of; accepted is what a partner evicted to this rank."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +88,15 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
+    kept = Kept(held.input_bytes, held.pending_bytes, held.recomputed_bytes, held.slice_shares)
+    arguments = (schedule, matched.start_s, matched.end_s, kept)
+    inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))
         changes = [
-            *_inputs(schedule, own, held),
+            ("stage inputs", *inputs.of(rank)),
+            ("accepted", *accepted.of(rank)),
+            *_work(schedule, own, held),
             *_whole_stages(own, held, trace.end_s),
             *_messages(schedule, rank, matched, held, trace.start_s),
         ]
@@ -112,21 +123,18 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
     return MemoryCurve(tuple(differing), peak_bytes, peak_s, dict(zip(PARTS, parts.tolist(), strict=True)))
 
 
-def _inputs(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
-    """What forwards keep until their backwards, evicted or not, and what compute needs while it runs."""
-    kept = np.asarray(held.input_bytes)[own.row.stage] / schedule.num_slices
-    ends_early = own.row.is_kind(Kind.FORWARD) & (own.row.stage < schedule.first_backward_stage)
-    takes = own.row.is_kind(Kind.FORWARD, *OUT_OF)
-    gives = own.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT, *LOAD_OF) | ends_early
-    halves, ends = own.row.is_kind(Kind.BACKWARD_INPUT), own.row.is_kind(Kind.BACKWARD_WEIGHT)
-    pending = np.asarray(held.pending_bytes or held.input_bytes)[own.row.stage] / schedule.num_slices
-    yield "stage inputs", own.start_s[takes], kept[takes]
-    yield "stage inputs", own.end_s[gives], -kept[gives]
-    yield "stage inputs", own.end_s[halves], pending[halves]
-    yield "stage inputs", own.end_s[ends], -pending[ends]
-    working, computes = np.asarray(held.working_bytes)[own.row.stage], own.row.is_kind(*COMPUTE_KINDS)
+def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
+    """What compute needs while it runs."""
+    share = _shares(schedule, held)[own.row.slice]
+    working, computes = np.asarray(held.working_bytes)[own.row.stage] * share, own.row.is_kind(*COMPUTE_KINDS)
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]
+
+
+def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
+    """Of each token slice in a micro-batch."""
+    even = np.full(schedule.num_slices, 1 / schedule.num_slices)
+    return np.asarray(held.slice_shares) if held.slice_shares else even
 
 
 def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
@@ -166,6 +174,6 @@ def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, st
         facts.node_of[CODE[Kind.FORWARD]][place],
         np.maximum(*(nodes_of[place] for nodes_of in uses_gradient)),
     )
-    size = np.full(len(user), held.message_bytes / schedule.num_slices)
+    size = held.message_bytes * _shares(schedule, held)[part]
     yield "receive buffers", posted_s, size
     yield "receive buffers", matched.end_s[user], -size

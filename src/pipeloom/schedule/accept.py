@@ -28,6 +28,17 @@ def _has_sizes(schedule: "Schedule") -> bool:
         and (limits is None or len(limits) == schedule.num_ranks)
         and min(schedule.num_microbatches, schedule.num_slices) >= 1
         and 0 <= schedule.first_backward_stage <= schedule.num_stages
+        and _has_pairs(schedule.partners, schedule.num_ranks)
+    )
+
+
+def _has_pairs(partners: tuple[int, ...] | None, num_ranks: int) -> bool:
+    if partners is None:
+        return True
+    return (
+        len(partners) == num_ranks
+        and all(0 <= partner < num_ranks for partner in partners)
+        and all(partners[partner] == rank for rank, partner in enumerate(partners))
     )
 
 
@@ -50,12 +61,19 @@ def _keeps_order(schedule: "Schedule") -> bool:
             return False
         if facts.tied_nodes and not _keeps_ties(schedule, numbers):
             return False
-        if not kernel(kernels.swaps, size)(facts.node_of, facts.shape, first_stage) or not _keeps_sharding(schedule):
+        if not kernel(kernels.swaps, size)(facts.node_of, facts.shape, first_stage) or not _evicts_to_another(schedule):
+            return False
+        if not _keeps_sharding(schedule):
             return False
     is_within = all(
         peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
     )
     return is_within and not schedule.graph.absent and schedule.graph.is_acyclic
+
+
+def _evicts_to_another(schedule: "Schedule") -> bool:
+    alone = [rank for rank, partner in enumerate(schedule.partners or ()) if rank == partner]
+    return not any(schedule.rows[rank].is_kind(Kind.EVICT).any() for rank in alone)
 
 
 def _keeps_ties(schedule: "Schedule", number_on_lane: Ints) -> bool:

@@ -17,6 +17,8 @@ class Kind(StrEnum):
     """First half of a split backward: gradient for the input."""
     BACKWARD_WEIGHT = "W"
     """Second half of a split backward: gradient for the weights."""
+    RECOMPUTE = "R"
+    """The forward once more, from the stage's input, which is all that the forward itself kept for the backward."""
     SEND_F = "SEND_F"
     """Send the stage's output to the next stage."""
     RECV_F = "RECV_F"
@@ -55,7 +57,9 @@ class Kind(StrEnum):
     """The optimizer's step on the stage's weights."""
 
 
-COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
+"""Kinds that compute on the stage's weights; their gradient is made of a layer's input and its output's gradient."""
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 LOAD_OF = {Kind.EVICT: Kind.LOAD, Kind.OFFLOAD: Kind.RELOAD}

@@ -70,13 +70,18 @@ class Facts:
         return self._has(Kind.BACKWARD_INPUT)
 
     @property
-    def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Ints]:
-        """What decides whom an action waits for: outputs received, backwards split, who has what a backward needs."""
-        return self.is_received, self.is_split, self._keeper
+    def relation(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Ints, NDArray[np.bool_]]:
+        """What decides whom an action waits for: outputs received, backwards split, what was kept, what recomputes."""
+        return self.is_received, self.is_split, self._keeper, self.is_recomputed
+
+    @cached_property
+    def is_recomputed(self) -> NDArray[np.bool_]:
+        """For each stage, micro-batch and slice whether the forward is computed again for the backward."""
+        return self._has(Kind.RECOMPUTE)
 
     @cached_property
     def _keeper(self) -> Ints:
-        """[stage, micro-batch, slice] the kind after which a rank has what the backward needs."""
+        """[stage, micro-batch, slice] the kind after which a rank has what was kept of the forward."""
         keeper = np.full(self.shape, CODE[Kind.FORWARD], np.int32)
         for kind in LOAD_OF.values():
             keeper[self._has(kind)] = CODE[kind]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
+from pipeloom.schedule.action import USES_WEIGHTS, Action, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, Stay, fewest_stays
@@ -37,7 +37,8 @@ def add_data_parallel(
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
     """Gather each stage's weights for the visits to it, and drop them in between, with the fewest gathers.
 
-    A *visit* is a run of a rank's compute actions on one stage. A gather stands in the row as early as a place for it
+    A *visit* is a run of a rank's actions that compute on one stage's weights; the second half of a split backward,
+    which does not, neither makes a visit nor ends one. A gather stands in the row as early as a place for it
     is free, but not more than ``prefetch`` visits before its own. A stage is dropped right after the last visit before
     its place is needed by another whose next visit is nearer, or after its last visit of the step. Gathers keep
     the order of the visits for which they are.
@@ -80,8 +81,8 @@ def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
 
 
 def _visits(row: Row) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """First and last slots of the runs of compute actions on one stage."""
-    computes = np.flatnonzero(row.is_kind(*COMPUTE_KINDS))
+    """First and last slots of the runs of actions that compute on one stage's weights."""
+    computes = np.flatnonzero(row.is_kind(*USES_WEIGHTS))
     is_first = np.diff(row.stage[computes], prepend=-1) != 0
     return computes[is_first], computes[np.append(is_first[1:], True)[: len(computes)]]
 
@@ -152,6 +153,6 @@ def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:
 
 
 def _next_compute(row: Row, slot: int) -> int:
-    """The slot of the next compute action on the same stage."""
+    """The slot of the next action that computes on the same stage's weights."""
     rest = row[slot:]
-    return slot + int((rest.is_kind(*COMPUTE_KINDS) & (rest.stage == rest.stage[0])).argmax())
+    return slot + int((rest.is_kind(*USES_WEIGHTS) & (rest.stage == rest.stage[0])).argmax())

@@ -46,8 +46,9 @@ class Schedule:
             ``None`` for no limit.
         gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
             further one waits for a reduction to end. ``None`` for room for all.
-        partners: for each rank the rank to which it evicts; ``None`` where nothing says, which then is fit for
-            simulation only.
+        partners: for each rank the rank to which it evicts, and which evicts to it: pairs, so that
+            ``partners[partners[r]] == r``. A rank without one names itself. What a partner does to accept and to give
+            back is not in its row. ``None`` where nothing says, which then is fit for simulation only.
 
     Raises:
         ScheduleError: the rows break a rule.
@@ -121,12 +122,17 @@ class Schedule:
         return Action(Kind.BACKWARD_INPUT if is_split else Kind.BACKWARD, stage, microbatch, part)
 
     @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """Stages with a backward that is split into its halves."""
+        return frozenset(np.flatnonzero(self.facts.is_split.any(axis=(1, 2))).tolist())
+
+    @cached_property
     def peak_stage_inputs(self) -> tuple[int, ...]:
         """For each rank the largest number of (stage, micro-batch) inputs held at once.
 
         An input is held from its forward to the end of its backward. Where no backward follows, it is
-        gone with the forward, which counts as one. What is evicted counts as held, since it leaves while the rank goes
-        on; ``pipeloom.report.memory`` knows when it is gone.
+        gone with the forward, which counts as one. What is evicted or offloaded counts as held, since it leaves while
+        the rank goes on, and what partners evict does not; ``pipeloom.schedule.held`` knows on a clock.
         """
         return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
 

@@ -41,12 +41,17 @@ def format_torch_csv(schedule: Schedule) -> str:
     actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
 
     Raises:
-        ScheduleTextError: the schedule swaps activations or sends a tied matrix, which PyTorch's runtime does not.
+        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
+            runtime does not.
     """
+    if schedule.num_slices > 1:
+        raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
     if any(row.is_kind(*SWAP_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
             "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
         )
+    if any(row.is_kind(Kind.RECOMPUTE).any() for row in schedule.rows):
+        raise ScheduleTextError("PyTorch's runtime has no R; write the schedule before it recomputes anything")
     if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
             "PyTorch's runtime has no messages about a tied matrix; write the schedule before they are added"
@@ -96,7 +101,7 @@ def schedule_from_rows(rows: Sequence[Row]) -> Schedule:
     if not any(action.kind is Kind.FORWARD for action in actions):
         raise ScheduleTextError("expected rows of actions such as '0F0 0F1 0B0 0B1', found no forward at all")
     placement = _placement(rows)
-    backward = {a.stage for a in actions if a.kind in COMPUTE_KINDS and a.kind is not Kind.FORWARD}
+    backward = {a.stage for a in actions if a.kind in COMPUTE_KINDS - {Kind.FORWARD, Kind.RECOMPUTE}}
     return Schedule(
         rows=tuple(rows),
         placement=placement,

@@ -21,6 +21,7 @@ from pipeloom.schedule.action import (
     TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
+    USES_WEIGHTS,
     Action,
     Kind,
 )
@@ -53,6 +54,21 @@ def row_for_each_rank(schedule: "Schedule") -> Violations:
             yield Violation(f"expected at least one {name}, found {count}")
     if not 0 <= schedule.first_backward_stage <= schedule.num_stages:
         yield Violation(f"first_backward_stage {schedule.first_backward_stage} is not in 0..{schedule.num_stages}")
+
+
+def partners_in_pairs(schedule: "Schedule") -> Violations:
+    """Where partners are named, every rank has one that has it as its own, or itself, which means none."""
+    partners, ranks = schedule.partners, range(schedule.num_ranks)
+    if partners is None:
+        return
+    if len(partners) != schedule.num_ranks:
+        yield Violation(f"expected a partner for each of {schedule.num_ranks} ranks, found {len(partners)}")
+        return
+    for rank, partner in enumerate(partners):
+        if partner not in ranks:
+            yield Violation(f"the partner {partner} of rank {rank} is not in 0..{schedule.num_ranks - 1}", rank)
+        elif partners[partner] != rank:
+            yield Violation(f"rank {rank} has the partner {partner}, which has rank {partners[partner]}", rank)
 
 
 def kinds_of_level(schedule: "Schedule") -> Violations:
@@ -125,6 +141,9 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     )
     found = [action for action in (full, for_input, for_weight) if action in present]
+    again = forward._replace(kind=Kind.RECOMPUTE)
+    if not trains and again in present:
+        yield f"{again} is superfluous: stage {stage} runs no backward"
     if forward not in present:
         yield f"{forward} is missing"
     if not trains and found:
@@ -139,13 +158,20 @@ def _incomplete(stage: int, microbatch: int, part: int, present: set[Action], tr
 
 
 def forward_before_backward(schedule: "Schedule") -> Violations:
-    """On its rank, a micro-batch's forward stands before its backward, and I before W."""
-    order = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
+    """On its rank, a micro-batch's forward stands before its backward, and I before W; what recomputes, in between."""
+    order = {
+        Kind.BACKWARD: Kind.FORWARD,
+        Kind.BACKWARD_INPUT: Kind.FORWARD,
+        Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+        Kind.RECOMPUTE: Kind.FORWARD,
+    }
     seen: set[Action] = set()
     for rank, slot, action in schedule.actions():
         first = action._replace(kind=order[action.kind]) if action.kind in order else None
         if first is not None and first not in seen:
             yield Violation(f"{action} stands before {first}", rank, slot)
+        if action.kind is Kind.RECOMPUTE and schedule.input_gradient(*_keyed(action)) in seen:
+            yield Violation(f"{action} stands behind the backward that needs it", rank, slot)
         seen.add(action)
 
 
@@ -218,6 +244,15 @@ def sends_match_receives(schedule: "Schedule") -> Violations:
                 yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
 
 
+def evicts_to_another(schedule: "Schedule") -> Violations:
+    """Where partners are named, a rank that evicts has another one."""
+    if schedule.partners is None:
+        return
+    for rank, slot, action in schedule.actions():
+        if action.kind is Kind.EVICT and schedule.partners[rank] == rank:
+            yield Violation(f"{action} has nowhere to go: rank {rank} has no partner", rank, slot)
+
+
 def swaps_in_turn(schedule: "Schedule") -> Violations:
     """What is evicted is loaded again: once, after its forward, and before the backward that needs it."""
     slot_of = _slots(schedule)
@@ -238,7 +273,8 @@ def swaps_in_turn(schedule: "Schedule") -> Violations:
                 f"{action} does not stand between {action._replace(kind=Kind.FORWARD)} and {other}", rank, slot
             )
         elif not is_out:
-            user = schedule.input_gradient(*_keyed(action))
+            again = action._replace(kind=Kind.RECOMPUTE)
+            user = again if again in slot_of else schedule.input_gradient(*_keyed(action))
             if slot_of[user] < slot:
                 yield Violation(f"{action} stands behind {user}, which needs it", rank, slot)
 
@@ -249,7 +285,7 @@ def _keyed(action: Action) -> tuple[int, int, int]:
 
 
 def unshard_before_compute(schedule: "Schedule") -> Violations:
-    """If a stage is ever gathered, it is gathered whenever it computes; it is gathered and dropped in turn."""
+    """If a stage is ever gathered, it is so whenever it computes on its weights; it is gathered and dropped in turn."""
     sharded_stages = {action.stage for _, _, action in schedule.actions() if action.kind is Kind.UNSHARD}
     gathered: set[int] = set()
     for rank, slot, action in schedule.actions():
@@ -262,7 +298,7 @@ def unshard_before_compute(schedule: "Schedule") -> Violations:
             if not is_gathered:
                 yield Violation(f"{action}: the stage is not gathered", rank, slot)
             gathered.discard(action.stage)
-        elif action.kind in COMPUTE_KINDS and action.stage in sharded_stages and not is_gathered:
+        elif action.kind in USES_WEIGHTS and action.stage in sharded_stages and not is_gathered:
             yield Violation(f"{action} computes on stage {action.stage} while its weights are sharded", rank, slot)
 
 
@@ -297,6 +333,7 @@ Rule = Callable[["Schedule"], Violations]
 
 COMPUTE_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
+    partners_in_pairs,
     kinds_of_level,
     in_range,
     on_its_rank,
@@ -308,6 +345,7 @@ COMPUTE_RULES: tuple[Rule, ...] = (
 )
 COMMUNICATION_RULES: tuple[Rule, ...] = (
     row_for_each_rank,
+    partners_in_pairs,
     in_range,
     on_its_rank,
     unique,
@@ -319,6 +357,7 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     receive_before_compute,
     sends_match_receives,
     swaps_in_turn,
+    evicts_to_another,
     unshard_before_compute,
     gathered_bound,
     reduce_each_contribution_once,

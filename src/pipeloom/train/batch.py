@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeloom.execute.boundary import TokenSlices
 from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
@@ -19,7 +20,7 @@ class Batch:
     """Inputs and targets of one step, those of one data-parallel replica.
 
     Attributes:
-        inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``.
+        inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``; or for each slice of each.
         targets: the same shape, one token ahead.
         num_valid: targets that count, over the whole step of all replicas.
     """
@@ -53,6 +54,10 @@ class Batch:
         targets = [part[:, 1:].contiguous() for part in parts]
         return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
 
+    def cut(self, slices: TokenSlices) -> "Batch":
+        """The same with micro-batches cut along their tokens; a slice's last target is the next one's first token."""
+        return Batch(slices.cut(self.inputs), slices.cut(self.targets), self.num_valid)
+
     def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
         """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.
 
@@ -61,7 +66,7 @@ class Batch:
 
         Args:
             logits: ``[microbatch_size, seq_len, vocab_size]``; taken in float32 at least.
-            microbatch: which one.
+            microbatch: which one; of a batch that is cut, the number of the slice, counted through.
             cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
         """
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))

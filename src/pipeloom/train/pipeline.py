@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
 from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
@@ -21,10 +21,13 @@ from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
+from pipeloom.execute.time_swaps import time_swaps
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import (
@@ -39,16 +42,18 @@ from pipeloom.model import (
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
+from pipeloom.train.moving import moving, saved_bytes, swaps_anything
 
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    return _lowered(config, config.choice())
+    return moving(config, _lowered(config, config.choice()))
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
-    choice = replace(config.choice(), family="forward-only", num_microbatches=num_microbatches, group_size=None)
+    sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
+    choice = replace(config.choice(), family="forward-only", **sizes)
     return _lowered(config, choice)
 
 
@@ -104,12 +109,22 @@ class Pipeline:
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
-        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs)
+        lengths = layout.slice_lengths(config.data.seq_len)
+        self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
+        edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
         self._transport = ProcessGroupTransport(
             self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
         )
         self._outputs_in_training = outputs
-        self._trainer = self._executor(self.schedule, outputs)
+        self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
+        self._swaps = Swaps(
+            self.schedule,
+            self._place.pipeline,
+            ProcessSwapLanes(self._clock, world.device),
+            self._wires,
+            counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
+        )
+        self._trainer = self._executor(self.schedule, outputs, self._swaps)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -174,7 +189,8 @@ class Pipeline:
     def train_step(self, batch: Batch) -> StepResult:
         """Forward and backward of a step, from gradients of zero. Outputs are shares of the loss."""
         self._warm_up(batch)
-        return self._run(self._trainer, batch.inputs, self._loss_of(batch))
+        cut = batch if self._slices is None else batch.cut(self._slices)
+        return self._run(self._trainer, cut.inputs, self._loss_of(cut))
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Forward only. Outputs are shares of the loss."""
@@ -187,7 +203,7 @@ class Pipeline:
         with self._rehearsal():
             found = profile_stages(
                 self._world,
-                self._stages(self.schedule, self._outputs_in_training),
+                self._stages(self.schedule, self._outputs_in_training, None),
                 self._transport,
                 outputs=self._outputs_in_training,
                 tokens=batch.inputs[0],
@@ -195,7 +211,7 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
-        return self._with_tied_messages(found)
+        return self._with_swaps(self._with_tied_messages(found))
 
     def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
@@ -207,6 +223,21 @@ class Pipeline:
             return None
         tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
         return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
+
+    def _with_swaps(self, profile: Profile | None) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of moving what stages keep."""
+        if not swaps_anything(self._config):
+            return profile
+        whole, _ = saved_bytes(self._config)
+        own = time_swaps(self.schedule, self._place.pipeline, self._wires, self._world, whole)
+        every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
+        if profile is None or every is None:
+            return None
+        tiers = zip(*(every[rank] for rank in self._config.layout.pipelines()[0]), strict=True)
+        swap_s, offload_s = ({stage: one for by_stage in tier for stage, one in by_stage.items()} for tier in tiers)
+        stages = range(self.schedule.num_stages)
+        seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (swap_s, offload_s)]
+        return replace(profile, costs=replace(profile.costs, swap_s=seconds[0], offload_s=seconds[1]))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -223,6 +254,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
+        self._swaps.close()
         self.data_parallel.close()
 
     def _warm_up(self, batch: Batch) -> None:
@@ -230,7 +262,7 @@ class Pipeline:
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training), self._outputs_in_training
+        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
         sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
         with self._rehearsal():
             warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
@@ -286,14 +318,25 @@ class Pipeline:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
         return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
 
-    def _stages(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> dict[int, Stage]:
+    def _stages(
+        self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None
+    ) -> dict[int, Stage]:
+        first, split = schedule.first_backward_stage, schedule.split_stages
         return {
-            index: Stage(one.module, index, outputs[index], needs_input_gradient=index > schedule.first_backward_stage)
+            index: Stage(
+                one.module,
+                index,
+                outputs[index],
+                needs_input_gradient=index > first,
+                splits=index in split,
+                slices=slices,
+            )
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...]) -> Executor:
-        stages = self._stages(schedule, outputs)
+    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
+        slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
+        stages = self._stages(schedule, outputs, slices)
         return Executor(
             schedule,
             self._place.pipeline,
@@ -303,7 +346,9 @@ class Pipeline:
             clock=self._clock,
             data_parallel=self.data_parallel,
             tied=self._tied,
+            swaps=swaps,
             run_ahead=self._config.training.run_ahead,
+            slices=slices,
         )
 
 

@@ -100,13 +100,14 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     recompute = layout.recompute_by_layer(model.num_layers)
     partition = layout.partition or default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
     is_grouped = FAMILIES[schedule.family].is_grouped
+    group_size = schedule.group_size or config.choice().smallest_group
     resume = config.checkpoint.resume
     return replace(
         config,
         checkpoint=replace(config.checkpoint, resume=None if resume is None else find_checkpoint(resume).absolute()),
         model=model,
         layout=replace(layout, partition=partition),
-        schedule=replace(schedule, group_size=schedule.group_size or layout.pp) if is_grouped else schedule,
+        schedule=replace(schedule, group_size=group_size) if is_grouped else schedule,
     )
 
 

@@ -48,6 +48,9 @@ class RunSummary:
         tokens_per_s: at the median step time.
         exchange_s: seconds of the traced step that a rank spent in exchanges of tensor parallelism, mean of the ranks;
             part of compute elsewhere. ``None`` without, and on CUDA, where the host does not wait for them.
+        live_bytes: for each pipeline rank the most bytes that it held for backwards in the traced step, what other
+            ranks evicted to it included; of replicas the largest. Zeros where nobody counted: with training.compile,
+            unless activations are moved.
         bubble_fraction: idle share of the ranks in the traced step, measured.
         predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
@@ -64,6 +67,7 @@ class RunSummary:
     predicted_step_time_s: float | None
     tokens_per_s: float
     exchange_s: float | None
+    live_bytes: tuple[int, ...]
     bubble_fraction: float
     predicted_bubble_fraction: float | None
     corpus_sha256: str
@@ -108,6 +112,7 @@ class Trainer:
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
         self._exchange_s: float | None = None
+        self._live_bytes: tuple[int, ...] = ()
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write everything down."""
@@ -130,6 +135,7 @@ class Trainer:
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
                 if step == self._traced_step:
                     self._keep_trace(result)
+                    self._keep_live(result.held.live_bytes)
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 if self._is_saved(step):
                     self._checkpoints.save(self._info(step))
@@ -202,6 +208,13 @@ class Trainer:
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
 
+    def _keep_live(self, own_bytes: int) -> None:
+        """Note what every pipeline rank held for backwards, on rank 0."""
+        every: list[int] | None = self._world.gather(own_bytes)
+        if every is not None:
+            by_rank = zip(*self._config.layout.pipelines(), strict=True)
+            self._live_bytes = tuple(max(every[rank] for rank in ranks) for ranks in by_rank)
+
     def _keep_exchange(self, own_s: float) -> None:
         """Note what the traced step spent in exchanges of tensor parallelism."""
         if self._config.layout.tp > 1 and self._config.training.device == "cpu":
@@ -224,6 +237,7 @@ class Trainer:
             predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
             tokens_per_s=config.layout.batch_size * config.data.seq_len / step_time_s,
             exchange_s=self._exchange_s,
+            live_bytes=self._live_bytes,
             bubble_fraction=bubble,
             predicted_bubble_fraction=(
                 None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction

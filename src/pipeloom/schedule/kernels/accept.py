@@ -8,8 +8,9 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
-EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(8, 15)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
+SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
+EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(9, 16)
 NO_MICROBATCH = -(2**31)
 
 
@@ -49,7 +50,8 @@ def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shap
 
 
 def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
-    """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank.
+    """Whether every micro-batch goes forward and, where stages train, back once, in this order on its rank; what is
+    recomputed, in between.
 
     Args:
         node_of: [kind, stage, micro-batch, slice] -> node, negative for none.
@@ -72,6 +74,9 @@ def computes(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
                     if half >= 0 or other >= 0 or whole < forward:
                         return False
                 elif half < forward or other < half:  # also if one is missing
+                    return False
+                again = node_of[RECOMPUTE, stage, microbatch, part]
+                if again >= 0 and not forward < again < max(whole, half):
                     return False
     return True
 
@@ -132,7 +137,11 @@ def swaps(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
         for microbatch in range(shape[1]):
             for part in range(shape[2]):
                 made = node_of[FORWARD, stage, microbatch, part]
-                used = max(node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part])
+                used = node_of[RECOMPUTE, stage, microbatch, part]
+                if used < 0:
+                    used = max(
+                        node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part]
+                    )
                 num_ways = 0
                 for tier in range(EVICT, OFFLOAD + 1, 2):
                     out = node_of[tier, stage, microbatch, part]
@@ -186,7 +195,7 @@ def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered
                     return False
                 is_gathered[here] = False
                 count -= 1
-            elif kind[node] <= BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
+            elif kind[node] < SEND_F and kind[node] != BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
                 return False
     return True
 

@@ -4,7 +4,8 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
+FORWARD, BACKWARD, BACKWARD_INPUT = range(3)
+SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
 
 
 def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int) -> tuple[int, int]:

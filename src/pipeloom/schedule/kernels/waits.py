@@ -4,10 +4,11 @@ import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_F, RECV_F, SEND_B, RECV_B = range(8)
-EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD = range(8, 13)
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
+SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
+EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD = range(9, 14)
 """Codes of kinds (``pipeloom.schedule.row.CODE``)."""
-NUM_KEYED = 12
+NUM_KEYED = 13
 """Kinds below it name a micro-batch: their actions have a key."""
 ABSENT = -2
 """In place of a node: the schedule lacks the action that is needed."""
@@ -50,6 +51,7 @@ def needs(
     is_received: Bools,
     is_split: Bools,
     keeper: Ints,
+    is_recomputed: Bools,
     found: Longs,
 ) -> int:
     """Write the keys of the actions whose results an action uses to ``found``; their number.
@@ -59,8 +61,9 @@ def needs(
         shape: numbers of stages, micro-batches and token slices.
         is_received: for each stage whether its output reaches the next stage by a receive.
         is_split: for each stage, micro-batch and slice whether the backward is split into halves.
-        keeper: for each stage, micro-batch and slice the kind of the action after which the rank has what the backward
-            needs: the forward, or what brings it back.
+        keeper: for each stage, micro-batch and slice the kind of the action after which the rank has what was kept of
+            the forward: itself, or what brings it back.
+        is_recomputed: for each stage, micro-batch and slice whether the backward needs the forward computed again.
         found: takes up to three keys.
     """
     count = 0
@@ -75,7 +78,8 @@ def needs(
             found[count] = key_of(FORWARD, stage, microbatch, part - 1, shape)
             count += 1
     elif kind in (BACKWARD, BACKWARD_INPUT):
-        found[count] = key_of(keeper[stage, microbatch, part], stage, microbatch, part, shape)
+        kept = RECOMPUTE if is_recomputed[stage, microbatch, part] else keeper[stage, microbatch, part]
+        found[count] = key_of(kept, stage, microbatch, part, shape)
         count += 1
         if stage + 1 < shape[0]:
             source = key_of(RECV_B, stage, microbatch, part, shape)
@@ -86,6 +90,9 @@ def needs(
         if part + 1 < shape[2]:  # gradients for keys and values from the later slice
             found[count] = input_gradient(stage, microbatch, part + 1, shape, is_split)
             count += 1
+    elif kind == RECOMPUTE:
+        found[0] = key_of(keeper[stage, microbatch, part], stage, microbatch, part, shape)
+        count = 1
     else:
         found[0] = source_of(kind, stage, microbatch, part, shape, is_split)
         count = int(found[0] >= 0)
@@ -122,6 +129,7 @@ def find_waits(
     is_received: Bools,
     is_split: Bools,
     keeper: Ints,
+    is_recomputed: Bools,
 ) -> Ints:
     """For each node the nodes that have to end before it starts.
 
@@ -130,7 +138,7 @@ def find_waits(
         lane: for each node its lane, numbered over all ranks.
         num_lanes: number of lanes.
         node_of: from ``place``.
-        shape, is_received, is_split, keeper: see ``needs``.
+        shape, is_received, is_split, keeper, is_recomputed: see ``needs``.
 
     Returns:
         [nodes, NUM_WAITS]: three for data, then the action before it on its lane, then what its place in the
@@ -144,14 +152,24 @@ def find_waits(
         last_compute = -1
         for node in range(first[rank], first[rank + 1]):
             count = needs(
-                kind[node], stage[node], microbatch[node], part[node], shape, is_received, is_split, keeper, found
+                kind[node],
+                stage[node],
+                microbatch[node],
+                part[node],
+                shape,
+                is_received,
+                is_split,
+                keeper,
+                is_recomputed,
+                found,
             )
             for number in range(count):
                 waits[node, number] = node_of[found[number]]
             waits[node, 3] = last_on_lane[lane[node]]
             last_on_lane[lane[node]] = node
-            if kind[node] <= BACKWARD_WEIGHT:
-                waits[node, 4] = last_unshard[stage[node]]
+            if kind[node] < SEND_F:
+                if kind[node] != BACKWARD_WEIGHT:  # which does not need the weights
+                    waits[node, 4] = last_unshard[stage[node]]
                 last_compute = node
             else:
                 waits[node, 4] = last_compute

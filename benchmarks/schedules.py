@@ -1,0 +1,48 @@
+"""Tables and pictures of ``docs/schedules``: every family of schedules side by side. Run by ``make schedules``."""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeloom.cli.families import COLUMNS, lines
+from pipeloom.plot import plot_timeline
+from pipeloom.simulate import simulate
+from reproduction.tables import fill
+from schedule_pictures import PICTURES
+
+FOLDER = Path(__file__).parents[1] / "docs" / "schedules"
+PAGE = FOLDER / "README.md"
+RANKS = (4, 8, 16)
+FACTORS = (1, 2, 4)
+LOOPS = 2
+
+
+def tables() -> dict[str, str]:
+    """Every table of the page by name."""
+    return {f"P {pp} M {factor * pp}": "\n".join(_rows(pp, factor * pp)) for pp, factor in product(RANKS, FACTORS)}
+
+
+def _rows(pp: int, num_microbatches: int) -> Iterator[str]:
+    yield f"P = {pp}, M = {num_microbatches}:\n"
+    yield f"| family | {' | '.join(COLUMNS)} |"
+    yield f"|---|{'---:|' * len(COLUMNS)}"
+    for line in lines(pp, num_microbatches, LOOPS):
+        yield f"| {line.name} | {' | '.join(line.cells)} |"
+
+
+def main() -> None:
+    """Make the tables and the pictures."""
+    console = Console()
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    for picture in PICTURES:
+        schedule, costs = picture.schedule(), picture.costs
+        trace = simulate(schedule, costs)
+        plot_timeline(trace, [FOLDER / f"{picture.page}.png"], title=picture.title, unit="forwards of a rank")
+        console.print(f"drawn: {picture.page}.png")
+    console.print(f"filled: {PAGE.name}")
+
+
+if __name__ == "__main__":
+    main()

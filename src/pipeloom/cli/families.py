@@ -1,0 +1,163 @@
+"""``pipeloom families``: every family of schedules side by side."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+import tyro
+
+from pipeloom.cli.figures import table
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.errors import ConfigError
+from pipeloom.generate import FAMILIES, Choice, make_schedule
+from pipeloom.report.comparison import Comparison, compare
+from pipeloom.schedule import Schedule, balance, offload
+from pipeloom.words import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compare all families: bubble, memory, gathers, messages. Stages are equal and a backward takes two forwards."""
+
+    pp: int = 4
+    """Pipeline ranks."""
+    microbatches: int = 8
+    """Micro-batches of a step."""
+    loops: int = 2
+    """Stages on each pipeline rank, for families that take several."""
+    json: bool = False
+    """For programs."""
+
+
+COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
+SLICES = 4
+"""Token slices of the rows that have some."""
+LEGEND = """\
+bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank holds, in \
+units of what a rank keeps of one micro-batch; gathers: of \
+sharded weights on the busiest rank, one stage gathered at once; sent: in activations of a micro-batch at a stage's \
+border; swapped: in the unit of memory"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table.
+
+    Attributes:
+        name: of the family, with what was made of it.
+        loops: stages on each pipeline rank.
+        comparison: its numbers.
+    """
+
+    name: str
+    loops: int
+    comparison: Comparison
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Texts of ``COLUMNS``."""
+        found = self.comparison
+        amounts = (found.gathers, found.messages, found.sent, found.swaps, found.swapped)
+        return (
+            str(self.loops),
+            f"{100 * found.bubble_overhead:.1f} %",
+            f"{100 * found.own_overhead:.1f} %",
+            by_rank(found.memory),
+            *(f"{amount:,.4g}" if amount < 1000 else f"{amount:,.0f}" for amount in amounts),
+        )
+
+
+def run(words: list[str]) -> int:
+    """Parse the arguments, make all schedules, print them."""
+    options = tyro.cli(Options, args=words, prog="pipeloom families", description=Options.__doc__)
+    sizes = Choice(family="gpipe", pp=options.pp, loops=1, num_microbatches=options.microbatches)
+    problems = sizes.problems() + ([f"loops must be at least 1, found {options.loops}"] if options.loops < 1 else [])
+    if problems:
+        raise ConfigError(problems, "the command line")
+    found = list(lines(options.pp, options.microbatches, options.loops))
+    if options.json:
+        print(json.dumps([{"name": a.name, "loops": a.loops, **asdict(a.comparison)} for a in found]))
+        return 0
+    _print(options, found)
+    return 0
+
+
+def lines(pp: int, num_microbatches: int, loops: int) -> Iterator[Line]:
+    """A line for each family, and for each pass over one that changes its memory.
+
+    Args:
+        pp: pipeline ranks.
+        num_microbatches: micro-batches of a step.
+        loops: stages on each pipeline rank, for families that take several.
+    """
+    for name, schedule in [*_schedules(pp, num_microbatches, loops), *_passes(pp, num_microbatches, loops)]:
+        forward = 1 / schedule.num_slices
+        costs = UniformCosts(forward, 2 * forward, swap_s=forward, offload_s=forward)
+        yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, costs))
+
+
+def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
+    for name, family in FAMILIES.items():
+        if not family.has_backward:
+            continue
+        plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=loops if family.is_looped else 1)
+        group_size = min(2 * pp, num_microbatches) if family.is_grouped and num_microbatches >= pp else None
+        label = name if group_size is None else f"{name}, groups of {group_size}"
+        yield label, Choice(**{**asdict(plain), "group_size": group_size}).make()
+
+
+def _passes(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
+    """What passes make of two families, where they have anything to do. A swap takes as long as a forward."""
+    sizes = {"pp": pp, "num_microbatches": num_microbatches}
+    plain, wide = make_schedule("1f1b", **sizes), make_schedule("breadth-first", loops=loops, **sizes)
+    kept = pp // 2 + 1
+    if plain.peak_stage_inputs[0] > kept:
+        yield "1f1b, balanced", balance(plain)
+        yield f"1f1b, offloaded to {kept}", offload(plain, budget_bytes=[float(kept)] * pp)
+        yield f"1f1b, {kept - 1} kept", make_schedule("1f1b", keep=(kept - 1,) * pp, **sizes)
+    half = -(-num_microbatches * loops // 2)
+    if half > 2:
+        yield "breadth-first, half offloaded", offload(wide, budget_bytes=[float(half)] * pp)
+    yield f"1f1b, {SLICES} slices", make_schedule("1f1b", num_slices=SLICES, **sizes)
+    yield f"breadth-first, {SLICES} slices", make_schedule("breadth-first", loops=loops, num_slices=SLICES, **sizes)
+
+
+def by_rank(values: Sequence[float]) -> str:
+    """Values by rank; at least three that fall or rise evenly by their ends: ``4…1`` is 4 3 2 1, ``2x4`` is 2 2 2 2."""
+    texts: list[str] = []
+    begin = 0
+    while begin < len(values):
+        size = _even(values[begin:])
+        first, last = f"{values[begin]:.3g}", f"{values[begin + size - 1]:.3g}"
+        texts += [first] if size == 1 else [f"{first}x{size}" if first == last else f"{first}…{last}"]
+        begin += size
+    return " ".join(texts)
+
+
+def _even(values: Sequence[float]) -> int:
+    """How many of the first values lie evenly; 1 if that is not even three."""
+    steps = [round(b - a, 6) for a, b in pairwise(values)]
+    size = 1 + next((n for n, step in enumerate(steps) if step != steps[0]), len(steps))
+    return size if size >= 3 else 1
+
+
+def _says_something(column: str, found: Sequence[Line]) -> bool:
+    """Whether a column tells more than its neighbours."""
+    if column == "sent":
+        return any(line.comparison.sent != line.comparison.messages for line in found)
+    return column not in ("swaps", "swapped") or any(line.comparison.swaps for line in found)
+
+
+def _print(options: Options, found: Sequence[Line]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
+    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards", highlight=False)
+    shown = [number for number, name in enumerate(COLUMNS) if _says_something(name, found)]
+    rows = table("family", [COLUMNS[number] for number in shown])
+    for line in found:
+        rows.add_row(line.name, *(line.cells[number] for number in shown))
+    console.print(rows)
+    console.print(LEGEND, style="dim", highlight=False)

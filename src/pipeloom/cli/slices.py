@@ -1,0 +1,98 @@
+"""``pipeloom slices``: into which token slices a described run's sequences are best cut."""
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.simulate import order_of
+from pipeloom.config import RunConfig
+from pipeloom.planner.slice_plan import SlicePlan, plan_slices
+from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.words import count
+
+_SUMMARY = (
+    "Say into which token slices a run's sequences are best cut on a described cluster: by dynamic programming over "
+    "their lengths, judged by simulating the schedule, beside even slices and whole sequences."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(RunConfig):
+    """A run, and how its sequences may be cut; layout.token_slices does not count."""
+
+    unit: int | None = None
+    """Tokens that every length is a multiple of. None: the smallest that cuts a sequence into no more than 128."""
+    json: bool = False
+    """Print JSON for programs: lengths, and the figures of each number of even slices."""
+
+
+def run(words: list[str]) -> int:
+    """Parse the configuration, choose, print."""
+    options = parse_config(words, "slices", _SUMMARY, Options(), _problems)
+    plan = plan_config(options, options.unit)
+    print(json.dumps(to_json(plan)) if options.json else _text(plan))
+    return 0
+
+
+def plan_config(config: RunConfig, unit: int | None = None) -> SlicePlan:
+    """The slices of a configuration without problems.
+
+    Raises:
+        UserError: the unit does not fit, or cluster or program are unknown or wrong.
+    """
+    whole = replace(config, layout=replace(config.layout, token_slices=None))
+    described = describe(whole)
+    return plan_slices(described.run, described.cluster, described.software, order_of(whole), unit)
+
+
+def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
+    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
+    return [*judge(), *machine_problems(config)]
+
+
+def to_json(plan: SlicePlan) -> dict[str, Any]:
+    """What ``--json`` prints, in SI units.
+
+    Keys: ``lengths`` (tokens of each slice), ``formula_s`` (seconds of the pipeline by TeraPipe's formula),
+    ``step_time_s``, ``pipeline_s``, ``bubble_fraction``, ``memory_bytes`` (of the fullest rank), and ``even``: for each
+    number of even slices ``number`` and the same figures.
+    """
+    even = [{"number": one.number, "formula_s": one.formula_s, **_figures(one.step)} for one in plan.even]
+    return {"lengths": list(plan.lengths), "formula_s": plan.formula_s, **_figures(plan.step), "even": even}
+
+
+def _figures(step: SimulatedStep) -> dict[str, float]:
+    prediction = step.prediction
+    return {
+        "step_time_s": prediction.step_time_s,
+        "pipeline_s": prediction.pipeline_s,
+        "bubble_fraction": step.bubble_fraction,
+        "memory_bytes": prediction.memory.total_bytes,
+    }
+
+
+def _text(plan: SlicePlan) -> str:
+    run, choice = plan.step.run, plan.step.order.choice
+    batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
+    where = f"{plan.step.cluster.name}, {plan.step.software.name}"
+    lines = [
+        f"{choice.family}: {count(run.pp, 'pipeline rank')}, {batch}; {where}",
+        "",
+        f"{'slices':<10}{'formula':>12}{'pipeline':>12}{'step':>12}{'bubble':>9}{'memory':>12}",
+        *(_line(f"{one.number} even", one.formula_s, one.step) for one in plan.even),
+        _line(f"{len(plan.lengths)} chosen", plan.formula_s, plan.step),
+        "",
+        f"--layout.token-slices {' '.join(map(str, plan.lengths))}"
+        if len(plan.lengths) > 1
+        else "whole sequences are fastest",
+    ]
+    return "\n".join(lines)
+
+
+def _line(name: str, formula_s: float, step: SimulatedStep) -> str:
+    figures = _figures(step)
+    times = "".join(f"{value * 1e3:>9.1f} ms" for value in (formula_s, figures["pipeline_s"], figures["step_time_s"]))
+    return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / 2**30:>8.2f} GiB"

@@ -1,0 +1,222 @@
+"""What autograd saves for the backward of one part of the batch on one stage: found, taken away, put back.
+
+Hooks on saved tensors put a box between autograd and each storage, so that the storage can leave while the graph stays.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+_ALIGNMENT = 64
+"""Bytes at whose multiples storages begin in the memory that brings them back: enough for vectors and any type."""
+_MESSAGES = 32
+"""About so many messages carry a part. While one is packed, it is in memory twice."""
+_MESSAGE_BYTES = 65536
+"""A message is worth sending from here on."""
+
+
+class _Box:
+    """A storage that autograd saved, once for all tensors that are views of it.
+
+    Attributes:
+        storage: where its bytes are now; ``None`` while they are away.
+        begin: at which byte of it they begin.
+        nbytes: how many there are.
+    """
+
+    __slots__ = ("begin", "nbytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.begin = 0
+        self.nbytes = storage.nbytes()
+
+
+class _Handle(NamedTuple):
+    """What autograd keeps in place of a tensor."""
+
+    box: _Box
+    dtype: torch.dtype
+    first: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How storages lie in one stretch of memory, and in which messages they travel.
+
+    Attributes:
+        begins: at which byte each storage begins.
+        total_bytes: of the stretch.
+        messages: for each message from which byte to which; they leave out nothing but gaps.
+        members: for each message the storages in it, from which number to which.
+    """
+
+    begins: tuple[int, ...]
+    total_bytes: int
+    messages: tuple[tuple[int, int], ...]
+    members: tuple[tuple[int, int], ...]
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, sizes: tuple[int, ...]) -> "Packing":
+        """The packing of storages of some sizes in bytes. One that is large for a message travels alone, uncopied."""
+        begins: list[int] = []
+        behind = 0
+        for size in sizes:
+            begins.append(behind)
+            behind += -(-size // _ALIGNMENT) * _ALIGNMENT
+        ends = [begin + size for begin, size in zip(begins, sizes, strict=True)]
+        most = max(_MESSAGE_BYTES, behind // _MESSAGES)
+        members: list[tuple[int, int]] = []
+        first = 0
+        for number, end in enumerate(ends):
+            is_last = number + 1 == len(sizes)
+            if is_last or end - begins[first] >= most or sizes[number + 1] >= most:
+                members.append((first, number + 1))
+                first = number + 1
+        messages = tuple((begins[first], ends[behind - 1]) for first, behind in members)
+        return cls(tuple(begins), behind, messages, tuple(members))
+
+
+class Parcel:
+    """What autograd saves for one part, as far as nobody else holds it.
+
+    Whether somebody does is told by the storage's count of references when the forward has ended: parameters, borrowed
+    and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free nothing. The
+    stage's own input and output are in use for a moment longer and move all the same.
+
+    Args:
+        owns_input: whether nobody needs the stage's input after its forward, as with one that was received.
+    """
+
+    def __init__(self, *, owns_input: bool) -> None:
+        self._owns_input = owns_input
+        self._boxes: list[_Box] = []
+        self._by_storage: dict[int, _Box] = {}
+        self.packing = Packing.of(())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that move."""
+        return sum(box.nbytes for box in self._boxes)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Around the forward."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        box = self._by_storage.get(storage._cdata)  # noqa: SLF001  names the storage as long as the box holds it
+        if box is None:
+            box = self._by_storage[storage._cdata] = _Box(storage)  # noqa: SLF001
+            self._boxes.append(box)
+        return _Handle(box, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Instead of a forward: take one tensor; how to have it, when it is here."""
+        handle = self._pack(tensor)
+        self.close(tensor, tensor)
+        return lambda: _unpack(handle)
+
+    def close(self, tensor: Tensor, output: Tensor) -> None:
+        """After the forward, with the stage's input and output: see what moves."""
+        given, made = (one.untyped_storage()._cdata for one in (tensor, output))  # noqa: SLF001
+        device = output.device
+        own = {made, given} if self._owns_input else {made} - {given}
+        moving = []
+        for name, box in self._by_storage.items():
+            is_ours = name in own or (name != given and torch._C._storage_Use_Count(name) == 1)  # noqa: SLF001
+            if box.nbytes > 0 and is_ours and _device_of(box) == device:
+                moving.append(box)
+        self._boxes = moving
+        self._by_storage.clear()
+        self.packing = Packing.of(tuple(box.nbytes for box in moving))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """Each storage as ``uint8[n]`` with where it begins in the packing; the parcel lets go of it."""
+        for box, begin in zip(self._boxes, self.packing.begins, strict=True):
+            yield begin, _let_go(box)
+
+    def messages(self, count: Callable[[int], None]) -> Iterator[Tensor]:
+        """The messages of the packing, ``uint8[n]``; the parcel lets go of what is in them.
+
+        Args:
+            count: is told by how many bytes more or, where negative, fewer there are; of a message that was made,
+                that it is gone when the next one is asked for.
+        """
+        for (begin, end), (first, behind) in zip(self.packing.messages, self.packing.members, strict=True):
+            if behind == first + 1:
+                yield _let_go(self._boxes[first])
+            else:
+                yield self._packed(range(first, behind), begin, end, count)
+            count(begin - end)
+
+    def _packed(self, members: range, begin: int, end: int, count: Callable[[int], None]) -> Tensor:
+        """Some storages in one message."""
+        message: Tensor | None = None
+        for number in members:
+            piece = _let_go(self._boxes[number])
+            if message is None:
+                message = torch.empty(end - begin, dtype=torch.uint8, device=piece.device)
+                count(end - begin)
+            at = self.packing.begins[number] - begin
+            message[at : at + piece.numel()].copy_(piece)
+            count(-piece.numel())
+        assert message is not None
+        return message
+
+    def restore(self, memory: Tensor) -> None:
+        """Put everything back, from memory that is laid out as the packing says."""
+        storage = memory.untyped_storage()
+        for box, begin in zip(self._boxes, self.packing.begins, strict=True):
+            box.storage, box.begin = storage, begin
+
+
+def _device_of(box: _Box) -> torch.device | None:
+    """Where a box's bytes are; such as the state of a generator, they may be on the host where the stage is not."""
+    return None if box.storage is None else box.storage.device
+
+
+def _let_go(box: _Box) -> Tensor:
+    storage, box.storage = box.storage, None
+    assert storage is not None, "what was taken away is taken away again"
+    piece = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[arg-type]
+    piece = piece[box.begin : box.begin + box.nbytes]
+    if piece.is_cuda:  # its memory is not used again before this stream has read it
+        piece.record_stream(torch.cuda.current_stream(piece.device))
+    return piece
+
+
+def _unpack(handle: "_Handle | Tensor") -> Tensor:
+    if isinstance(handle, Tensor):
+        return handle
+    box, dtype, first, shape, stride = handle
+    assert box.storage is not None, "the backward came before what it needs was back"
+    tensor = torch.empty(0, dtype=dtype, device=box.storage.device)
+    tensor.set_(box.storage, box.begin // dtype.itemsize + first, shape, stride)  # type: ignore[arg-type]
+    # a generator reads its state, which compiled recomputation saves, from where the storage begins
+    return tensor.clone() if dtype is torch.uint8 and box.begin else tensor
+
+
+def hollow(tensor: Tensor, output: Tensor) -> "tuple[Tensor, Tensor | GradientEdge]":
+    """What a stage has to keep of its input and output for a backward, without their memory.
+
+    Args:
+        tensor: the input; a leaf of the graph loses its memory, and gets its gradient all the same.
+        output: of which the place in the graph is kept; all of a scalar, which the backward starts from.
+    """
+    hollowed = tensor.new_empty(()).expand(tensor.shape)
+    if tensor.requires_grad:
+        tensor.data = hollowed
+        hollowed = tensor
+    return hollowed, output if output.numel() == 1 else get_gradient_edge(output)

@@ -1,0 +1,100 @@
+"""Token slices of a described run: which lengths make its step fastest, beside even ones."""
+
+from dataclasses import dataclass, replace
+
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.shape import Run
+from pipeloom.cost.slices import SliceModel
+from pipeloom.cost.software import Software
+from pipeloom.errors import UserError
+from pipeloom.planner.slices import LatencyTable, judged_slices
+from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+
+_MOST_UNITS = 128
+_MOST_EVEN = 64
+
+
+@dataclass(frozen=True)
+class EvenSlices:
+    """A step with even slices.
+
+    Attributes:
+        number: of slices.
+        formula_s: seconds of the pipeline by the formula of ``pipeloom.planner.slices``.
+        step: simulated.
+    """
+
+    number: int
+    formula_s: float
+    step: SimulatedStep
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """The slices with which a step is fastest.
+
+    Attributes:
+        lengths: tokens of each; one for whole sequences.
+        formula_s: seconds of the pipeline by the formula.
+        step: simulated.
+        even: the same for even slices, by their number; first whole sequences.
+    """
+
+    lengths: tuple[int, ...]
+    formula_s: float
+    step: SimulatedStep
+    even: tuple[EvenSlices, ...]
+
+
+def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, unit: int | None = None) -> SlicePlan:
+    """Lengths from the dynamic programme, judged by the simulator for the family that runs.
+
+    Args:
+        run: what is trained; its slices do not count.
+        cluster: where.
+        software: with what.
+        order: which schedule.
+        unit: tokens that every length is a multiple of; ``None`` for the smallest that cuts a sequence into no more
+            than 128.
+
+    Raises:
+        UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
+            simulated.
+    """
+    unit = _unit(run, unit)
+    table = LatencyTable(SliceModel(run, cluster, software).seconds, run.seq, unit)
+    rounds = order.choice.num_microbatches * order.choice.loops
+    steps: dict[tuple[int, ...], SimulatedStep] = {}
+
+    def step_of(lengths: tuple[int, ...]) -> SimulatedStep:
+        if lengths not in steps:
+            sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
+            chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
+            steps[lengths] = simulate_step(sliced, cluster, software, chosen)
+        return steps[lengths]
+
+    best, _ = judged_slices(table, run.pp, rounds, lambda lengths: step_of(lengths).prediction.step_time_s)
+    even = [table.even(number) for number in _numbers(table.num_units)]
+    return SlicePlan(
+        best.lengths,
+        best.step_s(run.pp, rounds),
+        step_of(best.lengths),
+        tuple(EvenSlices(len(one.lengths), one.step_s(run.pp, rounds), step_of(one.lengths)) for one in even),
+    )
+
+
+def _unit(run: Run, unit: int | None) -> int:
+    if unit is not None:
+        if unit < 1 or run.seq % unit or unit % run.tp:
+            raise UserError(
+                f"the unit must divide data.seq_len {run.seq} and be a multiple of layout.tp {run.tp}, found {unit}"
+            )
+        return unit
+    fitting = (n for n in range(run.tp, run.seq + 1, run.tp) if run.seq % n == 0 and run.seq // n <= _MOST_UNITS)
+    return next(fitting, run.seq)
+
+
+def _numbers(num_units: int) -> list[int]:
+    """Powers of two, and what is as many as there can be."""
+    powers = [2**power for power in range(num_units.bit_length()) if 2**power <= min(num_units, _MOST_EVEN)]
+    return powers if num_units > _MOST_EVEN or num_units in powers else [*powers, num_units]

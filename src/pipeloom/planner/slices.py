@@ -1,0 +1,198 @@
+"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.4), for any number of rounds.
+
+A rank runs all slices of a step, and the last rank begins when the first slice has come through the others. With P
+ranks, R rounds over a sequence (micro-batches x loops) and slices of t_i seconds, forward and backward, a step takes
+
+    T = R sum_i t_i + (P - 1) max_i t_i
+
+where a slice's seconds depend on its tokens and on those before it. For a given longest slice the sum is smallest by
+dynamic programming over the end of each slice,
+
+    S(e; t_max) = min over b < e of S(b; t_max) + t(e - b, b)  where t(e - b, b) <= t_max
+
+and T is the smallest of R S(N; t_max) + (P - 1) t_max over all t_max. Everything is counted in *units* of some tokens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.layout import even_slices
+
+Seconds = NDArray[np.float64]
+Latency = Callable[[Seconds, Seconds], Seconds]
+"""(tokens of a slice, tokens before it), arrays of one shape -> seconds of its forward and backward on a rank."""
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """A sequence cut into slices.
+
+    Attributes:
+        lengths: tokens of each slice.
+        seconds: of each slice, forward and backward on one rank.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def sum_s(self) -> float:
+        """Seconds of the whole sequence on one rank."""
+        return sum(self.seconds)
+
+    def step_s(self, num_ranks: int, rounds: int = 1) -> float:
+        """Seconds of a step, by the formula above."""
+        return rounds * self.sum_s + (num_ranks - 1) * max(self.seconds)
+
+    def bubble_overhead(self, num_ranks: int, rounds: int = 1) -> float:
+        """Idle time by the time in which a rank computes."""
+        return (num_ranks - 1) * max(self.seconds) / (rounds * self.sum_s)
+
+
+class LatencyTable:
+    """Seconds of every slice that a sequence may have.
+
+    Args:
+        latency: of a slice.
+        num_tokens: of the sequence.
+        unit: tokens that every length is a multiple of; divides ``num_tokens``.
+
+    Attributes:
+        unit: as given.
+        num_units: of the sequence.
+        by_end: [end, begin] in units, seconds of the slice between them; infinite where there is none.
+    """
+
+    def __init__(self, latency: Latency, num_tokens: int, unit: int = 1) -> None:
+        assert num_tokens % unit == 0, f"units of {unit} tokens do not make {num_tokens}"
+        self.unit = unit
+        self.num_units = num_tokens // unit
+        ends, begins = np.tril_indices(self.num_units + 1, -1)
+        self.by_end: Seconds = np.full((self.num_units + 1, self.num_units + 1), np.inf)
+        lengths = (ends - begins).astype(np.float64)
+        self.by_end[ends, begins] = latency(lengths * unit, begins.astype(np.float64) * unit)
+
+    def slicing(self, bounds: Sequence[int]) -> Slicing:
+        """The slices between some places, in units, from 0 to the end."""
+        pairs = list(pairwise(bounds))
+        lengths = tuple((end - begin) * self.unit for begin, end in pairs)
+        return Slicing(lengths, tuple(float(self.by_end[end, begin]) for begin, end in pairs))
+
+    def even(self, number: int) -> Slicing:
+        """So many slices, as even as units allow."""
+        lengths = even_slices(self.num_units, number)
+        return self.slicing([0, *np.cumsum(lengths).tolist()])
+
+    def shortest(self, longest_s: float) -> Slicing | None:
+        """The slices whose seconds add up to the least, none of them longer; ``None`` if there are no such ones."""
+        allowed = np.where(self.by_end <= longest_s, self.by_end, np.inf)
+        best = np.zeros(self.num_units + 1)
+        begin_of = np.zeros(self.num_units + 1, np.int64)
+        for end in range(1, self.num_units + 1):
+            sums = best[:end] + allowed[end, :end]
+            begin_of[end] = sums.argmin()
+            best[end] = sums[begin_of[end]]
+        if not np.isfinite(best[-1]):
+            return None
+        bounds = [self.num_units]
+        while bounds[-1]:
+            bounds.append(int(begin_of[bounds[-1]]))
+        return self.slicing(bounds[::-1])
+
+
+def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator[Slicing]:
+    """Slicings whose sum cannot be lowered without a longer slice: the longest slice falls, the sum rises.
+
+    They end where no shorter longest slice can make a step faster than the best so far.
+
+    Args:
+        table: seconds of slices.
+        num_ranks: pipeline ranks.
+        rounds: of the sequence on each rank in a step: micro-batches x loops.
+    """
+    longest_s, best_s = np.inf, np.inf
+    while (found := table.shortest(longest_s)) is not None and rounds * found.sum_s < best_s:
+        yield found
+        best_s = min(best_s, found.step_s(num_ranks, rounds))
+        longest_s = np.nextafter(max(found.seconds), 0.0)
+
+
+def best_slices(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Slicing:
+    """The slices with which a step is fastest; the fewest of them where several are."""
+    return min(trade_offs(table, num_ranks, rounds), key=lambda one: one.step_s(num_ranks, rounds))
+
+
+def judged_slices(
+    table: LatencyTable, num_ranks: int, rounds: int, step_s: Callable[[tuple[int, ...]], float], most: int = 8
+) -> tuple[Slicing, float]:
+    """The slices with which a step of a certain schedule is fastest, among the best few by the formula and even ones.
+
+    The formula is that of forward and backward as one, of equal ranks, and of free messages. A simulation of the family
+    that runs knows better.
+
+    Args:
+        table: seconds of slices.
+        num_ranks: pipeline ranks.
+        rounds: of the sequence on each rank in a step: micro-batches x loops.
+        step_s: lengths in tokens -> seconds of a step.
+        most: slicings of either kind that are judged.
+
+    Returns:
+        The slices, and the seconds.
+    """
+
+    def formula_s(one: Slicing) -> float:
+        return one.step_s(num_ranks, rounds)
+
+    even = [table.even(number) for number in range(1, table.num_units + 1)]
+    chosen = [*nsmallest(most, trade_offs(table, num_ranks, rounds), formula_s), *nsmallest(most, even, formula_s)]
+    judged = {one.lengths: (step_s(one.lengths), one) for one in chosen}
+    seconds, found = min(judged.values(), key=lambda entry: entry[0])
+    return found, seconds
+
+
+def best_batches(tables: Mapping[int, LatencyTable], num_sequences: int, num_ranks: int) -> list[tuple[int, Slicing]]:
+    """How many sequences go together, and how each group is sliced, so that a step is fastest.
+
+    For each longest slice, S of groups of each size is known, and how a batch is made up of groups follows in the same
+    way: G(n) = min over b of G(n - b) + S_b (arXiv 2102.07988, section 3.4).
+
+    Args:
+        tables: sequences of a group -> seconds of its slices.
+        num_sequences: of a step, on one pipeline.
+        num_ranks: pipeline ranks.
+
+    Returns:
+        The groups in their order: sequences, and slices.
+    """
+    longest_s, best_s = np.inf, np.inf
+    best: list[tuple[int, Slicing]] = []
+    while groups := _groups(tables, num_sequences, longest_s):
+        sum_s = sum(one.sum_s for _, one in groups)
+        if sum_s >= best_s:
+            break
+        slowest_s = max(max(one.seconds) for _, one in groups)
+        if sum_s + (num_ranks - 1) * slowest_s < best_s:
+            best, best_s = groups, sum_s + (num_ranks - 1) * slowest_s
+        longest_s = np.nextafter(slowest_s, 0.0)
+    return best
+
+
+def _groups(tables: Mapping[int, LatencyTable], num_sequences: int, longest_s: float) -> list[tuple[int, Slicing]]:
+    """The groups whose seconds add up to the least, no slice longer; empty if there are no such ones."""
+    found = {size: table.shortest(longest_s) for size, table in tables.items() if size <= num_sequences}
+    best: list[tuple[float, list[tuple[int, Slicing]]] | None] = [(0.0, [])]
+    for count in range(1, num_sequences + 1):
+        ways = [
+            (before[0] + one.sum_s, [*before[1], (size, one)])
+            for size, one in found.items()
+            if size <= count and one is not None and (before := best[count - size]) is not None
+        ]
+        best.append(min(ways, key=lambda way: way[0], default=None))
+    last = best[num_sequences]
+    return [] if last is None else last[1]

@@ -1,0 +1,68 @@
+"""A schedule on a clock, for passes that have to know when things happen: seconds of each action, starts and ends."""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.schedule.action import STAGE_KINDS, Action, Kind
+from pipeloom.schedule.facts import Facts
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.schedule import Schedule
+
+SecondsOf = Callable[[Action], float]
+"""Seconds that an action keeps its lane busy; the same for all micro-batches. ``Costs.seconds`` is one."""
+
+_NOMINAL = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHT: 1.0,
+    Kind.RECOMPUTE: 1.0,
+    Kind.EVICT: 1.0,
+    Kind.LOAD: 1.0,
+    Kind.OFFLOAD: 1.0,
+    Kind.RELOAD: 1.0,
+}
+
+
+def nominal_s(action: Action) -> float:
+    """Where nobody says how long things take: a backward takes two forwards, and moving what is kept takes one."""
+    return _NOMINAL.get(action.kind, 0.0)
+
+
+def seconds_of_all(facts: Facts, seconds_of: SecondsOf, *, ignores_microbatch: bool = True) -> Seconds:
+    """Seconds of every action.
+
+    Args:
+        facts: of the schedule.
+        seconds_of: of one action.
+        ignores_microbatch: whether they are the same for all micro-batches, so that one of them is asked about.
+    """
+    if not ignores_microbatch:
+        return np.array([seconds_of(action) for row in facts.rows for action in row], np.float64)
+    kind, stage, _, part = facts.columns[:4]
+    table = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]))
+    for where in np.argwhere(occurring(facts)).tolist():
+        table[tuple(where)] = seconds_of(example(*where))
+    return table[kind, stage, part]
+
+
+def occurring(facts: Facts) -> NDArray[np.bool_]:
+    """[kind, stage, slice] whether the schedule has such an action."""
+    kind, stage, _, part = facts.columns[:4]
+    occurs = np.zeros((len(KINDS), facts.shape[0], facts.shape[2]), np.bool_)
+    occurs[kind, stage, part] = True
+    return occurs
+
+
+def example(code: int, stage: int, part: int) -> Action:
+    """An action of a kind by its code, on a stage, of a token slice."""
+    kind = KINDS[code]
+    return Action(kind, stage, None if kind in STAGE_KINDS else 0, part)
+
+
+def times(schedule: Schedule, seconds_of: SecondsOf) -> tuple[Seconds, Seconds]:
+    """Starts and ends of all actions, row after row."""
+    return schedule.graph.times(seconds_of_all(schedule.facts, seconds_of))

@@ -1,0 +1,69 @@
+"""What backwards need later waits in the memory of the host: only as much as a budget takes, where it costs no time."""
+
+from collections.abc import Sequence
+
+from pipeloom.errors import UserError
+from pipeloom.schedule.action import Kind
+from pipeloom.schedule.budget import Sizes, checked, refuse_missing
+from pipeloom.schedule.clock import SecondsOf, nominal_s
+from pipeloom.schedule.lower import lower
+from pipeloom.schedule.room import Clock, Plan, make_room, row_clock, settle
+from pipeloom.schedule.schedule import Schedule
+
+
+def offload(
+    schedule: Schedule,
+    *,
+    budget_bytes: Sequence[float],
+    seconds_of: SecondsOf = nominal_s,
+    input_bytes: Sequence[float] | None = None,
+    recomputed_bytes: Sequence[float] | None = None,
+    always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
+) -> Schedule:
+    """Offload what it takes to keep every rank within its budget, and reload it before its backward.
+
+    Where a rank would hold too much, that is offloaded which is needed last. It leaves and comes back as late as it
+    can, where its lane of the two between device and host is free, so that no backward waits for it on the clock of
+    ``seconds_of``. Only where that is not enough, things come back late, and the step takes longer by what is exposed;
+    ``pipeloom.simulate`` says by how much.
+
+    Args:
+        schedule: at any level, without offloads; compute actions alone are lowered first. One that is balanced stays
+            so, and what partners accept counts.
+        budget_bytes: for each rank the most that it may hold.
+        seconds_of: seconds of every action, of ``OFFLOAD`` and ``RELOAD`` too. By default a backward is two
+            forwards, and a transfer takes one.
+        input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
+        recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
+        always_bytes: for each rank what it holds besides. ``None`` for nothing.
+        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
+
+    Returns:
+        The schedule with ``OFFLOAD`` and ``RELOAD``, at the level with communication.
+
+    Raises:
+        UserError: the schedule offloads already, arguments have a wrong length, or the budget cannot be kept: which
+            ranks, and what is missing.
+    """
+    if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
+        raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
+    schedule = lower(schedule)
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
+    moved = sizes.moved(schedule)
+
+    def plan(clock: Clock) -> list[Plan]:
+        held = sizes.changes(schedule, clock)
+        return [
+            make_room(
+                row_clock(schedule, rank, clock, held.of(rank), sizes=moved, out=Kind.OFFLOAD, seconds_of=seconds_of),
+                most - sizes.always[rank],
+                allows_late=True,
+            )
+            for rank, most in enumerate(budget)
+        ]
+
+    found = settle(schedule, seconds_of, Kind.OFFLOAD, plan)
+    refuse_missing(found, seconds_of, sizes, budget)
+    return found

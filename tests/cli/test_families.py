@@ -1,0 +1,49 @@
+"""``pipeloom families``: every family side by side."""
+
+import json
+
+import pytest
+
+from pipeloom.cli import main
+from pipeloom.cli.families import by_rank
+from pipeloom.generate import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((4.0, 3.0, 2.0, 1.0), "4…1"),
+        ((8.0, 8.0, 8.0), "8x3"),
+        ((4.0, 4.0, 3.5, 2.5), "4 4 3.5 2.5"),
+        ((5.0, 5.0, 5.0, 4.0, 3.0), "5x3 4 3"),
+        ((1.0,), "1"),
+        ((2.0, 1.0), "2 1"),
+    ],
+)
+def test_values_that_lie_evenly_are_told_by_their_ends(values, text):
+    assert by_rank(values) == text
+
+
+def test_all_families_that_train_are_there_with_their_numbers(capsys):
+    assert main(["families", "--pp", "4", "--microbatches", "8", "--json"]) == 0
+    found = {line["name"]: line for line in json.loads(capsys.readouterr().out)}
+    for name, family in FAMILIES.items():
+        assert any(label.startswith(name) for label in found) == family.has_backward
+    assert found["1f1b"]["memory"] == [4, 3, 2, 1]
+    assert found["1f1b"]["bubble_overhead"] == 3 / 8
+    assert found["breadth-first"]["gathers"] == 3  # 2 V - 1
+    assert found["breadth-first"]["messages"] == 2 * 8 * 7  # there and back, over seven borders
+
+
+def test_the_table_is_for_people(capsys):
+    assert main(["families", "--pp", "2", "--microbatches", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 pipeline ranks, 2 micro-batches" in shown
+    assert "breadth-first" in shown
+
+
+def test_all_wrong_sizes_are_told_at_once(capsys):
+    assert main(["families", "--pp", "0", "--loops", "0", "--microbatches", "0"]) == 2
+    error = capsys.readouterr().err
+    assert "3 problems" in error
+    assert "loops must be at least 1, found 0" in error

@@ -1,0 +1,195 @@
+"""Swapped activations, all ranks in one process: gradients, what is freed, and what is counted."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from swapping import swap_newest, swapping_schedules
+from swaps import peaks
+from torch.multiprocessing.reductions import StorageWeakRef
+from toy import Toy, make_executor, objective, reference, worst_difference
+
+from pipeloom.cost.costs import UniformCosts
+from pipeloom.errors import ActionError, UserError
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.drive import run_in_process
+from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
+from pipeloom.execute.transport import Post
+from pipeloom.execute.wires import SwapPost
+from pipeloom.generate import make_schedule
+from pipeloom.schedule import Action, Kind, lower, parse_schedule
+from pipeloom.schedule.action import SWAP_KINDS
+
+FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
+
+
+def executors_of(schedule, toy, modules):
+    post, swap_post, lanes = Post(), SwapPost(), Neighborhood()
+    return [
+        make_executor(
+            schedule,
+            rank,
+            modules,
+            toy.outputs(),
+            post.transport(rank),
+            Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), swap_post.wires(schedule)),
+        )
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+def run(schedule, num_steps=1):
+    toy = Toy(schedule.num_stages, schedule.num_microbatches)
+    modules, expected = toy.modules(), toy.modules()
+    executors = executors_of(schedule, toy, modules)
+    for _ in range(num_steps):
+        results = run_in_process(executors, toy.inputs(), objective)
+        reference(expected, toy.inputs(), objective)
+    assert worst_difference(modules, expected) < 1e-9
+    return results
+
+
+@given(swapping_schedules())
+@settings(max_examples=60)
+def test_any_swaps_leave_gradients_as_they_are(schedule):
+    results = run(schedule, num_steps=2)
+    found = {span.action for result in results for span in result.trace.spans if span.action.kind in SWAP_KINDS}
+    assert found == {action for _, _, action in schedule.actions() if action.kind in SWAP_KINDS}
+
+
+@pytest.mark.parametrize(("family", "loops"), FAMILIES)
+@pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
+def test_every_family_with_the_newest_away(family, loops, kind):
+    schedule = lower(make_schedule(family, pp=4, loops=loops, num_microbatches=8))
+    swapped = swap_newest(schedule, keep=2, kind=kind)
+    assert sum(row.is_kind(kind).sum() for row in swapped.rows) > 4
+    run(swapped, num_steps=3)
+
+
+@pytest.mark.parametrize(("family", "loops"), FAMILIES)
+def test_what_is_held_is_what_the_simulation_says(family, loops):
+    """Swaps take no time in one process, so none is under way when a rank goes on."""
+    plain = lower(make_schedule(family, pp=4, loops=loops, num_microbatches=8))
+    sizes = [144, *[288] * (4 * loops - 1)]  # the batch holds the first stage's input
+    for schedule in (plain, swap_newest(plain, keep=2, kind=Kind.OFFLOAD)):
+        expected = peaks(schedule, UniformCosts(1, 2), sizes)
+        assert [result.held.live_bytes for result in run(schedule)] == expected
+
+
+def test_what_a_rank_accepts_counts_there():
+    plain = lower(make_schedule("gpipe", pp=2, num_microbatches=8))
+    assert [result.held.live_bytes for result in run(plain)] == [8 * 144, 8 * 288]
+    evicting = swap_newest(plain, keep=2, ranks={0})
+    assert [result.held.live_bytes for result in run(evicting)] == [3 * 144, 8 * 288 + 6 * 144]
+
+
+def test_what_is_evicted_is_freed_while_it_is_away():
+    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=6)), keep=1, ranks={1})
+    toy = Toy(2, 6)
+    executors = executors_of(schedule, toy, toy.modules())
+    parcels, alive = [], []
+    (stage,) = executors[1]._stages.values()
+    forward, backward = stage.forward, stage.backward
+
+    def watched_forward(part, tensor, objective, *, trains, parcel):
+        output = forward(part, tensor, objective, trains=trains, parcel=parcel)
+        parcels.append([StorageWeakRef(box.storage) for box in parcel._boxes])
+        return output
+
+    def watched_backward(part, gradient):
+        alive.append([not all(ref.expired() for ref in refs) for refs in parcels])
+        return backward(part, gradient)
+
+    stage.forward, stage.backward = watched_forward, watched_backward
+    run_in_process(executors, toy.inputs(), objective)
+    away = [action.microbatch for action in schedule.rows[1] if action.kind is Kind.EVICT]
+    assert all(parcels)
+    assert away == [1, 2, 3, 4, 5]
+    assert alive == [[number not in away and number >= done for number in range(6)] for done in range(6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_types_come_back_to_the_last_bit(dtype):
+    plain = lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4))
+    found = []
+    for schedule in (plain, swap_newest(plain, keep=1)):
+        toy = Toy(4, 4, dtype)
+        modules = [module.to(dtype) for module in toy.modules()]
+        run_in_process(executors_of(schedule, toy, modules), toy.inputs(), objective)
+        found.append([p.grad for module in modules for p in module.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_step_that_failed_leaves_nothing_behind():
+    schedule = swap_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1, kind=Kind.OFFLOAD)
+    toy = Toy(2, 4)
+    modules, expected = toy.modules(), toy.modules()
+    executors = executors_of(schedule, toy, modules)
+
+    def fails(output, microbatch):
+        if microbatch == 2:
+            raise ZeroDivisionError
+        return objective(output, microbatch)
+
+    with pytest.raises(ActionError, match="1F2"):
+        run_in_process(executors, toy.inputs(), fails)
+    assert all(not executor._swaps._parcels and not executor._swaps._away._kept for executor in executors)
+    for module in modules:
+        module.zero_grad()
+    executors = executors_of(schedule, toy, modules)
+    run_in_process(executors, toy.inputs(), objective)
+    reference(expected, toy.inputs(), objective)
+    assert worst_difference(modules, expected) < 1e-9
+
+
+def test_a_schedule_that_evicts_to_nobody_is_refused():
+    text = "0F0 0EVICT0 0F1 0LOAD0 0B0 0B1"
+    toy = Toy(1, 2)
+    with pytest.raises(UserError, match="rank 0 evicts, but the schedule does not say to whom"):
+        executors_of(parse_schedule(text), toy, toy.modules())
+
+
+def test_without_swaps_an_executor_refuses_to_evict():
+    schedule = swap_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1)
+    toy = Toy(2, 4)
+    with pytest.raises(UserError, match="the executor has nothing to run EVICT, LOAD with"):
+        make_executor(schedule, 0, toy.modules(), toy.outputs(), Post().transport(0))
+
+
+class _Slow:
+    """Lanes that go on only when they are asked to."""
+
+    waits, device = False, torch.device("cpu")
+
+    def __init__(self):
+        self.neighborhood, self.lanes = Neighborhood(), {}
+
+    def of_kind(self, kind):
+        self.lanes[kind] = self.neighborhood.lane(HostClock())
+        return self.lanes[kind]
+
+    service = of_kind
+
+
+def test_a_load_begins_when_its_eviction_has_ended():
+    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
+    lanes, post, toy = _Slow(), SwapPost(), Toy(2, 3)
+    swaps = Swaps(schedule, 0, lanes, post.wires(schedule))
+    swaps.begin()
+    forward = Action(Kind.FORWARD, 0, 1)
+    parcel = swaps.parcel(forward, owns_input=False)
+    stage = Stage(toy.modules()[0], 0, toy.outputs()[0], needs_input_gradient=False)
+    stage.forward(Part(1), toy.inputs()[1], None, trains=True, parcel=parcel)
+    swaps.after_forward(forward)
+    for kind in (Kind.EVICT, Kind.LOAD):
+        swaps.start(Action(kind, 0, 1))
+    while lanes.lanes[Kind.LOAD].advance():
+        pass
+    assert not post.place(0, "load", "numbers")
+    while lanes.lanes[Kind.EVICT].advance():
+        pass
+    assert parcel._boxes[0].storage is None
+    while lanes.lanes[Kind.LOAD].advance():
+        pass
+    assert len(post.place(0, "load", "numbers")) == 1

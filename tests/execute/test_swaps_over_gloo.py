@@ -1,0 +1,219 @@
+"""Swapped activations over processes: gradients, what is held, spans, and a partner that goes away."""
+
+import gc
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from gloo import differences_over_gloo
+from small_run import small_run
+from swapping import swap_newest
+from torch import nn
+from toy import Toy, make_executor, objective, reference, worst_difference
+
+from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.errors import PeerLostError, WorkerError
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.drive import run_rank
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
+from pipeloom.execute.wires import make_wires
+from pipeloom.execute.world import join_forked
+from pipeloom.generate import make_schedule
+from pipeloom.layout import Layout
+from pipeloom.schedule import Action, Kind, lower
+from pipeloom.trace import merge
+
+FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
+
+
+def swapped(family, loops, kind, pp=4, num_microbatches=8):
+    schedule = lower(make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches))
+    return swap_newest(schedule, keep=2, kind=kind)
+
+
+def steps(schedules, num_steps, rendezvous, rank, size):
+    """For each schedule: the difference, what was held, the trace."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    found = []
+    for schedule in schedules:
+        toy = Toy(schedule.num_stages, schedule.num_microbatches)
+        modules, expected, outputs = toy.modules(), toy.modules(), toy.outputs()
+        transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+        wires = make_wires(schedule, rank, world, [range(size)])
+        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
+        executor = make_executor(schedule, rank, modules, outputs, transport, swaps)
+        for _ in range(num_steps):
+            result = run_rank(executor, toy.inputs(), objective, 20)
+            reference(expected, toy.inputs(), objective)
+        own = schedule.placement.stages_of(rank)
+        difference = worst_difference([modules[s] for s in own], [expected[s] for s in own])
+        found.append((difference, result.held.live_bytes, result.trace))
+        swaps.close()
+        transport.close()
+    world.leave()
+    return found
+
+
+def test_every_family_equals_the_single_process():
+    schedules = [swapped(*family, kind) for family in FAMILIES for kind in (Kind.EVICT, Kind.OFFLOAD)]
+    by_rank = run_workers(partial(steps, schedules, 3), 4)
+    for number, schedule in enumerate(schedules):
+        assert max(found[number][0] for found in by_rank) < 1e-9
+        trace = merge(found[number][2] for found in by_rank)
+        assert sorted(span.action for span in trace.spans) == sorted(action for _, _, action in schedule.actions())
+
+
+MODEL = ModelConfig(num_layers=6, hidden_size=16, num_heads=4, num_kv_heads=2)
+MOVED = [
+    (Layout(pp=4, loops=1, num_microbatches=6), "1f1b"),
+    (Layout(pp=4, loops=1, num_microbatches=6, recompute="full"), "1f1b"),
+    (Layout(pp=4, loops=2, num_microbatches=4, recompute="selective"), "depth-first"),
+    (Layout(pp=2, loops=2, dp=2, shard="full", num_microbatches=4, recompute="full"), "breadth-first"),
+    (Layout(pp=2, loops=2, dp=2, shard="full", num_microbatches=4), "hybrid"),
+    (Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=4), "gpipe"),
+    (Layout(pp=2, loops=1, tp=2, num_microbatches=4, sequence_parallel=True), "1f1b"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
+def test_runs_that_keep_one_part_each_equal_the_single_process(tmp_path, monkeypatch, kind, tied):
+    monkeypatch.setattr("pipeloom.train.pipeline.moving", lambda _, schedule: swap_newest(schedule, 1, kind))
+    configs = [
+        small_run(tmp_path, model=replace(MODEL, tied=tied), layout=layout, schedule=ScheduleConfig(family=family))
+        for layout, family in MOVED
+    ]
+    found = differences_over_gloo(configs, 4)
+    assert len(found) == len(configs)
+    assert max(max(one.values()) for one in found) < 1e-9
+
+
+class _Patient(nn.Module):
+    """A stage that goes on when all that was started before it has ended, so that no time decides what is held."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.executor = module, None
+
+    def forward(self, tensor):
+        for collective in self.executor._collectives.values():
+            assert collective.wait(20)
+        return self.module(tensor)
+
+
+def _held(schedules, rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    found = []
+    for schedule in schedules:
+        toy = Toy(2, 8)
+        modules, outputs = list(map(_Patient, toy.modules())), toy.outputs()
+        transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+        wires = make_wires(schedule, rank, world, [range(size)])
+        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
+        executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, swaps)
+        found.append(run_rank(executor, toy.inputs(), objective, 20).held.live_bytes)
+    world.leave()
+    return found
+
+
+def test_what_is_held_falls_on_the_rank_that_evicts():
+    plain = lower(make_schedule("gpipe", pp=2, num_microbatches=8))
+    evicting = swap_newest(plain, keep=2, ranks={1})
+    before, after = zip(*run_workers(partial(_held, [plain, evicting]), 2), strict=True)
+    assert before == (8 * 144, 8 * 288)
+    # what is packed is there twice; accepted parts lie in memory with gaps, and all six may be there
+    assert after[1] <= 3 * 288 + 336
+    assert 6 * 336 <= after[0] <= 8 * 144 + 6 * 336
+
+
+def _alone(rendezvous, rank, size):
+    """Rank 1 leaves before rank 0 has its eviction back."""
+    world = join_forked(rendezvous, rank, size, "cpu", 20)
+    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=4)), keep=1, ranks={0})
+    wires = make_wires(schedule, rank, world, [range(size)])
+    if rank == 1:
+        wires.clear()
+        dist.destroy_process_group()
+        gc.collect()
+        time.sleep(3)
+        return None
+    swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
+    swaps.begin()
+    toy = Toy(2, 4)
+    (module, _), (output, _) = toy.modules(), toy.outputs()
+    stage, part = Stage(module, 0, output, needs_input_gradient=False), Part(1)
+    parcel = swaps.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
+    stage.forward(part, toy.inputs()[1], None, trains=True, parcel=parcel)
+    swaps.after_forward(Action(Kind.FORWARD, 0, 1))
+    found = []
+    for kind in (Kind.EVICT, Kind.LOAD):
+        collective = swaps.start(Action(kind, 0, 1))
+        assert collective.wait(10)
+        with pytest.raises(PeerLostError) as caught:
+            collective.take()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_partner_that_went_away_is_an_error_and_no_hang():
+    begin = time.monotonic()
+    (found, _) = run_workers(_alone, 2)
+    assert len(found) == 2
+    assert all("the partner of evictions went away" in message for message in found)
+    assert time.monotonic() - begin < 30
+
+
+class _Dies(nn.Module):
+    """A stage whose process is gone at its third micro-batch."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.calls = module, 0
+
+    def forward(self, tensor):
+        self.calls += 1
+        if self.calls == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.module(tensor)
+
+
+def _killed(rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    schedule = swapped("1f1b", 1, Kind.EVICT)
+    toy = Toy(4, 8)
+    modules, outputs = toy.modules(), toy.outputs()
+    modules[3] = _Dies(modules[3])
+    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    swaps = Swaps(
+        schedule,
+        rank,
+        ProcessSwapLanes(HostClock(), world.device),
+        make_wires(schedule, rank, world, [range(size)]),
+    )
+    run_rank(make_executor(schedule, rank, modules, outputs, transport, swaps), toy.inputs(), objective, 20)
+
+
+def test_a_killed_partner_ends_the_run():
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 3 was killed by signal 9 \(SIGKILL\)"):
+        run_workers(_killed, 4)
+    assert time.monotonic() - begin < 25
+
+
+def _two_schedules(rendezvous, rank, size):
+    world = join_forked(rendezvous, rank, size, "cpu", 20)
+    plain = lower(make_schedule("gpipe", pp=2, num_microbatches=4 + rank))
+    make_wires(swap_newest(plain, keep=1, ranks={0}), rank, world, [range(size)])
+
+
+def test_partners_that_run_different_schedules_say_so_before_the_first_step():
+    with pytest.raises(WorkerError, match="announces 3 evictions and 3 loads a step, but its partner expects 4"):
+        run_workers(_two_schedules, 2)

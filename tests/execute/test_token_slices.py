@@ -1,0 +1,123 @@
+"""A sequence that is run slice by slice trains as a whole one does, in process and over processes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from families import fitting
+from gloo import differences_over_gloo
+from small_run import small_run
+from toy import make_executor
+
+from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.errors import UserError
+from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.drive import run_in_process
+from pipeloom.execute.transport import Post
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.layout import Layout
+from pipeloom.model import build_stage, stage_pieces
+from pipeloom.schedule import lower
+from pipeloom.train.batch import Batch
+from pipeloom.train.data import load_data
+from pipeloom.train.equivalence import Gradients, compare, reference_gradients
+from pipeloom.train.pipeline import training_schedule
+from pipeloom.train.session import resolve
+
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+UNEVEN = (9, 7, 5, 3)
+NUM_TOKENS = sum(UNEVEN)
+LLAMA = ModelConfig(family="llama", num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=20)
+GPT2 = replace(LLAMA, family="gpt2", num_kv_heads=4)
+
+
+def sliced_differences(tmp_path, model, layout, schedule_config):
+    config = small_run(tmp_path, model=model, layout=layout, schedule=schedule_config)
+    config = replace(config, data=replace(config.data, seq_len=NUM_TOKENS))
+    data = load_data(config.data, 0)
+    config = resolve(config, data)
+    batch = Batch.of(data.train.batch(0, layout.batch_size), layout.num_microbatches, torch.device("cpu"))
+    schedule, pieces = training_schedule(config), stage_pieces(config.layout.partition)
+    slices = TokenSlices(config.layout.slice_lengths(NUM_TOKENS))
+
+    def build(stage, device):
+        sizes = {"max_positions": NUM_TOKENS, "seed": 0, "dtype": torch.float64}
+        module = build_stage(config.model, pieces[stage], device=device, **sizes)
+        module.set_recompute((config.layout.recompute,) * config.model.num_layers)
+        return module
+
+    tokens = TensorSpec((layout.microbatch_size, NUM_TOKENS), torch.int64)
+    outputs = stage_outputs(lambda stage: build(stage, "meta"), schedule.num_stages, tokens)
+    modules, post = [build(stage, "cpu") for stage in range(schedule.num_stages)], Post()
+    ranks = range(schedule.num_ranks)
+    executors = [make_executor(schedule, r, modules, outputs, post.transport(r), slices=slices) for r in ranks]
+    cut = batch.cut(slices)
+    results = run_in_process(executors, cut.inputs, cut.loss)
+    assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
+    assert all(not stage._caches for executor in executors for stage in executor._stages.values())
+    assert sorted(results[schedule.placement.rank_by_stage[-1]].outputs) == list(range(layout.num_microbatches))
+    loss = sum(float(value) for result in results for value in result.outputs.values())
+    found = Gradients(loss, {name: p.grad for module in modules for name, p in module.named_parameters()})
+    return compare(found, reference_gradients(config, batch))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("slices", [UNEVEN, 4])
+@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["grouped-rotary", "learned"])
+@pytest.mark.parametrize("family", TRAINING)
+def test_gradients_equal_those_of_whole_sequences(tmp_path, family, model, slices, recompute):
+    loops = 2 if FAMILIES[family].is_looped else 1
+    layout = Layout(
+        pp=3, loops=loops, num_microbatches=2, microbatch_size=2, token_slices=slices, recompute=recompute
+    )  # fewer micro-batches than ranks
+    found = sliced_differences(tmp_path, model, layout, ScheduleConfig(family=family))
+    assert len(found) > 30
+    assert max(found.values()) < 1e-9
+
+
+@pytest.mark.parametrize("placement", ["v", "linear"])
+@pytest.mark.parametrize("family", [name for name in TRAINING if FAMILIES[name].is_looped])
+def test_other_placements_too(tmp_path, family, placement):
+    placement = fitting(family, 2, placement)["placement"]
+    layout = Layout(pp=2, loops=2, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN)
+    found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family=family, placement=placement))
+    assert max(found.values()) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["1f1b", "breadth-first"])
+def test_slices_that_are_recomputed_one_by_one(tmp_path, family):
+    layout = Layout(pp=3, loops=1, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN)
+    found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family=family, keep=(1, 1, 1)))
+    assert max(found.values()) < 1e-9
+
+
+LAYOUTS = [
+    ("breadth-first", Layout(pp=4, loops=1, num_microbatches=2, token_slices=UNEVEN, recompute="selective")),
+    ("depth-first", Layout(pp=2, loops=2, dp=2, shard="full", num_microbatches=3, token_slices=3)),
+    ("1f1b", Layout(pp=2, loops=1, tp=2, num_microbatches=1, token_slices=(10, 8, 6), recompute="full")),
+    ("gpipe", Layout(pp=2, loops=1, tp=2, sequence_parallel=True, num_microbatches=2, token_slices=(10, 8, 6))),
+    ("breadth-first", Layout(pp=1, loops=2, dp=2, tp=2, shard="gradients", num_microbatches=2, token_slices=4)),
+]
+
+
+@pytest.mark.parametrize(("model", "tied"), [(LLAMA, False), (GPT2, True)], ids=["grouped-rotary", "learned-tied"])
+def test_processes_too(tmp_path, model, tied):
+    configs = []
+    for family, layout in LAYOUTS:
+        config = small_run(
+            tmp_path, model=replace(model, tied=tied), layout=layout, schedule=ScheduleConfig(family=family)
+        )
+        configs.append(replace(config, data=replace(config.data, seq_len=NUM_TOKENS)))
+    found = differences_over_gloo(configs, 4)
+    assert [len(one) > 30 for one in found] == [True] * len(LAYOUTS)
+    assert max(max(one.values()) for one in found) < 1e-9
+
+
+def lowered(num_slices):
+    return lower(make_schedule("gpipe", pp=2, num_microbatches=2, num_slices=num_slices))
+
+
+@pytest.mark.parametrize("slices", [None, TokenSlices((3, 3, 3))])
+def test_lengths_for_another_number_of_slices_are_refused(slices):
+    with pytest.raises(UserError, match="cuts micro-batches into 2 token slices, found lengths for"):
+        make_executor(lowered(2), 0, [None], [None, None], Post().transport(0), slices)

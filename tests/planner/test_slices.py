@@ -1,0 +1,106 @@
+"""Lengths of token slices: the dynamic programme finds what trying everything finds."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeloom.planner.slices import LatencyTable, best_batches, best_slices, judged_slices, trade_offs
+
+
+def compositions(total):
+    """Every way to write a number as a sum of positive ones, in order."""
+    for cuts in product((False, True), repeat=total - 1):
+        bounds = [0, *(place + 1 for place, is_cut in enumerate(cuts) if is_cut), total]
+        yield tuple(end - begin for begin, end in pairwise(bounds))
+
+
+def random_latency(seed, num_units):
+    """Grows with the length and with the tokens before, in random steps."""
+    steps = np.random.default_rng(seed).exponential(size=(2, num_units + 1))
+    by_length, by_context = np.cumsum(steps, axis=1)
+    return lambda length, before: by_length[length.astype(int)] + 0.1 * length * by_context[before.astype(int)]
+
+
+def causal(length, before):
+    """A fixed part, one for each token, and one for each key that a token sees."""
+    return 1 + length + 0.01 * length * (length + 2 * before)
+
+
+def formula_s(lengths, known, num_ranks, rounds):
+    seconds = [known[length, sum(lengths[:number])] for number, length in enumerate(lengths)]
+    return rounds * sum(seconds) + (num_ranks - 1) * max(seconds)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10**6), num_units=st.integers(1, 12), num_ranks=st.integers(1, 9), rounds=st.integers(1, 4))
+def test_no_composition_is_faster(seed, num_units, num_ranks, rounds):
+    latency = random_latency(seed, num_units)
+    found = best_slices(LatencyTable(latency, num_units), num_ranks, rounds)
+    assert sum(found.lengths) == num_units
+    places = [(length, before) for before in range(num_units) for length in range(1, num_units - before + 1)]
+    known = {place: float(latency(*map(np.array, place))) for place in places}
+    assert found.step_s(num_ranks, rounds) == pytest.approx(formula_s(found.lengths, known, num_ranks, rounds))
+    best_s = min(formula_s(lengths, known, num_ranks, rounds) for lengths in compositions(num_units))
+    assert found.step_s(num_ranks, rounds) == pytest.approx(best_s, rel=1e-12)
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 10**6), num_sequences=st.integers(1, 4), num_units=st.integers(1, 4))
+def test_no_groups_of_sequences_are_faster(seed, num_sequences, num_units):
+    latencies = {size: random_latency(seed + size, num_units) for size in (1, 2, 3)}
+    tables = {size: LatencyTable(latency, num_units) for size, latency in latencies.items()}
+    found = best_batches(tables, num_sequences, num_ranks=4)
+    assert sum(size for size, _ in found) == num_sequences
+
+    def seconds(groups):
+        every = [tables[size].slicing([0, *np.cumsum(lengths).tolist()]).seconds for size, lengths in groups]
+        return sum(map(sum, every)) + 3 * max(map(max, every))
+
+    ways = [sizes for sizes in compositions(num_sequences) if max(sizes) <= 3 and list(sizes) == sorted(sizes)]
+    cuts = list(compositions(num_units))
+    best_s = min(
+        seconds(list(zip(sizes, lengths, strict=True)))
+        for sizes in ways
+        for lengths in product(cuts, repeat=len(sizes))
+    )
+    assert seconds([(size, one.lengths) for size, one in found]) == pytest.approx(best_s, rel=1e-12)
+
+
+def test_lengths_are_multiples_of_the_unit():
+    found = best_slices(LatencyTable(causal, 96, unit=8), 6)
+    assert len(found.lengths) > 1
+    assert all(length % 8 == 0 for length in found.lengths)
+    assert sum(found.lengths) == 96
+
+
+def test_later_slices_are_shorter_where_attention_costs():
+    """They see more keys; the formula wants slices that take equally long."""
+    found = best_slices(LatencyTable(causal, 256), 8)
+    assert list(found.lengths) == sorted(found.lengths, reverse=True)
+    assert found.lengths[0] > 1.5 * found.lengths[-1]
+    assert max(found.seconds) < 1.5 * min(found.seconds)
+
+
+def test_one_rank_does_not_slice():
+    assert best_slices(LatencyTable(lambda length, before: 1 + length + 0 * before, 32), 1).lengths == (32,)
+
+
+def test_trade_offs_fall_in_length_and_rise_in_sum():
+    found = list(trade_offs(LatencyTable(causal, 24), 4))
+    assert all(one.sum_s <= other.sum_s and max(one.seconds) > max(other.seconds) for one, other in pairwise(found))
+
+
+def test_a_judge_has_the_last_word():
+    table = LatencyTable(lambda length, before: 1 + length + 0 * before, 24)
+    found, seconds = judged_slices(table, 4, 1, lambda lengths: 7.0 if len(lengths) == 3 else 8.0)
+    assert (len(found.lengths), seconds) == (3, 7.0)
+
+
+def test_the_bubble_is_the_rest_of_the_step():
+    one = LatencyTable(lambda length, before: length + 0 * before, 24).even(4)
+    assert one.lengths == (6, 6, 6, 6)
+    assert one.bubble_overhead(4) == 18 / 24
+    assert one.step_s(4, rounds=2) == 48 + 18

@@ -1,0 +1,30 @@
+"""Schedules that swap activations: what they compute, how much they move, what ranks hold."""
+
+from pipeloom.report.memory import HeldBytes, memory_over_time
+from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.simulate import simulate
+
+
+def compute_rows(schedule):
+    """For each rank its compute actions."""
+    return [[action for action in row if action.kind in COMPUTE_KINDS] for row in schedule.rows]
+
+
+def num_moved(schedule, *kinds):
+    """For each rank how many actions of some kinds it has."""
+    return [sum(action.kind in kinds for action in row) for row in schedule.rows]
+
+
+def peaks(schedule, costs, sizes=None):
+    """For each rank the most bytes of stage inputs, its own and accepted ones, in simulation; 1 each by default."""
+    zeros = (0.0,) * schedule.num_stages
+    held = HeldBytes(
+        always_bytes=(0.0,) * schedule.num_ranks,
+        input_bytes=tuple(sizes or (1.0,) * schedule.num_stages),
+        working_bytes=zeros,
+        gathered_bytes=zeros,
+        gradient_bytes=zeros,
+        message_bytes=0.0,
+        recomputed_bytes=zeros,
+    )
+    return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]
