@@ -11,6 +11,7 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
@@ -81,6 +82,11 @@ def order_of(config: RunConfig) -> Order:
         residency=schedule.known_residency,
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
+        moving=Moving(
+            balance=schedule.balance,
+            offload=schedule.offload,
+            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+        ),
     )
 
 

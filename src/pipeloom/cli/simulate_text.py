@@ -13,6 +13,8 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
+from pipeloom.schedule.action import LOAD_OF
+from pipeloom.schedule.depend import DATA_PARALLEL_LANE, OWN_LANES
 from pipeloom.words import count
 
 _PARTS = {
@@ -141,10 +143,17 @@ def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
     ranks, terms = step.run.pp, step.prediction.terms
     uses = communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []
     between = [use for use in uses if use.lane.peer is not None]
-    collectives = [use for use in uses if use.lane.peer is None]
+    collectives = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
+    moved = {OWN_LANES[out]: [OWN_LANES[out], OWN_LANES[back]] for out, back in LOAD_OF.items()}
+    to_partner, to_host = ([use for use in uses if use.lane in lanes] for lanes in moved.values())
     rows = [
         (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
-        for label, chosen in (("between stages", between), ("data-parallel", collectives))
+        for label, chosen in (
+            ("between stages", between),
+            ("data-parallel", collectives),
+            ("to partners and back", to_partner),
+            ("to the host and back", to_host),
+        )
     ]
     rows.append(("between stages, blocking", sum(step.blocked_s) / ranks, 0.0))
     rows.append(("data-parallel, after the pipeline", terms.reduce_s, 0.0))

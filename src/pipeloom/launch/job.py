@@ -82,6 +82,18 @@ class Job:
             )
         ]
 
+    def own_problems(self, program: str) -> list[str]:
+        """What only this program does: moving activations away in between, an order of ranks on the devices."""
+        schedule, layout = self.config.schedule, self.config.layout
+        found = [
+            f"schedule.{name}: {program} does not move what backwards need; leave it out"
+            for name, is_on in (("balance", schedule.balance), ("offload", schedule.offload))
+            if is_on
+        ]
+        if layout.pipeline_order is not None:
+            found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
+        return found
+
     def slice_problems(self) -> list[str]:
         """Why other programs cannot cut sequences as the run does; empty if it does not."""
         wanted = self.config.layout.token_slices

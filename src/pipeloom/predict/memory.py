@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,16 +21,23 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.action import SWAP_KINDS, Kind
+from pipeloom.schedule.clock import nominal_s, times
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.held import all_changes
 from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.trace import Trace
 
 _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
-def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buffers: int) -> tuple[Memory, ...]:
+def memory_by_rank(
+    run: Run, software: Software, schedule: Schedule, receive_buffers: int, trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
 
     Args:
@@ -37,6 +45,8 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         software: with what.
         schedule: as it is simulated.
         receive_buffers: for each directed edge, where the schedule has its communication.
+        trace: of the schedule; what it moves to partners or to the host is counted by its times. ``None`` for those of
+            a clock on which a backward takes two forwards and a transfer one.
     """
     _, unreduced = _whole_bytes(run, software)
     stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
@@ -49,7 +59,7 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         )
         for rank, own in enumerate(stages)
     ]
-    return _memory(run, software, schedule, rooms)
+    return _memory(run, software, schedule, rooms, trace)
 
 
 class Room(NamedTuple):
@@ -78,7 +88,9 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
-def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room]) -> tuple[Memory, ...]:
+def _memory(
+    run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
@@ -87,14 +99,16 @@ def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Ro
     only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
     again, shares = recomputed_bytes(run, software), run.slice_shares
     working, logits_each = working * max(shares), logits_each * max(shares)
+    most_held = partial(_most_held, schedule)
+    if swaps_anything(schedule):
+        most_held = partial(_most_held_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = _most_held(schedule, rank, inputs, again, shares) + working
-        logits = 0.0
+        activations = most_held(rank, inputs, again, shares) + working
+        logits = most_held(rank, only_head, nothing, shares) * kept_logits(run, software)
         if head in stages:
-            others = _most_held(schedule, rank, only_head, nothing, shares) - max(shares)
-            logits = logits_each + others * kept_logits(run, software)
+            logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -178,6 +192,29 @@ def _most_held(
     return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
 
 
+def swaps_anything(schedule: Schedule) -> bool:
+    """Whether what backwards need leaves a rank in between."""
+    return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
+
+
+def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
+    if trace is None:
+        return times(schedule, nominal_s)
+    matched = match_spans(schedule, trace)
+    return matched.start_s, matched.end_s
+
+
+def _most_held_on(
+    timed: tuple[Schedule, Seconds, Seconds],
+    rank: int,
+    kept: Sequence[float],
+    again: Sequence[float],
+    shares: Sequence[float],
+) -> float:
+    """The same as ``_most_held`` on a clock: without what has left, with what is accepted."""
+    return all_changes(*timed, kept, again, slice_shares=shares).peak(rank)
+
+
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
     """Other ranks from which a rank receives."""
     owner = schedule.placement.rank_by_stage
@@ -221,6 +258,6 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
         slice_shares=run.slice_shares,
-        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+        message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
         recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

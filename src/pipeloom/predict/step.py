@@ -1,12 +1,12 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from statistics import fmean
 
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
-from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
@@ -18,6 +18,7 @@ from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
+from pipeloom.predict.moving import Moving, Placed, with_moves
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
@@ -36,6 +37,7 @@ class Order:
         residency: stages gathered at once where weights are sharded at all times.
         prefetch: visits of stages by which a gather starts early.
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+        moving: what leaves ranks between forward and backward.
     """
 
     choice: Choice
@@ -43,6 +45,7 @@ class Order:
     residency: int = 2
     prefetch: int = 1
     gradient_buffers: int | None = None
+    moving: Moving = field(default_factory=Moving)
 
 
 @dataclass(frozen=True)
@@ -188,19 +191,32 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
+    if order.moving.is_any:
+        placed = Placed(run, cluster, software)
+        schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
-    links = shared_links(run, cluster, schedule.placement) if has_shared else None
-    sliced = SliceModel(run, cluster, software).costs(costs, run.slices) if run.slices else costs
-    trace = simulate(schedule, sliced, links)
+    links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
+    trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = memory_by_rank(run, software, schedule, order.receive_buffers)
+    memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
     blocked_s = _blocked_s(run, cluster, software, costs, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+
+
+def _whole(costs: StageCosts) -> Costs:
+    """Of whole sequences."""
+    return costs
+
+
+def _receive_buffers(software: Software, order: Order) -> int:
+    """Receives posted ahead; programs that block post none."""
+    return 0 if software.is_blocking else order.receive_buffers
 
 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
@@ -331,7 +347,9 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    schedule = step.schedule if run.shard == step.run.shard else lowered(run, step.software, step.order)
+    is_same = run.shard == step.run.shard or step.order.moving.is_any  # what moves was placed with these gathers
+    schedule = step.schedule if is_same else lowered(run, step.software, step.order)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
-    held = memory_by_rank(run, step.software, schedule, step.order.receive_buffers)
+    buffers = _receive_buffers(step.software, step.order)
+    held = memory_by_rank(run, step.software, schedule, buffers, step.trace if is_same else None)
     return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))
