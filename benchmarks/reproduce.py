@@ -1,6 +1,7 @@
-"""What the breadth-first paper (arXiv 2211.05953) and BPipe's report, from simulation. Run by ``make reproduce``.
+"""What the papers of breadth-first (arXiv 2211.05953), BPipe and TeraPipe report, from simulation.
 
-Writes data files, pictures and the tables of ``docs/reproduction/``. Nothing is typed there by hand.
+Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``. Nothing is typed there
+by hand.
 """
 
 import os
@@ -20,7 +21,10 @@ from reproduction.loops import loop_rows
 from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
-from reproduction.tables import FOLDER, PAGE, filled, write_rows
+from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
+from reproduction.terapipe import ablation_rows, setting_rows, terapipe_blocks
+
+TERAPIPE = FOLDER / "terapipe.md"
 
 
 def main() -> None:
@@ -45,9 +49,14 @@ def main() -> None:
     draw_loops(data["loops"], FOLDER / "loops.png")
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
+    console.print("TeraPipe ...")
+    ablations, settings = ablation_rows(), setting_rows()
+    write_rows("terapipe_ablation", ablations)
+    write_rows("terapipe_settings", settings)
     pages = {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
+        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(ablations, settings)),
     }
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")

@@ -105,9 +105,17 @@ def _announce(config: RunConfig) -> None:
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}",
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         flush=True,
     )
+
+
+def _cut(config: RunConfig) -> str:
+    """Token slices; nothing without them."""
+    slices = config.layout.token_slices
+    if slices == "auto":
+        return ", in slices that suit this machine"
+    return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""
 
 
 def _replicas(config: RunConfig) -> str:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
@@ -16,6 +14,7 @@ from pipeloom.cost.memory import (
     num_logits,
     stage_input_bytes,
     stage_kept_bytes,
+    stage_pending_bytes,
     state_bytes,
     working_bytes,
 )
@@ -24,10 +23,10 @@ from pipeloom.cost.software import Software
 from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import SWAP_KINDS, Kind
+from pipeloom.schedule.action import SWAP_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import all_changes
+from pipeloom.schedule.held import Kept, all_changes, most_in_row
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 
@@ -88,25 +87,48 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
+def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
+    """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
+    _, head = stage_layers(run, software)
+    only_head = [kept_logits(run, software) * (stage == head) for stage in range(schedule.num_stages)]
+    parts = (_kept(run, software), Kept(only_head, shares=run.slice_shares))
+    return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
+
+
+def _kept(run: Run, software: Software) -> Kept:
+    """What micro-batches keep, logits left out."""
+    pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
+    return Kept(input_bytes(run, software), pending, again, run.slice_shares)
+
+
+def kept_by_stage(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
+    _, head = stage_layers(run, software)
+    inputs = input_bytes(run, software)
+    inputs[head] += kept_logits(run, software)
+    return inputs
+
+
 def _memory(
     run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
 ) -> tuple[Memory, ...]:
     """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
-    inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
+    working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
-    again, shares = recomputed_bytes(run, software), run.slice_shares
+    shares = run.slice_shares
+    kept = _kept(run, software)
+    only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
-    most_held = partial(_most_held, schedule)
+    most_held = partial(most_in_row, schedule)
     if swaps_anything(schedule):
-        most_held = partial(_most_held_on, (schedule, *_clock(schedule, trace)))
+        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = most_held(rank, inputs, again, shares) + working
-        logits = most_held(rank, only_head, nothing, shares) * kept_logits(run, software)
+        activations = most_held(rank, kept) + working
+        logits = most_held(rank, only_head) * kept_logits(run, software)
         if head in stages:
             logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
@@ -165,33 +187,6 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def _most_held(
-    schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float], shares: Sequence[float]
-) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
-
-    Args:
-        schedule: with the row.
-        rank: whose row it is.
-        kept: for each stage the bytes of a micro-batch.
-        again: the same until it is recomputed, where it is.
-        shares: of each token slice in that.
-    """
-    row = schedule.rows[rank]
-    is_recomputed = bool(row.is_kind(Kind.RECOMPUTE).any())
-    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == len(shares) == 1 and not is_recomputed:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
-    begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    change = (begins.astype(float) - ends) * np.asarray(kept)[row.stage]
-    if is_recomputed:
-        saved = np.asarray(kept)[row.stage] - np.asarray(again)[row.stage]
-        place = tuple(array[begins] for array in row.arrays[1:])
-        change[begins] -= saved[begins] * schedule.facts.is_recomputed[place]
-        change += saved * row.is_kind(Kind.RECOMPUTE)
-    return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
-
-
 def swaps_anything(schedule: Schedule) -> bool:
     """Whether what backwards need leaves a rank in between."""
     return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
@@ -204,15 +199,9 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
     return matched.start_s, matched.end_s
 
 
-def _most_held_on(
-    timed: tuple[Schedule, Seconds, Seconds],
-    rank: int,
-    kept: Sequence[float],
-    again: Sequence[float],
-    shares: Sequence[float],
-) -> float:
-    """The same as ``_most_held`` on a clock: without what has left, with what is accepted."""
-    return all_changes(*timed, kept, again, slice_shares=shares).peak(rank)
+def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: Kept) -> float:
+    """The same as ``most_in_row`` on a clock: without what has left, with what is accepted."""
+    return all_changes(*timed, kept).peak(rank)
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -238,10 +227,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = input_bytes(run, software)
+    inputs = kept_by_stage(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
-    inputs[head] += kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
@@ -254,6 +242,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     return HeldBytes(
         always_bytes=tuple(always),
         input_bytes=tuple(inputs),
+        pending_bytes=tuple(stage_pending_bytes(run, software)),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Bytes, Changes, all_changes, moved_bytes
+from pipeloom.schedule.held import Bytes, Changes, Kept, all_changes
 from pipeloom.schedule.schedule import Schedule
 
 
@@ -48,13 +48,17 @@ class Sizes:
             checked("slice_shares", slice_shares, schedule.num_slices) if slice_shares else (),
         )
 
+    @property
+    def _kept(self) -> Kept:
+        return Kept(self.inputs, recomputed=self.recomputed, shares=self.shares)
+
     def changes(self, schedule: Schedule, clock: tuple[Seconds, Seconds]) -> Changes:
         """When ranks hold how much more or less between forwards and backwards, for themselves and for partners."""
-        return all_changes(schedule, *clock, self.inputs, self.recomputed, slice_shares=self.shares)
+        return all_changes(schedule, *clock, self._kept)
 
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what can be moved of it."""
-        return moved_bytes(schedule, self.inputs, self.recomputed, slice_shares=self.shares)
+        return self._kept.moved(schedule)
 
 
 def checked(name: str, values: Sequence[float], length: int) -> tuple[float, ...]:
