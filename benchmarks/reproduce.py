@@ -1,7 +1,6 @@
 """What the papers of breadth-first (arXiv 2211.05953), BPipe and TeraPipe report, from simulation.
 
-Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``. Nothing is typed there
-by hand.
+Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``, where nothing is typed.
 """
 
 import os

@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli.simulate import simulate_config
+from pipeloom.cost.hardware import Link
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
 from pipeloom.planner.causes import causes
@@ -40,7 +41,7 @@ def deep(ask):
 CASES = {
     "balance": (ONE_BY_ONE, {"cluster": with_memory(2.7)}),
     "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.8)}),
-    "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(100e9, 0.0))}),
+    "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(0.0, 100e9))}),
     "slices": ({"pp": (8,), "tp": (1,)}, {"global_batch": 2, "seq": 4096}),
 }
 
