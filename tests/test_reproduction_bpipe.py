@@ -5,7 +5,10 @@ import re
 import pytest
 
 from pipeloom.catalog import load_software
+from pipeloom.generate import Choice
 from pipeloom.predict.fast import predict
+from pipeloom.predict.moving import Moving
+from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate
 from reproduction import bpipe, bpipe_cases, bpipe_tables, tables
@@ -92,6 +95,16 @@ def test_a_step_without_bpipe_is_what_the_project_predicts():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
     assert step.seconds == pytest.approx(predict(run, bpipe_cases.CLUSTER, software).step_time_s)
+
+
+def test_a_balanced_step_is_what_the_project_simulates():
+    run, software = bpipe.paired(bpipe.run_of(GPT_96B, TWO)), bpipe.program_of(GPT_96B, PROGRAM)
+    choice = Choice(family="1f1b", pp=run.pp, num_microbatches=run.num_microbatches)
+    own = simulate_step(run, bpipe_cases.CLUSTER, software, Order(choice=choice, moving=Moving(balance=True)))
+    step = bpipe.steps(GPT_96B, PROGRAM, TWO)["bpipe"]
+    assert step.seconds == pytest.approx(own.prediction.step_time_s)
+    assert step.fits
+    assert own.prediction.fits
 
 
 def test_costs_come_from_calibrations_on_other_models():
