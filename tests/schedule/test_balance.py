@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import any_schedules
 from swaps import compute_rows, num_moved, peaks
@@ -104,7 +104,7 @@ def test_a_budget_is_kept_or_refused(plain, data):
         balanced = balance(plain, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
-        assume(False)
+        return
     assert compute_rows(balanced) == compute_rows(plain)
     assert all(held <= most for held, most in zip(peaks(balanced, costs, sizes), budget, strict=True))
     if all(held <= most for held, most in zip(before, budget, strict=True)):
@@ -178,7 +178,7 @@ def test_split_backwards_and_token_slices_come_back_before_the_input_gradient():
     costs = UniformCosts(1, 2, swap_s=1)
     balanced = balance(plain)
     assert plain.num_slices == 2
-    assert (max(peaks(plain, costs)), max(peaks(balanced, costs))) == (3, 2.5)
+    assert (max(peaks(plain, costs)), max(peaks(balanced, costs))) == (3, 2)
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
     loaded = [action for action in balanced.rows[0] if action.kind is Kind.LOAD]
     assert loaded
