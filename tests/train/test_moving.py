@@ -50,7 +50,9 @@ def test_what_ranks_hold_is_nearly_what_was_counted_on_meta_tensors(tmp_path):
 
     for config, by_rank in zip(configs, zip(*run_workers(partial(_live, configs), 2), strict=True), strict=True):
         counted, _ = saved_bytes(config)
-        assert list(by_rank) == pytest.approx([4 * nbytes for nbytes in counted], rel=0.08)
+        shares = [held / (4 * nbytes) for held, nbytes in zip(by_rank, counted, strict=True)]
+        least = 0.85 if config.layout.recompute == "none" else 0.99  # a kernel of attention keeps less than its parts
+        assert least < min(shares) <= max(shares) <= 1
 
 
 def test_a_narrow_type_keeps_less_and_recomputation_least(tmp_path):
