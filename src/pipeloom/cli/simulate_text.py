@@ -197,6 +197,7 @@ _PEAK_PARTS = {
     "gathered weights": "gathered",
     "gradients": "grads",
     "receive buffers": "recv",
+    "resident stages": "stages",
 }
 
 

@@ -21,6 +21,7 @@ from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moving import Moving, Placed, with_moves
 from pipeloom.predict.places import Place, rank_places
+from pipeloom.predict.swap import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower
@@ -39,6 +40,7 @@ class Order:
         prefetch: visits of stages by which a gather starts early.
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
         moving: what leaves ranks between forward and backward.
+        swapping: how the model is swapped through one device; ``None`` keeps it there.
     """
 
     choice: Choice
@@ -47,6 +49,7 @@ class Order:
     prefetch: int = 1
     gradient_buffers: int | None = None
     moving: Moving = field(default_factory=Moving)
+    swapping: Swapping | None = None
 
 
 @dataclass(frozen=True)
@@ -135,13 +138,13 @@ class SimulatedStep:
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
         flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
-        again = self._recomputed_share * (flops["full"] - flops["none"])
+        again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
         return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
 
     @property
-    def _recomputed_share(self) -> float:
-        """Share of the forwards that run again as a whole."""
+    def recomputed_share(self) -> float:
+        """Share of the forwards that run again as a whole, a fraction."""
         row = self.schedule.facts.row
         return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
@@ -174,7 +177,11 @@ class SimulatedStep:
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
-        return memory_over_time(self.schedule, self.trace, held_bytes(self.run, self.software, self.schedule))
+        held = held_bytes(self.run, self.software, self.schedule)
+        if self.order.swapping is not None:
+            amounts = swapped_amounts(self.run, self.software)
+            held = replace(held, always_bytes=(self.software.reserve_bytes,), stages=amounts)
+        return memory_over_time(self.schedule, self.trace, held)
 
 
 def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
@@ -196,13 +203,19 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     if order.moving.is_any:
         placed = Placed(run, cluster, software)
         schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
+    terms, kept_here = step_terms(run, cluster, software, max(costs.backward_s)), schedule
+    if order.swapping is not None:
+        schedule = swapped_schedule(schedule, run, software, order.swapping)
+        costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
     priced = price(costs)
     trace = simulate(schedule, priced, links)
     more_s = drain_s(run, software, costs)
-    terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
+    memory = memory_by_rank(run, software, kept_here, _receive_buffers(software, order), trace)
+    if order.swapping is not None:
+        memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
