@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.catalog import load_software, names
 from pipeloom.cost.flops import hardware_flops
-from reproduction import batch, bpipe, cost_time, facts, kept, loops, tables
+from reproduction import batch, cost_time, facts, kept, loops, tables
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import CLUSTER, MEGATRON, MODELS, OWN, base_run, candidate
 
@@ -253,48 +253,3 @@ def test_nothing_is_fastest_where_nothing_fits():
 def test_loops_divide_the_layers():
     assert loop_counts(12, 4) == [1, 3]
     assert loop_counts(12, 5) == []
-
-
-# ------------------------------------------------------------------------------------------------------- BPipe's case
-
-BPIPE = tables.read_rows("bpipe")
-
-
-def test_bpipes_case_is_simulated_again():
-    stored = [row for row in BPIPE if (row["model"], row["kernels"]) == ("gpt-96b", "recompute")]
-    steps = [step for _, step in bpipe.steps("gpt-96b", "recompute")]
-    assert [f"{step.prediction.step_time_s:.4g}" for step in steps] == [row["step_s"] for row in stored]
-    assert [step.prediction.fits for step in steps] == [row["fits"] == "yes" for row in stored]
-
-
-def test_the_page_of_bpipe_shows_the_data():
-    page = (tables.FOLDER / "bpipe.md").read_text(encoding="utf-8")
-    assert tables.fill(page, bpipe.blocks(BPIPE)) == page
-
-
-def bpipe_step(schedule, model="gpt-96b", kernels="recompute", micro_batch="2", recompute="selective"):
-    keys = {"model": model, "kernels": kernels, "schedule": schedule, "micro_batch": micro_batch}
-    (row,) = [row for row in BPIPE if row.items() >= {**keys, "recompute": recompute}.items()]
-    return row
-
-
-def test_gpt_3_of_96b_needs_bpipe_for_the_micro_batch_with_the_fused_kernel():
-    assert [bpipe_step(schedule)["fits"] for schedule in ("1f1b", "balanced")] == ["no", "yes"]
-    assert [bpipe_step("balanced", micro_batch=size)["attention"] for size in "12"] == ["plain", "fused-softmax"]
-    assert bpipe.best(BPIPE, "gpt-96b", "recompute", "balanced") == bpipe_step("balanced")
-    assert bpipe.gain(BPIPE, "gpt-96b", "recompute") == pytest.approx(1.17, abs=0.005)
-    assert bpipe.gain(BPIPE, "gpt-96b", "recompute", recompute="full") == pytest.approx(1.255, abs=0.005)
-
-
-def test_bpipe_gains_nothing_with_flash_attention_or_for_llama():
-    assert all(bpipe.gain(BPIPE, model, "flash") < 1.02 for model in bpipe.CASES)
-    assert all(bpipe.gain(BPIPE, "llama-65b", kernels) < 1.005 for kernels in bpipe.SETTINGS)
-    slower = float(bpipe_step("balanced", "llama-65b", micro_batch="4")["step_s"])
-    assert slower > float(bpipe_step("1f1b", "llama-65b")["step_s"])
-
-
-def test_a_balanced_step_takes_as_long_as_a_plain_one():
-    for row, balanced in zip(BPIPE, BPIPE[6:], strict=False):
-        if (row["schedule"], balanced["schedule"]) == ("1f1b", "balanced"):
-            assert float(balanced["step_s"]) == pytest.approx(float(row["step_s"]), rel=1e-3)
-            assert float(balanced["fullest_gb"]) <= float(row["fullest_gb"])

@@ -1,185 +1,229 @@
-"""BPipe (Kim et al., ICML 2023) and its re-evaluation (arXiv 2401.02088): 1F1B beside balanced 1F1B.
+"""BPipe's case (Kim et al., ICML 2023; Huang et al., arXiv 2401.02088): 1F1B whose pairs of ranks share their memory.
 
-The program is Megatron-LM as calibrated on its own published rows of 1.7 to 22 billion parameters; nothing is fitted
-here.
+Every step is simulated with costs that were fixed on other runs; nothing here was fitted to either paper.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import product
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
-from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.shape import Attention, ModelShape, Run
-from pipeloom.generate import Choice
-from pipeloom.layout import Recompute, paired_order
-from pipeloom.predict.moving import Moving
-from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.flops import shape_model_flops
+from pipeloom.cost.memory import layer_activation_bytes
+from pipeloom.cost.moving import swap_seconds
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.errors import UserError
+from pipeloom.generate import make_schedule
+from pipeloom.layout import paired_order
+from pipeloom.predict.memory import held_bytes
+from pipeloom.report.memory import HeldBytes, MemoryCurve, memory_over_time
+from pipeloom.schedule import Kind, Schedule, balance, lower
+from pipeloom.schedule.recompute import recompute_beyond
+from pipeloom.simulate import simulate
+from pipeloom.trace import Trace
+from reproduction.bpipe_cases import CLUSTER, RECOMPUTE, SEQ, Case, Setting, program_of
 from reproduction.machine import Row
-from reproduction.tables import table
-
-CLUSTER = load_cluster("dgx-a100")
-PROGRAM = load_software("megatron-2021")
-TP, SEQ, BATCH = 4, 2048, 128
 
 
-class Case(NamedTuple):
-    """A model and how it is laid out.
+@dataclass(frozen=True)
+class Step:
+    """A simulated step.
 
     Attributes:
-        shape: of the model.
-        pp: pipeline ranks, of four tensor-parallel ranks each.
+        run: as it is described.
+        seconds: of the whole step.
+        slot_s: of the slowest stage's forward and backward.
+        rank_bytes: for each rank the most that a device of it holds.
+        num_moved: evictions and loads of all ranks.
+        num_again: forwards that run again because a rank is short of memory.
+        moving_s: of evictions and loads, on the rank that has most of them.
     """
 
-    shape: ModelShape
-    pp: int
+    run: Run
+    seconds: float
+    slot_s: float
+    rank_bytes: tuple[float, ...]
+    num_moved: int
+    num_again: int
+    moving_s: float
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, a fraction."""
+        return self._mfu(self.run.global_batch, self.seconds)
+
+    @property
+    def stage_mfu(self) -> float:
+        """That of the slowest stage alone while it never waits."""
+        return self._mfu(self.run.micro_batch, self.run.pp * self.slot_s) * self.run.pp
+
+    def _mfu(self, sequences: int, seconds: float) -> float:
+        run = self.run
+        flops = sequences * run.seq * shape_model_flops(run.shape, run.seq)
+        return flops / (seconds * CLUSTER.peak_flops_per_s(run.num_devices, run.precision))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room."""
+        return max(self.rank_bytes) <= CLUSTER.device.memory_bytes
 
 
-def _gpt(name: str, layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn=4 * hidden, mlp="gelu", vocab=51200, tied=True,
-        name=name,
-    )  # fmt: skip
-
-
-CASES = {
-    "gpt-96b": Case(_gpt("gpt-96b", 80, 9984, 104), 8),
-    "gpt-134b, 84 heads": Case(_gpt("gpt-134b", 96, 10752, 84), 12),
-    "gpt-134b, 96 heads": Case(_gpt("gpt-134b", 96, 10752, 96), 12),
-    "llama-65b": Case(load_model("llama-65b"), 8),
-}
-"""80 layers do not divide by 12, so that 96B runs on 32 devices, as in the re-evaluation. The shape of 134B is not
-known: 96 layers of 10752 have as many parameters and divide by 12 ranks, which makes 48 devices; with heads of 128 or
-of 112."""
-MICRO_BATCHES = (1, 2, 4)
-SETTINGS: dict[str, tuple[Attention, tuple[Recompute, ...]]] = {
-    "recompute": ("fused-softmax", ("selective", "full")),
-    "flash": ("flash2", ("none", "full")),
-}
-"""The re-evaluation's two: attention that is recomputed, and flash attention."""
-
-
-def run_of(model: str, kernels: str, micro_batch: int, recompute: Recompute) -> Run:
-    """A configuration; partners share nodes."""
-    case = CASES[model]
+def run_of(case: Case, setting: Setting) -> Run:
+    """A configuration, as the cost model wants it: sequence parallelism, half precision, one replica."""
     return Run(
         shape=case.shape,
         seq=SEQ,
-        tp=TP,
+        tp=case.tp,
         pp=case.pp,
-        micro_batch=micro_batch,
-        global_batch=BATCH,
-        recompute=recompute,
-        schedule="1f1b",
+        micro_batch=setting.micro_batch,
+        global_batch=case.batch,
+        recompute=setting.recompute,
+        attention=setting.attention,
         sequence_parallel=True,
-        attention=SETTINGS[kernels][0],
         precision="fp16",
+        schedule="1f1b",
     )
 
 
-def step_of(run: Run, *, is_balanced: bool) -> SimulatedStep:
-    """The step, plain or balanced."""
-    choice = Choice(family="1f1b", pp=run.pp, num_microbatches=run.num_microbatches)
-    if is_balanced:
-        run = replace(run, pipeline_order=paired_order(tuple(reversed(range(run.pp)))))
-    return simulate_step(run, CLUSTER, PROGRAM, Order(choice=choice, moving=Moving(balance=is_balanced)))
+def paired(run: Run) -> Run:
+    """The run with partners on one node, where there is room for that."""
+    if 2 * run.tp > CLUSTER.devices_per_node:
+        return run
+    return replace(run, pipeline_order=paired_order(partners_of(run)))
 
 
-def steps(model: str, kernels: str) -> Iterator[tuple[bool, SimulatedStep]]:
-    """Every configuration, with whether it is balanced."""
-    for is_balanced, size, kind in product((False, True), MICRO_BATCHES, SETTINGS[kernels][1]):
-        yield is_balanced, step_of(run_of(model, kernels, size, kind), is_balanced=is_balanced)
+def partners_of(run: Run) -> tuple[int, ...]:
+    """For each rank its partner."""
+    return tuple(range(run.pp - 1, -1, -1))
 
 
-def bpipe_rows() -> list[Row]:
-    """All of them."""
-    return [
-        {
-            "model": model,
-            "kernels": kernels,
-            "schedule": "balanced" if is_balanced else "1f1b",
-            "micro_batch": str(step.run.micro_batch),
-            "recompute": step.run.recompute,
-            "attention": step.run.effective_attention,
-            "step_s": f"{step.prediction.step_time_s:.4g}",
-            "mfu": f"{step.mfu:.4f}",
-            "fullest_gb": f"{step.prediction.memory.total_bytes / 1e9:.1f}",
-            "fits": "yes" if step.prediction.fits else "no",
-        }
-        for model, kernels in product(CASES, SETTINGS)
-        for is_balanced, step in steps(model, kernels)
-    ]
+def costs_of(run: Run, software: Software) -> StageCosts:
+    """Seconds of all actions, with those of moving what a micro-batch keeps to the partner or back."""
+    swap_s = swap_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
+    return replace(stage_costs(run, CLUSTER, software), swap_s=swap_s)
 
 
-TITLES = {"recompute": "attention recomputed", "flash": "flash attention"}
+def kept_bytes(run: Run, software: Software) -> tuple[float, ...]:
+    """For each stage what a micro-batch keeps from forward to backward; all of it moves."""
+    return held_bytes(run, software, plain(run)).input_bytes
 
 
-def best(rows: Sequence[Row], model: str, kernels: str, schedule: str, *, recompute: str = "") -> Row:
-    """The fastest configuration of a schedule that fits; with one kind of recomputation, if it is named."""
-    return min(
-        (
-            row
-            for row in rows
-            if (row["model"], row["kernels"], row["schedule"], row["fits"]) == (model, kernels, schedule, "yes")
-            and recompute in ("", row["recompute"])
-        ),
-        key=lambda row: float(row["step_s"]),
+def plain(run: Run) -> Schedule:
+    """1F1B."""
+    return lower(make_schedule("1f1b", pp=run.pp, loops=1, num_microbatches=run.num_microbatches))
+
+
+def balanced(run: Run, costs: StageCosts) -> Schedule:
+    """1F1B as BPipe changes it: stage s with stage P - 1 - s; micro-batches are counted, whatever a stage keeps."""
+    return balance(plain(run), seconds_of=costs.seconds, partners=partners_of(run))
+
+
+def recomputed(run: Run, software: Software, costs: StageCosts) -> Schedule:
+    """1F1B with as many micro-batches recomputed as it takes to fit, on the ranks that are short of memory.
+
+    Raises:
+        UserError: some rank has too little room with all of them recomputed.
+    """
+    schedule = plain(run)
+    held = held_bytes(run, software, schedule)
+    return recompute_beyond(schedule, input_room(run, software, costs), held.input_bytes, held.recomputed_bytes)
+
+
+def input_room(run: Run, software: Software, costs: StageCosts) -> tuple[float, ...]:
+    """For each rank the bytes that are left for what micro-batches keep."""
+    schedule = plain(run)
+    held, curves = held_curves(run, software, schedule, simulate(schedule, costs))
+    return tuple(
+        max(0.0, (CLUSTER.device.memory_bytes - always) / (1 + software.fragmentation) - beside)
+        for always, beside in zip(
+            held.always_bytes,
+            (curve.peak_bytes - curve.peak_parts["always"] - curve.peak_parts["stage inputs"] for curve in curves),
+            strict=True,
+        )
     )
 
 
-def gain(rows: Sequence[Row], model: str, kernels: str, *, recompute: str = "") -> float:
-    """How many times as fast balanced 1F1B is as plain 1F1B; that with one kind of recomputation, if it is named."""
-    plain = best(rows, model, kernels, "1f1b", recompute=recompute)
-    return float(plain["step_s"]) / float(best(rows, model, kernels, "balanced")["step_s"])
+def held_curves(
+    run: Run, software: Software, schedule: Schedule, trace: Trace
+) -> tuple[HeldBytes, tuple[MemoryCurve, ...]]:
+    """How large things are, and what each rank holds over time."""
+    held = held_bytes(run, software, schedule)
+    held = replace(held, working_bytes=tuple(size + core_bytes(run, software) for size in held.working_bytes))
+    return held, memory_over_time(schedule, trace, held)
 
 
-def blocks(rows: Sequence[Row]) -> dict[str, str]:
-    """The tables of the page."""
-    gains = [
-        [
-            model,
-            TITLES[kernels],
-            *(_point(best(rows, model, kernels, schedule)) for schedule in ("1f1b", "balanced")),
-            f"{gain(rows, model, kernels):.2f}",
-            f"{gain(rows, model, kernels, recompute='full'):.2f}",
-        ]
-        for model, kernels in product(CASES, TITLES)
-    ]
-    every = [
-        [
-            row["model"],
-            TITLES[row["kernels"]],
-            row["micro_batch"],
-            row["recompute"],
-            row["attention"],
-            *(_cell(each) for each in (row, balanced)),
-        ]
-        for row, balanced in _paired(rows)
-    ]
+def stepped(run: Run, software: Software, schedule: Schedule, costs: StageCosts) -> Step:
+    """The step of a schedule."""
+    trace = simulate(schedule, costs)
+    held, curves = held_curves(run, software, schedule, trace)
+    most = tuple(
+        curve.peak_bytes + software.fragmentation * (curve.peak_bytes - always)
+        for curve, always in zip(curves, held.always_bytes, strict=True)
+    )
+    slots = [forward_s + backward_s for forward_s, backward_s in zip(costs.forward_s, costs.backward_s, strict=True)]
+    terms = step_terms(run, CLUSTER, software, max(costs.backward_s))
+    seconds = trace.end_s + drain_s(run, software, costs) + terms.total_s
+    again = sum(num_of(schedule, Kind.RECOMPUTE))
+    moved = num_of(schedule, Kind.EVICT, Kind.LOAD)
+    moving_s = max(count * swap_s for count, swap_s in zip(moved, costs.swap_s, strict=True))
+    return Step(run, seconds, max(slots), most, sum(moved), again, moving_s)
+
+
+def num_of(schedule: Schedule, *kinds: Kind) -> list[int]:
+    """For each rank how many actions of some kinds it has."""
+    return [int(row.is_kind(*kinds).sum()) for row in schedule.rows]
+
+
+def core_bytes(run: Run, software: Software) -> float:
+    """What the core of one layer's attention takes while it is done again."""
+    if run.recompute != "selective":
+        return 0.0
+    sizes = [layer_activation_bytes(replace(run, recompute=kind), dropout=software.dropout) for kind in RECOMPUTE[:2]]
+    return sizes[0] - sizes[1]
+
+
+def steps(case: Case, program: str, setting: Setting) -> dict[str, Step | None]:
+    """A configuration in every order; ``None`` where recomputing everything would not make it fit."""
+    run, software = run_of(case, setting), program_of(case, program)
+    costs, pairs = costs_of(run, software), paired(run)
+    near = costs_of(pairs, software)
+    found: dict[str, Step | None] = {
+        "1f1b": stepped(run, software, plain(run), costs),
+        "bpipe": stepped(pairs, software, balanced(pairs, near), near),
+    }
+    try:
+        found["short"] = stepped(run, software, recomputed(run, software, costs), costs)
+    except UserError:
+        found["short"] = None
+    return found
+
+
+def described(case: Case, program: str, setting: Setting) -> Row:
+    """A configuration in every order, as the columns of a data file."""
+    found = steps(case, program, setting)
+    one, other, again = (found[order] for order in ("1f1b", "bpipe", "short"))
+    assert one is not None
+    assert other is not None
     return {
-        "bpipe gains": table(("model", "kernels", "1F1B", "balanced", "gain", "over full recomputation"), gains),
-        "bpipe steps": table(
-            ("model", "kernels", "micro-batch", "recomputed", "attention's kernel", "1F1B", "balanced"), every
-        ),
+        "case": case.name,
+        "program": program,
+        "attention": setting.attention,
+        "recompute": setting.recompute,
+        "micro_batch": str(setting.micro_batch),
+        "kernel": one.run.effective_attention,
+        "stage_mfu": f"{one.stage_mfu:.4f}",
+        **{f"{order}_{key}": value for order, kind in found.items() for key, value in _columns(kind).items()},
+        "moved": str(other.num_moved),
+        "again": "" if again is None else str(again.num_again),
     }
 
 
-def _paired(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """Each plain configuration with its balanced one."""
-    keys = ("model", "kernels", "micro_batch", "recompute")
-    balanced = {tuple(row[key] for key in keys): row for row in rows if row["schedule"] == "balanced"}
-    for row in rows:
-        if row["schedule"] == "1f1b":
-            yield row, balanced[tuple(row[key] for key in keys)]
-
-
-def _point(row: Row) -> str:
-    return f"{_mfu(row)}, micro-batch {row['micro_batch']}, recomputes {row['recompute']}"
-
-
-def _cell(row: Row) -> str:
-    return f"{_mfu(row)}, {row['fullest_gb']} GB" if row["fits"] == "yes" else f"does not fit: {row['fullest_gb']} GB"
-
-
-def _mfu(row: Row) -> str:
-    return f"{float(row['mfu']):.1%}".replace("%", " %")
+def _columns(found: Step | None) -> dict[str, str]:
+    if found is None:
+        return {"mfu": "", "fullest_gb": "", "emptiest_gb": "", "fits": "no"}
+    return {
+        "mfu": f"{found.mfu:.4f}",
+        "fullest_gb": f"{max(found.rank_bytes) / 1e9:.1f}",
+        "emptiest_gb": f"{min(found.rank_bytes) / 1e9:.1f}",
+        "fits": "yes" if found.fits else "no",
+    }

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.depend import HOST_LANE
@@ -18,6 +18,7 @@ from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph, Seconds
 from pipeloom.schedule.kernels.walk import walk, walk_sharing
 from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.stage_swaps import stage_moves
 from pipeloom.trace import Spans, Trace
 
 
@@ -83,6 +84,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     """
     facts, graph = schedule.facts, schedule.graph
     seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
+    _price_stage_swaps(facts, costs, seconds)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
     row, rank, lane = facts.row, facts.ranks, facts.lane
@@ -97,6 +99,14 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     lanes = tuple(dict.fromkeys(every))
     number = np.array([lanes.index(one) for one in every], np.int32)
     return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
+
+
+def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:
+    """Write the seconds of swaps of whole stages, which depend on what the row does with the stage in between."""
+    if facts.row.is_kind(*STAGE_SWAP_KINDS).any():
+        for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
+            for slot, content in stage_moves(row).items():
+                seconds[first + slot] = costs.move_s(int(row.stage[slot]), content)
 
 
 def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds, Seconds]:

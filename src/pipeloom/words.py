@@ -1,7 +1,33 @@
 """Small words for people."""
 
+import re
+
+_UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enumerate("KMGT", 1)
+                            for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
+
 
 def count(number: int, noun: str) -> str:
     """A number with its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
+
+    Raises:
+        ValueError: the text is no size above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {name.lower(): factor for name, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units or float(match[1]) * units[match[2].lower()] < 1:
+        raise ValueError(f"expected a size such as 64MiB or 1.5GB, found '{text}'")
+    return int(float(match[1]) * units[match[2].lower()])
+
+
+def format_bytes(size: float) -> str:
+    """A number of bytes for people: ``64 MiB``, ``1.5 GiB``, ``512 bytes``."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1024**power:
+            return f"{size / 1024**power:.3g} {unit}"
+    return f"{size:.0f} bytes"

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from swapping import swap_newest, swapping_schedules
 from swaps import peaks
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import Toy, make_executor, objective, reference, worst_difference
@@ -20,6 +19,7 @@ from pipeloom.execute.wires import SwapPost
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, Kind, lower, parse_schedule
 from pipeloom.schedule.action import SWAP_KINDS
+from swapping import swap_newest, swapping_schedules
 
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 from gloo import differences_over_gloo
 from small_run import small_run
-from swapping import swap_newest
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -30,6 +29,7 @@ from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.schedule import Action, Kind, lower
 from pipeloom.trace import merge
+from swapping import swap_newest
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import any_schedules
 from swaps import compute_rows, num_moved, peaks
@@ -104,7 +104,7 @@ def test_a_budget_is_kept_or_refused(plain, data):
         balanced = balance(plain, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
-        assume(False)
+        return
     assert compute_rows(balanced) == compute_rows(plain)
     assert all(held <= most for held, most in zip(peaks(balanced, costs, sizes), budget, strict=True))
     if all(held <= most for held, most in zip(before, budget, strict=True)):

@@ -9,13 +9,25 @@ from unverified import unverified
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Action, Kind, add_reduce_grad, add_tied, add_unshard, compiled, lower, parse_schedule
+from pipeloom.schedule import (
+    Action,
+    Kind,
+    add_reduce_grad,
+    add_stage_swaps,
+    add_tied,
+    add_unshard,
+    add_updates,
+    compiled,
+    lower,
+    parse_schedule,
+)
 from pipeloom.schedule import verify as rules
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import STAGE_KINDS
 from pipeloom.simulate import Host, Sharing, simulate
 
 KINDS = list(Kind)
+PLACES = ["at once", "at the end", "in the next step"]
 SHARDED = """
 0UNSHARD 0F0 2UNSHARD 0F1 0RESHARD 0SEND_F0 0SEND_F1 2RECV_F0 2F0 2RECV_F1 2F1 2B0 2SEND_B0 2B1 2SEND_B1 2REDUCE_GRAD \
 2RESHARD 0UNSHARD 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD
@@ -28,13 +40,17 @@ TIED = """
 0REDUCE_GRAD 0RESHARD
 1RECV_TIED 1RECV_F0 1F0 1I0 1SEND_B0 1RECV_F1 1F1 1I1 1SEND_B1 1W0 1W1 1SEND_TIED_GRAD 1REDUCE_GRAD
 """
+RESIDENT = """
+0SWAP_IN 1SWAP_IN 0F0 0F1 0SWAP_OUT 2SWAP_IN 1F0 1F1 2F0 2F1 2B0 2B1 2SWAP_OUT 0SWAP_IN 1B0 1B1 0B0 0B1 0UPDATE \
+0SWAP_OUT 2SWAP_IN 1UPDATE 1SWAP_OUT 2UPDATE 2SWAP_OUT
+"""
 SPLIT = "0F0 0F0.1 0SEND_F0 0SEND_F0.1 0RECV_B0.1 0I0.1 0RECV_B0 0I0 0W0 0W0.1\n\
 1RECV_F0 1F0 1RECV_F0.1 1F0.1 1B0.1 1SEND_B0.1 1B0 1SEND_B0"
 
 
 @st.composite
 def schedules(draw):
-    special = draw(st.sampled_from([None, None, None, None, SHARDED, SPLIT, SWAPPED, TIED]))
+    special = draw(st.sampled_from([None, None, None, None, SHARDED, SPLIT, SWAPPED, TIED, RESIDENT]))
     if special is not None:
         return parse_schedule(special)
     name, fits = draw(named_sizes())
@@ -43,11 +59,24 @@ def schedules(draw):
     if draw(st.booleans()):
         return schedule
     schedule = lower(schedule, draw(st.integers(1, 3)))
+    if draw(st.integers(0, 3)) == 0:
+        return with_swaps(draw, schedule)
     if draw(st.booleans()):
         schedule = add_tied(schedule)
     if draw(st.booleans()):
         schedule = add_unshard(schedule, draw(st.one_of(st.none(), st.integers(1, 3))), draw(st.integers(0, 2)))
     return add_reduce_grad(schedule, draw(st.one_of(st.none(), st.integers(1, 3)))) if draw(st.booleans()) else schedule
+
+
+def with_swaps(draw, schedule):
+    """Stages that come and go, of equal or of different sizes."""
+    if draw(st.booleans()):
+        schedule = add_reduce_grad(schedule)
+    if draw(st.booleans()):
+        schedule = add_updates(schedule, draw(st.sampled_from(PLACES)) if schedule.num_ranks == 1 else "at once")
+    stages = schedule.num_stages
+    sizes = draw(st.one_of(st.none(), st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
+    return add_stage_swaps(schedule, draw(st.integers(3, 5)), sizes=sizes, ahead=draw(st.integers(0, 2)))
 
 
 @st.composite
@@ -100,7 +129,7 @@ def test_the_fast_check_accepts_what_the_rules_accept(data):
     assert accepts(changed) == obeys_the_rules(changed)
 
 
-@pytest.mark.parametrize("text", [SHARDED, SPLIT, SWAPPED, TIED])
+@pytest.mark.parametrize("text", [SHARDED, SPLIT, SWAPPED, TIED, RESIDENT])
 def test_what_the_random_changes_start_from_is_accepted(text):
     assert accepts(parse_schedule(text))
 
@@ -133,7 +162,7 @@ def answers():
             sharded = add_reduce_grad(add_unshard(add_tied(schedule), 2, 1), 1)
             yield name, sharded, simulate(sharded, UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5))
             assert accepts(schedule)
-    for text in (SHARDED, SPLIT, SWAPPED, TIED):
+    for text in (SHARDED, SPLIT, SWAPPED, TIED, RESIDENT):
         yield text, parse_schedule(text), simulate(parse_schedule(text), UniformCosts(1.0, 2.0, 0.25))
 
 

@@ -1,7 +1,7 @@
 """Offloaded schedules: a budget for each rank, links that hide, and what is exposed where they do not."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import any_schedules
 from swaps import compute_rows, num_moved, peaks
@@ -106,7 +106,7 @@ def test_a_budget_is_kept_or_refused(plain, is_balanced, data):
         found = offload(before, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
-        assume(False)
+        return
     assert compute_rows(found) == compute_rows(plain)
     assert all(held <= most for held, most in zip(peaks(found, costs, sizes), budget, strict=True))
     assert simulate(found, costs).end_s >= simulate(before, costs).end_s

@@ -226,5 +226,8 @@ def test_every_communication_rule_has_a_fault_above():
     named = {fault[3] for fault in FAULTS.values()} | {"row-for-each-rank", "in-flight-bound"}
     named |= {"partners-in-pairs", "evicts-to-another"}  # just above
     named |= {"gathered-bound", "gradient-bound"}  # test_rules_sharding.py
+    named |= {
+        rule_name(rule) for rule in COMMUNICATION_RULES if "stage_swaps" in rule.__module__
+    }  # test_swap_stages.py
     named |= {rule_name(rule) for rule in TIED_RULES}  # test_rules_tied.py
     assert named == {rule_name(rule) for rule in COMMUNICATION_RULES}

@@ -48,13 +48,13 @@ def _cluster(reader: Reader) -> Cluster:
         adapters_per_node=int(reader.number("adapters_per_node", 0)),
         intra=_link(reader.table("intra")),
         inter=_link(reader.table("inter")),
-        host=_link(reader.table("host")) if "host" in reader.names() else None,
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         cores_per_node=int(reader.number("cores_per_node", 0)),
         pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
         update=_update(reader.table("update", is_optional=True)),
+        host=_link(reader.table("host")) if "host" in reader.names() else None,
     )
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -18,8 +18,10 @@ from pipeloom.schedule import (
     Schedule,
     add_reduce_grad,
     add_slices,
+    add_stage_swaps,
     add_tied,
     add_unshard,
+    add_updates,
     balance,
     format_schedule,
     format_torch_csv,
@@ -29,6 +31,8 @@ from pipeloom.schedule import (
     parse_torch_csv,
 )
 from pipeloom.schedule.held import Kept, all_changes
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.schedule.swap_stages import UpdatePlace
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import count
@@ -79,6 +83,13 @@ class Options:
     """Add the gradient reductions."""
     gradient_buffers: int | None = None
     """Stages whose unreduced gradients a rank can hold; with --reduce-grad. None: all."""
+    update: Literal["at-once", "at-the-end", "in-the-next-step"] | None = None
+    """Add the optimizer's step on each stage: behind its last backward; behind everything, as clipping needs; or before
+    its first forward, for the step before. None: it is not in the schedule."""
+    resident: int | None = None
+    """Swap stages between device and host, with room for so many on each rank. None: all are on the device."""
+    stage_swap: float = 0.0
+    """Cost of moving one stage's weights; its gradient takes as much, its optimizer state twice; with --resident."""
     balance: bool = False
     """Pair full pipeline ranks with empty ones: of what they keep for backwards, the full ones evict to the others what
     they need last, until a pair is balanced or all are within --budget."""
@@ -115,6 +126,7 @@ def run(words: list[str]) -> int:
         offload_s=options.swap,
         tied_s=options.tied or 0.0,
         tied_grad_s=options.tied or 0.0,
+        move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
     )
     schedule = _swapped(plain, options, costs)
     trace = simulate(schedule, costs)
@@ -138,6 +150,8 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
         or options.unshard is not None
         or options.reduce_grad
         or options.tied is not None
+        or options.update is not None
+        or options.resident is not None
     ):
         schedule = lower(schedule, options.receive_buffers)
     if options.tied is not None:
@@ -147,7 +161,12 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
         schedule = add_unshard(schedule, residency, options.prefetch)
     if options.reduce_grad:
         schedule = add_reduce_grad(schedule, options.gradient_buffers)
-    return schedule
+    if options.update is not None:
+        schedule = add_updates(schedule, _PLACES[options.update])
+    return schedule if options.resident is None else add_stage_swaps(schedule, options.resident)
+
+
+_PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
 
 
 def _swapped(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
@@ -174,9 +193,9 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
     (for each rank, what leaves counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own,
     and what its partner evicted), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank
-    the rank to which it evicts, or null), ``num_unshards``, ``num_reductions`` and ``exposed_data_parallel`` (for each
-    rank: gathers, reductions, and how long it stands still for them), ``gradients_final_at`` (for each stage; null
-    where nothing trains).
+    the rank to which it evicts, or null), ``num_unshards``, ``num_reductions``, ``num_swaps_in`` and
+    ``exposed_data_parallel`` (for each rank: gathers, reductions, whole stages swapped in, and how long it stands still
+    for collectives), ``gradients_final_at`` (for each stage; null where nothing trains).
     """
     summary = summarize(trace)
     return {
@@ -194,6 +213,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "partners": None if schedule.partners is None else list(schedule.partners),
         "num_unshards": _counts(schedule, Kind.UNSHARD),
         "num_reductions": _counts(schedule, Kind.REDUCE_GRAD),
+        "num_swaps_in": _counts(schedule, Kind.SWAP_IN),
         "exposed_data_parallel": _exposed(schedule, trace),
         "gradients_final_at": [summary.gradients_final_s.get(stage) for stage in range(schedule.num_stages)],
     }
@@ -241,6 +261,7 @@ def _option_problems(options: Options) -> list[str]:
         ("budget", "balance or --offload", not swaps and options.budget is not None),
         ("swap", "balance or --offload", not swaps and options.swap != Options.swap),
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
+        ("stage-swap", "resident", options.resident is None and options.stage_swap != 0),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
     ):
         if is_idle:
@@ -325,11 +346,12 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
             "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
             "delay by swaps": f"{delay:g}",
         }
-    counts = {"weight gathers": _counts(schedule, Kind.UNSHARD), "reductions": _counts(schedule, Kind.REDUCE_GRAD)}
+    kinds = {"weight gathers": Kind.UNSHARD, "reductions": Kind.REDUCE_GRAD, "stages swapped in": Kind.SWAP_IN}
+    counts = {name: _counts(schedule, kind) for name, kind in kinds.items()}
     again = _counts(schedule, Kind.RECOMPUTE)
     lines |= {"recomputed": _by_rank(again)} if any(again) else {}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
-    if any(any(values) for values in counts.values()):
+    if any(counts["weight gathers"]) or any(counts["reductions"]):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))
     if summary.gradients_final_s:
         lines["gradients final at"] = f"{' '.join(f'{t:g}' for t in summary.gradients_final_s.values())} (by stage)"

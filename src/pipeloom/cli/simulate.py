@@ -10,12 +10,15 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.swap import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
+from pipeloom.predict.swap import Swapping
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
 
+_MOST_DOUBLINGS = 11
 _SUMMARY = (
     "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
     "communication hidden and exposed, memory."
@@ -34,6 +37,8 @@ class Options(RunConfig):
     """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
     lanes: bool = False
     """Also print every lane of communication; --json always has them."""
+    swap_plan: bool = False
+    """With schedule.device_budget, also say where to cut the model and how many micro-batches hide the swaps."""
     memory_over_time: bool = False
     """Say when each rank holds most and what that is made of; with --json also its curve."""
 
@@ -41,6 +46,10 @@ class Options(RunConfig):
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; a step that does not fit the devices is told, not refused."""
     options = parse_config(words, "simulate", _SUMMARY, Options(), _problems)
+    swapping = _swapping(options)
+    if options.swap_plan and swapping is None:
+        raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
+    plan = _swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
     step = simulate_config(options)
     if options.trace is not None:
         _write_trace(step, options.trace)
@@ -51,11 +60,14 @@ def run(words: list[str]) -> int:
         part = excerpt(step.trace)
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
     if options.json:
-        print(json.dumps(to_json(step, with_curves=options.memory_over_time)))
+        tree = to_json(step, with_curves=options.memory_over_time)
+        print(json.dumps(tree if plan is None else tree | {"swap_plan": _plan_to_json(plan)}))
     else:
         from pipeloom.cli.simulate_text import print_step
 
         print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time)
+        if plan is not None:
+            _print_plan(plan)
         for what, file in (("picture", options.plot), ("trace", options.trace)):
             if file is not None:
                 print(f"{what:<18}{file}")
@@ -87,7 +99,37 @@ def order_of(config: RunConfig) -> Order:
             offload=schedule.offload,
             activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
         ),
+        swapping=_swapping(config),
     )
+
+
+def _swapping(config: RunConfig) -> Swapping | None:
+    budget = config.schedule.budget_bytes
+    return None if budget is None else Swapping(budget, needs_norm=config.optimizer.clips)
+
+
+def _swap_plan(config: RunConfig, swapping: Swapping) -> SwapPlan:
+    """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
+    return plan_swaps(question_of(describe(config), swapping), [2**power for power in range(_MOST_DOUBLINGS)])
+
+
+def _plan_to_json(plan: SwapPlan) -> dict[str, Any]:
+    return {
+        "partition": list(plan.pieces),
+        "num_microbatches": plan.num_microbatches,
+        "step_s": plan.step_s,
+        "utilization": plan.utilization,
+        "hidden": plan.hidden,
+    }
+
+
+def _print_plan(plan: SwapPlan) -> None:
+    sizes = ",".join(map(str, plan.pieces))
+    print(f"\nswap plan         layout.loops {len(plan.pieces)}, layout.partition [{sizes}],")
+    print(
+        f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
+    )
+    print(f"                  of the step, {plan.hidden:.1%} of the swaps are hidden")
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
@@ -119,7 +161,8 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     ``places`` says for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
-    ``help``, are those of the fullest rank's devices.
+    ``help``, are those of the fullest rank's devices. With ``--swap-plan`` also ``swap_plan``: ``partition``,
+    ``num_microbatches``, ``step_s``, and as fractions ``utilization`` and ``hidden``.
     """
     prediction = step.prediction
     tree: dict[str, Any] = {

@@ -68,10 +68,11 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     kinds = step.cluster.kinds(run.num_devices)
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
+    cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
-        f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
+        f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{run.precision}, {_recomputation(run)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
@@ -196,6 +197,7 @@ _PEAK_PARTS = {
     "gathered weights": "gathered",
     "gradients": "grads",
     "receive buffers": "recv",
+    "resident stages": "stages",
 }
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint_folder import find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
-from pipeloom.words import count
+from pipeloom.words import count, format_bytes
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
@@ -105,9 +105,20 @@ def _announce(config: RunConfig) -> None:
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}",
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         flush=True,
     )
+    if schedule.budget_bytes is not None:
+        home = "memory of the host" if schedule.swap_folder is None else f"files below {schedule.swap_folder}"
+        print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
+
+
+def _cut(config: RunConfig) -> str:
+    """Token slices; nothing without them."""
+    slices = config.layout.token_slices
+    if slices == "auto":
+        return ", in slices that suit this machine"
+    return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""
 
 
 def _replicas(config: RunConfig) -> str:
@@ -143,6 +154,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     if summary.predicted_bubble_fraction is not None:
         bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"
     print(f"bubble            {bubble}")
+    _print_swapping(summary)
     print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
@@ -166,6 +178,15 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     for name, what in described.items():
         if "," in name or any(folder.glob(name)):  # some may be switched off
             print(f"  {name:<21} {what}")
+
+
+def _print_swapping(summary: "RunSummary") -> None:
+    """What swapped stages took, if there were any."""
+    if summary.peak_stage_bytes is None or summary.swap_s is None or summary.swap_hidden_s is None:
+        return
+    hidden = f"{summary.swap_hidden_s / summary.swap_s:.0%} of them hidden" if summary.swap_s else "nothing to hide"
+    print(f"swapped stages    {summary.swap_s * 1e3:.0f} ms on their way in the traced step, {hidden}")
+    print(f"                  at most {format_bytes(summary.peak_stage_bytes)} of them on the device")
 
 
 def _indented(text: str) -> str:

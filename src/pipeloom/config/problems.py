@@ -9,6 +9,7 @@ from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_i
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
 from pipeloom.toolchain import toolchain_problems
+from pipeloom.words import parse_bytes
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
@@ -20,7 +21,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
-    found += [*_data_parallel_problems(config), *_swap_problems(config)]
+    found += [*_data_parallel_problems(config), *_swap_problems(config), *_budget_problems(config)]
     found += _place_problems(config)
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
@@ -57,6 +58,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "output.trace_step": 1,
 }
+_LEAST_STAGES = 2
 _ABOVE_ZERO = (
     "data.validation_fraction",
     "model.norm_eps",
@@ -226,6 +228,41 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
         f"schedule.{name} has no effect with layout.shard {layout.shard}; it takes {' or '.join(levels)}"
         for name, levels in wanted.items()
         if getattr(schedule, name) is not None and layout.shard not in levels
+    ]
+    return problems
+
+
+def _budget_problems(config: "RunConfig") -> list[str]:
+    layout, schedule = config.layout, config.schedule
+    if schedule.device_budget is None:
+        if schedule.swap_folder is None:
+            return []
+        return ["schedule.swap_folder has no effect without schedule.device_budget; give both or leave it out"]
+    problems: list[str] = []
+    try:
+        parse_bytes(schedule.device_budget)
+    except ValueError as error:
+        problems.append(f"schedule.device_budget: {error}")
+    problems += [
+        f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
+        f"use layout.{name} 1{' and more layout.loops' if name == 'pp' else ''}, or leave the budget out"
+        for name, size in (("pp", layout.pp), ("dp", layout.dp), ("tp", layout.tp))
+        if size > 1
+    ]
+    if layout.pp == 1 and layout.loops < _LEAST_STAGES:
+        problems.append(
+            f"schedule.device_budget needs layout.loops of at least {_LEAST_STAGES}, so that there are stages to swap, "
+            f"found {layout.loops}"
+        )
+    others = {
+        "training.compile": config.training.compile,
+        "schedule.offload": schedule.offload,
+        "layout.token_slices": layout.token_slices not in (None, 1),
+    }
+    problems += [
+        f"schedule.device_budget does not work with {name}; leave one of them out"
+        for name, is_on in others.items()
+        if is_on
     ]
     return problems
 

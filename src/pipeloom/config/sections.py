@@ -3,9 +3,12 @@
 ``None`` always has a stated meaning.
 """
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from pipeloom.words import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,20 @@ class ScheduleConfig:
     """Gigabytes (1e9 bytes) that each rank has for what backwards need. With balance, ranks move no more than that
     takes. None: with balance, each pair of ranks shares evenly."""
 
+    device_budget: str | None = None
+    """Most bytes of weights, gradients and optimizer state on the device at once, such as 64MiB or 20GB: stages live in
+    the memory of the host, come to the device when their turn is, one ahead, and go again. One rank only. Activations
+    and work space come on top; without layout.partition, stages are alike in bytes. None: everything is on the
+    device."""
+    swap_folder: Path | None = None
+    """Folder for the stages that are not on the device, in files that are removed at the end; with device_budget. None:
+    memory of the host."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes of ``device_budget``, which is without problems."""
+        return None if self.device_budget is None else parse_bytes(self.device_budget)
+
     @property
     def known_residency(self) -> int:
         """With its default."""
@@ -138,6 +155,11 @@ class OptimizerConfig:
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient; inf clips nothing."""
 
+    @property
+    def clips(self) -> bool:
+        """Whether an update needs the norm of the whole model's gradient."""
+        return self.clip_grad_norm < math.inf
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -156,7 +178,8 @@ class TrainingConfig:
     """CPU threads of each process."""
     compile: bool = False
     """Whether torch.compile compiles embedding, layers and head; layers that are alike share the code. Takes a minute
-    or more before the first step, less where it is found on disk. Not for schedules that split the backward."""
+    or more before the first step, less where it is found on disk. Not for schedules that split the backward,
+    and not with layout.token_slices."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """inductor: generates code, which takes a C++ compiler on CPUs and a C compiler on CUDA. aot_eager: only traces
     forward and backward, to see whether that works; needs no compiler and gains nothing."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
+from pipeloom.schedule.stage_swaps import NONE, Amounts, Content
 
 
 class Costs(Protocol):
@@ -16,7 +17,11 @@ class Costs(Protocol):
     ignores_microbatch: ClassVar[bool]
 
     def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy."""
+        """Seconds that ``action`` keeps its lane busy; of a swap of a whole stage, those of all that there is of it."""
+        ...
+
+    def move_s(self, stage: int, content: Content) -> float:
+        """Seconds of moving some of what there is of a stage between device and host, in either direction."""
         ...
 
 
@@ -35,6 +40,8 @@ class UniformCosts:
         offload_s: seconds of moving what a stage keeps for a micro-batch to the host, and of bringing it back.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
+        move: seconds of moving a whole stage between device and host.
+        update_s: seconds of the optimizer's step on one stage.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -48,6 +55,12 @@ class UniformCosts:
     offload_s: float = 0.0
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
+    move: Amounts = NONE
+    update_s: float = 0.0
+
+    def move_s(self, stage: int, content: Content) -> float:  # noqa: ARG002  every stage is alike
+        """Seconds of moving some of what there is of a stage between device and host."""
+        return self.move.of(content)
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
@@ -77,6 +90,10 @@ class UniformCosts:
                 return self.tied_s
             case Kind.RECV_TIED_GRAD:
                 return self.tied_grad_s
+            case Kind.SWAP_IN | Kind.SWAP_OUT:
+                return self.move.total
+            case Kind.UPDATE:
+                return self.update_s
         return 0.0
 
 
@@ -100,6 +117,8 @@ class StageCosts:
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
         boundary_s: for each boundary between a stage and the next one, seconds of moving one tensor over it in either
             direction; empty where all take ``transfer_s``.
+        moves: for each stage, seconds of moving it between device and host; empty where that takes none.
+        update_s: for each stage, seconds of the optimizer's step on it; empty where no action does it.
         weight_s: for each stage, seconds of the half of its backward that makes the gradients of the weights; empty
             where ``weight_share`` tells.
     """
@@ -117,6 +136,13 @@ class StageCosts:
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
     boundary_s: tuple[float, ...] = ()
+    moves: tuple[Amounts, ...] = ()
+    update_s: tuple[float, ...] = ()
+
+    def move_s(self, stage: int, content: Content) -> float:
+        """Seconds of moving some of what there is of a stage between device and host."""
+        return self.moves[stage].of(content) if self.moves else 0.0
+
     weight_s: tuple[float, ...] = ()
 
     def half_s(self, stage: int) -> float:
@@ -161,4 +187,8 @@ class StageCosts:
                 return self.tied_s
             case Kind.RECV_TIED_GRAD:
                 return self.tied_grad_s
+            case Kind.SWAP_IN | Kind.SWAP_OUT:
+                return self.moves[stage].total if self.moves else 0.0
+            case Kind.UPDATE:
+                return self.update_s[stage] if self.update_s else 0.0
         return 0.0

@@ -23,6 +23,7 @@ from pipeloom.cost.ranks import placement_of, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Action
+from pipeloom.schedule.stage_swaps import Content
 
 Seconds = NDArray[np.float64]
 
@@ -44,6 +45,10 @@ class SliceCosts:
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its lane busy."""
         return (self.whole if action.microbatch is None else self.slices[action.slice]).seconds(action)
+
+    def move_s(self, stage: int, content: Content) -> float:
+        """Seconds of moving some of what there is of a stage between device and host."""
+        return self.whole.move_s(stage, content)
 
 
 def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from pipeloom.errors import StallError
 from pipeloom.execute.collectives import Groups, Job
 from pipeloom.execute.lanes import Collective, Lane
+from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.weights import StageWeights
 from pipeloom.layout import Shard
 from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.stage_swaps import Content
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Held:
         pending_bytes: of what they kept for the gradients of the weights.
         live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
             accepted from ranks that evict; 0 where nobody counts.
+        swapped_bytes: of whole stages that are swapped and were on the device, or on their way.
     """
 
     gathered: int = 0
@@ -42,6 +45,7 @@ class Held:
     pending: int = 0
     pending_bytes: int = 0
     live_bytes: int = 0
+    swapped_bytes: int = 0
 
     def most(self, other: "Held") -> "Held":
         """Of each number the larger one."""
@@ -129,6 +133,7 @@ class DataParallel:
         sums_replicated: whether a rank's gradients of these are of its own tokens only (sequence parallelism), so that
             a reduction adds them up over the tensor-parallel ranks first.
         dtype: that the stages compute in, where the optimizer updates a wider one: that of the modules.
+        store: takes every stage over as soon as it is made, where stages are swapped; ``None`` keeps them here.
     """
 
     def __init__(
@@ -142,13 +147,16 @@ class DataParallel:
         replicated: Callable[[nn.Module], Collection[str]] = lambda _: (),
         sums_replicated: bool = False,
         dtype: torch.dtype | None = None,
+        store: StageStore | None = None,
     ) -> None:
+        self._store = store
         self._groups = groups
         self._sums_replicated = sums_replicated
         self._lane = lane
         reduced = [action.stage for _, _, action in schedule.actions() if action.kind is Kind.REDUCE_GRAD]
-        self.weights = {
-            index: StageWeights(
+        self.weights: dict[int, StageWeights] = {}
+        for index, module in modules:
+            self.weights[index] = StageWeights(
                 module,
                 level,
                 groups.shard.size,
@@ -157,8 +165,8 @@ class DataParallel:
                 replicated=replicated(module),
                 dtype=dtype,
             )
-            for index, module in modules
-        }
+            if store is not None:
+                store.adopt(index, self.weights[index])
         self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
         self._gathered: set[int] = set()
         self._open: dict[int, Tensor] = {}
@@ -195,7 +203,8 @@ class DataParallel:
         self.most_held = Held()
         if trains:
             for weights in self.weights.values():
-                weights.gradient.zero_()
+                if not weights.is_swapped:  # its first backward begins it with zeros
+                    weights.gradient.zero_()
 
     def unshard(self, stage: int) -> Collective:
         """Start gathering a stage's weights from its shards."""
@@ -264,6 +273,10 @@ class DataParallel:
     @contextmanager
     def gathered(self, stage: int, timeout_s: float) -> Iterator[None]:
         """Outside a step, hold a stage's whole weights meanwhile. The group's ranks call it for the same stages."""
+        if self._store is not None:
+            with self._store.visit(stage, Content.WEIGHTS):
+                yield
+            return
         if self.weights[stage].is_held:
             yield
             return

@@ -16,23 +16,25 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
+from pipeloom.execute.needs import awaited_slots, source_of
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
 from pipeloom.schedule.action import (
     COLLECTIVE_KINDS,
-    COMPUTE_KINDS,
+    COMPUTE_LANE_KINDS,
     RECEIVE_KINDS,
     SEND_KINDS,
+    STAGE_SWAP_KINDS,
     SWAP_KINDS,
-    TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
-from pipeloom.schedule.depend import COMPUTE_LANE, data_dependencies, lane_of
+from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
@@ -81,6 +83,7 @@ class Executor:
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
         swaps: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
+        stage_swaps: moves whole stages between device and host, and updates them; ``None`` as well.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
         slices: how micro-batches are cut, where the schedule cuts them.
 
@@ -100,6 +103,7 @@ class Executor:
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
         swaps: Swaps | None = None,
+        stage_swaps: StageSwaps | None = None,
         run_ahead: int = sys.maxsize,
         slices: TokenSlices | None = None,
     ) -> None:
@@ -113,6 +117,7 @@ class Executor:
         self._data_parallel = data_parallel
         self._tied = tied
         self._swaps = swaps
+        self._stage_swaps = stage_swaps
         self._run_ahead = run_ahead
         self._slices = slices
         self._handover = Handover()
@@ -122,10 +127,8 @@ class Executor:
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
+            **dict.fromkeys(SEND_KINDS, self._send),
+            **dict.fromkeys(RECEIVE_KINDS, self._receive),
         }
         if data_parallel is not None:
             self._handlers |= dict.fromkeys(COLLECTIVE_KINDS, self._collect)
@@ -139,9 +142,11 @@ class Executor:
             self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
         if swaps is not None:
             self._handlers |= dict.fromkeys(SWAP_KINDS, self._swap)
+        if stage_swaps is not None:
+            self._handlers |= {**dict.fromkeys(STAGE_SWAP_KINDS, self._swap_stage), Kind.UPDATE: stage_swaps.update}
         self._check()
-        self._awaited = self._awaited_slots()
-        self._source = {action: self._source_of(action) for action in self._row}
+        self._awaited = awaited_slots(schedule, rank)
+        self._source = {action: source_of(action, schedule) for action in self._row}
         sources = [self._source[action] for action in self._row]
         self._received = [one if one is not None and one.kind in RECEIVE_KINDS else None for one in sources]
         self._lane = {action: lane_of(action, schedule.placement) for action in self._row}
@@ -171,6 +176,8 @@ class Executor:
         if self._tied is not None:
             self._tied.begin(self._handover)
         self._services = [] if self._swaps is None else self._swaps.begin()
+        if self._stage_swaps is not None:
+            self._stage_swaps.begin(self._tied)
         for slot, action in enumerate(self._row):
             self._slot = slot
             source = self._received[slot]
@@ -186,11 +193,7 @@ class Executor:
         self._slot = len(self._row)
         yield from self._rest()
         self._clock.settle()
-        held = self._held
-        if self._data_parallel is not None:
-            held = held.most(self._data_parallel.most_held)
-        if self._swaps is not None:
-            held = held.most(Held(live_bytes=self._swaps.most_bytes))
+        held = self._most_held()
         if self._tied is not None:
             self._tied.end()
         record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
@@ -198,6 +201,16 @@ class Executor:
         self._begin([], None)
         self._slot = len(self._row)
         return result
+
+    def _most_held(self) -> Held:
+        held = self._held
+        if self._data_parallel is not None:
+            held = held.most(self._data_parallel.most_held)
+        if self._swaps is not None:
+            held = held.most(Held(live_bytes=self._swaps.most_bytes))
+        if self._stage_swaps is not None:
+            held = held.most(Held(swapped_bytes=self._stage_swaps.store.peak_bytes))
+        return held
 
     def _rest(self) -> Iterator[Pending]:
         """Wait for what nothing has waited for."""
@@ -235,6 +248,8 @@ class Executor:
         others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
         if waits_for.kind in SWAP_KINDS and self._swaps is not None:
             others = self._swaps.other_end(waits_for.kind)
+        elif waits_for.kind in STAGE_SWAP_KINDS:
+            others = "the host"
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
@@ -247,6 +262,8 @@ class Executor:
             self._tied.forget()
         if self._swaps is not None:
             self._swaps.forget()
+        if self._stage_swaps is not None:
+            self._stage_swaps.forget()
         self._begin([], None)
 
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
@@ -277,48 +294,21 @@ class Executor:
         if self._tied is not None:
             self._handover = handover(self.schedule, self.rank)
 
-    def _awaited_slots(self) -> dict[int, list[int]]:
-        """For each slot the slots of collectives, swaps, and a tied matrix's receives that its action waits for.
-
-        By the dependency relation; collectives themselves wait for no other ones here: their lane keeps the order of
-        the row, and compute is issued in that order.
-        """
-        first, graph = int(self.schedule.facts.columns.first[self.rank]), self.schedule.graph
-        beside = COLLECTIVE_KINDS | SWAP_KINDS
-        collectives = {slot for slot, action in enumerate(self._row) if action.kind in beside}
-        received = {slot for slot, action in enumerate(self._row) if action.kind in TIED_RECEIVE_KINDS}
-        awaited: dict[int, list[int]] = {}
-        for slot, action in enumerate(self._row):
-            some = received if action.kind in COLLECTIVE_KINDS else collectives | received
-            if some and action.kind in COMPUTE_KINDS | COLLECTIVE_KINDS | {Kind.SEND_TIED}:
-                found = [needed - first for needed in graph.needed(first + slot) if needed - first in some]
-                if found:
-                    awaited[slot] = found
-        return awaited
-
-    def _source_of(self, action: Action) -> Action | None:
-        """The action whose result is this action's input, if it is not the batch or the loss."""
-        if action.kind in TIED_KINDS | SWAP_KINDS:
-            return None
-        for needed in data_dependencies(action, self.schedule):
-            is_kept = needed.stage == action.stage and needed.kind in COMPUTE_KINDS | SWAP_KINDS  # the stage has it
-            if action.kind in SEND_KINDS or not is_kept:
-                return None if action.kind in RECEIVE_KINDS else needed
-        return None
-
     def _run(self, action: Action) -> None:
         self._waits_for = None
         try:
             if self._slot in self._awaited or self._tied is not None:
                 self._take_awaited()
             handler = self._handlers[action.kind]
-            if action.kind not in COMPUTE_KINDS:
+            if action.kind not in COMPUTE_LANE_KINDS:
                 handler(action)
                 return
             if len(self._marks) >= self._run_ahead:
                 self._clock.wait(self._marks[-self._run_ahead][2])
             begin = self._clock.mark()
             handler(action)
+            if self._stage_swaps is not None:
+                self._stage_swaps.after(self._slot)
         except Exception as error:
             raise self._explained(action, error) from error
         self._marks.append((action, begin, self._clock.mark()))
@@ -472,6 +462,10 @@ class Executor:
         assert self._swaps is not None
         self._collectives[self._slot] = self._swaps.start(action)
 
+    def _swap_stage(self, _: Action) -> None:
+        assert self._stage_swaps is not None
+        self._collectives[self._slot] = self._stage_swaps.start(self._slot)
+
     def _trace(
         self,
         marks: Sequence[tuple[Action, Mark, Mark]],
@@ -483,6 +477,7 @@ class Executor:
         for action, start_s, end_s in transfers:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
         for slot, collective in collectives.items():
-            begin, end = seconds(collective.begin), seconds(collective.end)
-            spans.append(Span(self._row[slot], self.rank, self._lane[self._row[slot]], begin, end))
+            action, waits = self._row[slot], self._stage_swaps.waits.get(slot, ()) if self._stage_swaps else ()
+            begin = max(seconds(mark) for mark in (collective.begin, *(collectives[other].end for other in waits)))
+            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(collective.end)))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

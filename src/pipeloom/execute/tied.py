@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.stage_store import LentMatrix
 from pipeloom.execute.transport import Transport, finish
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
@@ -33,11 +34,13 @@ class Handover(NamedTuple):
         trains: whether the head's gradient is returned.
         lend_slot: before which action the weights are handed over, where no message carries them.
         return_slot: before which action the gradient is, in the same case; ``None`` for the end of the step.
+        updates_before: whether the first stage is updated in the step before the weights are handed over.
     """
 
     trains: bool = False
     lend_slot: int | None = None
     return_slot: int | None = None
+    updates_before: bool = False
 
 
 def handover(schedule: Schedule, rank: int) -> Handover:
@@ -45,7 +48,7 @@ def handover(schedule: Schedule, rank: int) -> Handover:
 
     Raises:
         UserError: the schedule lacks the messages; or, where none is needed, reduces the first stage's gradient for the
-            last time before the head's is complete.
+            last time, or completes it for an update, before the head's is complete.
     """
     owner, last_stage = schedule.placement.rank_by_stage, schedule.num_stages - 1
     trains = schedule.first_backward_stage == 0
@@ -61,7 +64,13 @@ def handover(schedule: Schedule, rank: int) -> Handover:
         raise UserError(
             f"the last 0REDUCE_GRAD stands before a backward of stage {last_stage}, whose head shares a matrix with it"
         )
-    return Handover(trains, forwards[0], reductions[-1] if reductions else None)
+    adds = [_slots(schedule, stage, *ADDS_TO_GRADIENT) for stage in (0, last_stage)] if trains else []
+    if trains and _slots(schedule, 0, Kind.UPDATE) and adds[0][-1] < adds[1][-1]:
+        raise UserError(
+            f"0UPDATE follows a gradient that stage {last_stage}, whose head shares a matrix with it, has yet to add to"
+        )
+    updates_before = any(slot < forwards[0] for slot in _slots(schedule, 0, Kind.UPDATE))
+    return Handover(trains, forwards[0], reductions[-1] if reductions else None, updates_before)
 
 
 def _slots(schedule: Schedule, stage: int, *kinds: Kind) -> list[int]:
@@ -87,6 +96,7 @@ class Tied:
         gradient_dtype: in which the head's gradient is added up over micro-batches, and sent.
         lender: the first stage, on its rank.
         borrower: the last stage, on its rank.
+        lent: where the matrix and the head's gradient are if stages are swapped; both stages are then on one rank.
 
     Attributes:
         specs: by kind what its message carries.
@@ -100,7 +110,9 @@ class Tied:
         gradient_dtype: torch.dtype,
         lender: StageWeights | None,
         borrower: Borrower | None,
+        lent: LentMatrix | None = None,
     ) -> None:
+        self._lent = lent
         self._name = name
         self._gradient_dtype = gradient_dtype
         self._lender = lender
@@ -128,10 +140,21 @@ class Tied:
     def begin(self, handover: Handover) -> None:
         """Before a step, with what its schedule hands over."""
         self._forget(handover)
+        if self._lent is not None:
+            self._fill()
+            self._room = self._lent.gradient
+
+    def _fill(self) -> None:
+        """Give the lent matrix, at rest, the values that the first stage has now."""
+        if self._lent is not None:
+            assert self._lender is not None
+            self._lent.fill(self._lender.lend(self._name))
 
     def _forget(self, handover: Handover) -> None:
         self._handover = handover
         self._gradient: Tensor | None = None
+        self._room: Tensor | None = None  # for the gradient; none where it takes memory of its own
+        self._is_returned = False
 
     def hand_over(self, slot: int) -> None:
         """Before the action of a slot, on a rank that has both stages: what is due between them.
@@ -139,6 +162,8 @@ class Tied:
         The weights when the first stage first computes, since they are here then; the gradient before it is reduced.
         """
         if slot == self._handover.lend_slot:
+            if self._handover.updates_before:
+                self._fill()
             self.take(Kind.RECV_TIED, self.given(Kind.SEND_TIED))
         if slot == self._handover.return_slot:
             self._return()
@@ -147,8 +172,13 @@ class Tied:
         """After the row: what was not handed over yet. Nothing is lent any more."""
         now = self._handover
         if now.trains and now.lend_slot is not None and now.return_slot is None:
-            self._return()
+            self.return_gradient()
         self.forget()
+
+    def return_gradient(self) -> None:
+        """Let the head's gradient become part of the first stage's now, if it has not and no message carries it."""
+        if self._handover.lend_slot is not None and not self._is_returned:
+            self._return()
 
     def forget(self) -> None:
         """Take back what is lent."""
@@ -157,13 +187,18 @@ class Tied:
         self._forget(Handover())
 
     def _return(self) -> None:
+        self._is_returned = True
+        if self._room is not None and self._lent is not None:
+            with self._lent.collected() as gradient:
+                self.take(Kind.RECV_TIED_GRAD, gradient)
+            return
         self.take(Kind.RECV_TIED_GRAD, self.given(Kind.SEND_TIED_GRAD))
 
     def given(self, kind: Kind) -> Tensor:
         """What a send of this kind takes: the weights, or the head's gradient so far."""
         if kind is Kind.SEND_TIED:
             assert self._lender is not None, "the matrix belongs to the first stage"
-            return self._lender.lend(self._name)
+            return self._lender.lend(self._name) if self._lent is None else self._lent.weights
         assert self._gradient is not None, "the head has no gradient"
         return self._gradient
 
@@ -182,7 +217,9 @@ class Tied:
     def _collect(self, weights: Tensor) -> None:
         """Add a micro-batch's gradient to those before it, in the gradient's type."""
         assert weights.grad is not None
-        if self._gradient is None:
+        if self._gradient is None and self._room is not None:
+            self._gradient = self._room.copy_(weights.grad)
+        elif self._gradient is None:
             self._gradient = weights.grad.to(self._gradient_dtype)
         else:
             self._gradient.add_(weights.grad)

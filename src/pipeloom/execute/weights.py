@@ -113,6 +113,8 @@ class StageWeights:
     its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
     shard begins in the flat buffer.
 
+    Where ``is_swapped``, a ``StageStore`` decides when all of this has memory.
+
     A module may compute in a narrower type than the optimizer updates. Then ``whole`` has the narrow type, shards,
     gradients and their sums over micro-batches the wide one, and ``shard`` is memory of its own even without sharding.
 
@@ -159,6 +161,7 @@ class StageWeights:
         self._num_decayed = self._in_shard(self.order.num_decayed)
         self._full_bytes = self.whole.nbytes
         self.is_held = True
+        self.is_swapped = False
         self.drop()
 
     def _compute_narrow(self) -> None:

@@ -82,6 +82,13 @@ class Job:
             )
         ]
 
+    def slice_problems(self) -> list[str]:
+        """Why other programs cannot cut sequences as the run does; empty if it does not."""
+        wanted = self.config.layout.token_slices
+        if wanted is None or wanted == 1:
+            return []
+        return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
+
     def own_problems(self, program: str) -> list[str]:
         """What only this program does: moving activations away in between, an order of ranks on the devices."""
         schedule, layout = self.config.schedule, self.config.layout
@@ -93,13 +100,6 @@ class Job:
         if layout.pipeline_order is not None:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found
-
-    def slice_problems(self) -> list[str]:
-        """Why other programs cannot cut sequences as the run does; empty if it does not."""
-        wanted = self.config.layout.token_slices
-        if wanted is None or wanted == 1:
-            return []
-        return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""

@@ -87,17 +87,38 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
+def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
+    """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
+    _, head = stage_layers(run, software)
+    only_head = [kept_logits(run, software) * (stage == head) for stage in range(schedule.num_stages)]
+    parts = (_kept(run, software), Kept(only_head, shares=run.slice_shares))
+    return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
+
+
+def _kept(run: Run, software: Software) -> Kept:
+    """What micro-batches keep, logits left out."""
+    pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
+    return Kept(input_bytes(run, software), pending, again, run.slice_shares)
+
+
+def kept_by_stage(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
+    _, head = stage_layers(run, software)
+    inputs = input_bytes(run, software)
+    inputs[head] += kept_logits(run, software)
+    return inputs
+
+
 def _memory(
     run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
 ) -> tuple[Memory, ...]:
     """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
-    inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
-    pending = stage_pending_bytes(run, software)
+    working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
-    kept = Kept(inputs, pending, recomputed_bytes(run, software), shares)
+    kept = _kept(run, software)
     only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
     most_held = partial(most_in_row, schedule)
@@ -206,10 +227,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = input_bytes(run, software)
+    inputs = kept_by_stage(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
-    inputs[head] += kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)

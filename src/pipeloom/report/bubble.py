@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.action import COLLECTIVE_KINDS, COMPUTE_KINDS, OUT_OF, RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.action import (
+    COLLECTIVE_KINDS,
+    COMPUTE_LANE_KINDS,
+    OUT_OF,
+    RECEIVE_KINDS,
+    STAGE_SWAP_KINDS,
+    TIED_RECEIVE_KINDS,
+)
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
 
@@ -28,13 +35,13 @@ class BubbleAccount:
 
     - *imbalance*: the compute action on another rank whose result it uses has not ended;
     - *exposed p2p*: that has ended, and its result has not arrived, or what was evicted has not been loaded, or the
-      matrix that embedding and head share is under way;
+      matrix that embedding and head share, or the whole stage, is under way;
     - *exposed data-parallel*: the stage's weights are not gathered, or no buffer is free for its gradient;
     - *host*: nothing is missing, and the rank has not started yet.
 
     Before the first compute action there is *start-up* in place of all but the exposed data-parallel time. After
-    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived, *exposed data-parallel* while
-    the rank's collectives run, and *drain*.
+    the last one there is *exposed p2p* until the gradient of a shared matrix has arrived and the last stage is swapped
+    out, *exposed data-parallel* while the rank's collectives run, and *drain*.
 
     Attributes:
         compute_s: the rank computes.
@@ -84,9 +91,9 @@ class _Needs:
 
     def __init__(self, schedule: Schedule, spans: Spans) -> None:
         self.spans, self.first = spans, schedule.facts.columns.first
-        self.computes = spans.row.is_kind(*COMPUTE_KINDS)
+        self.computes = spans.row.is_kind(*COMPUTE_LANE_KINDS)
         self.collects = spans.row.is_kind(*COLLECTIVE_KINDS)
-        self.borrows = spans.row.is_kind(*TIED_RECEIVE_KINDS)
+        self.borrows = spans.row.is_kind(*TIED_RECEIVE_KINDS, *STAGE_SWAP_KINDS)
         waits, ends = schedule.graph.waits, spans.end_s
         is_receive, is_load = spans.row.is_kind(*RECEIVE_KINDS), spans.row.is_kind(*OUT_OF)
         self.computed, self.arrived, self.collected = (np.full(len(spans), -np.inf) for _ in range(3))

@@ -15,6 +15,7 @@ from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
 from pipeloom.schedule.held import Kept, accepted_changes, input_changes
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.schedule.stage_swaps import Amounts, stage_stays
 from pipeloom.spans import Seconds, Spans
 from pipeloom.trace import Trace
 
@@ -39,6 +40,8 @@ class HeldBytes:
             among ``always_bytes``.
         gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
             its reduction; 0 where it is among ``always_bytes``.
+        stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
+            in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
         pending_bytes: for each stage what a micro-batch keeps between the two halves of its backward; empty for as much
             as before.
@@ -53,9 +56,19 @@ class HeldBytes:
     recomputed_bytes: tuple[float, ...] = ()
     slice_shares: tuple[float, ...] = ()
     pending_bytes: tuple[float, ...] = ()
+    stages: tuple[Amounts, ...] = ()
 
 
-PARTS = ("always", "stage inputs", "accepted", "working", "gathered weights", "gradients", "receive buffers")
+PARTS = (
+    "always",
+    "stage inputs",
+    "accepted",
+    "working",
+    "gathered weights",
+    "gradients",
+    "receive buffers",
+    "resident stages",
+)
 """What the bytes of a curve are made of; accepted is what a partner evicted to this rank."""
 
 
@@ -98,6 +111,7 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
             ("accepted", *accepted.of(rank)),
             *_work(schedule, own, held),
             *_whole_stages(own, held, trace.end_s),
+            *_resident(own, held),
             *_messages(schedule, rank, matched, held, trace.start_s),
         ]
         curves.append(_curve(always, changes, trace.start_s))
@@ -134,7 +148,7 @@ def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
 def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
     """Of each token slice in a micro-batch."""
     even = np.full(schedule.num_slices, 1 / schedule.num_slices)
-    return np.asarray(held.slice_shares) if held.slice_shares else even
+    return np.asarray(held.slice_shares) if len(held.slice_shares) == schedule.num_slices else even
 
 
 def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
@@ -145,6 +159,14 @@ def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
     is_gather, is_drop = own.row.is_kind(Kind.UNSHARD), own.row.is_kind(Kind.RESHARD)
     yield from _until("gathered weights", own, is_gather, is_drop, gathered, end_s=end_s)
     yield from _until("gradients", own, begins, own.row.is_kind(Kind.REDUCE_GRAD), gradients, end_s=end_s)
+
+
+def _resident(own: Spans, held: HeldBytes) -> Changes:
+    """Stages on the device, from the start of their swap in to the end of their swap out."""
+    stays = stage_stays(own.row) if held.stages else []
+    sizes = np.array([held.stages[stay.stage].of(stay.held) for stay in stays], np.float64)
+    yield "resident stages", own.start_s[np.array([stay.first for stay in stays], np.intp)], sizes
+    yield "resident stages", own.end_s[np.array([stay.last for stay in stays], np.intp)], -sizes
 
 
 def _until(

@@ -11,6 +11,7 @@ from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.slices import add_slices, sliced
 from pipeloom.schedule.split import split_backward
+from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule.text import format_schedule, format_torch_csv, parse_schedule, parse_torch_csv
 
 __all__ = [
@@ -24,8 +25,10 @@ __all__ = [
     "add_data_parallel",
     "add_reduce_grad",
     "add_slices",
+    "add_stage_swaps",
     "add_tied",
     "add_unshard",
+    "add_updates",
     "balance",
     "format_schedule",
     "format_torch_csv",
@@ -33,6 +36,7 @@ __all__ = [
     "offload",
     "parse_schedule",
     "parse_torch_csv",
+    "place_of_updates",
     "sliced",
     "split_backward",
 ]

@@ -6,6 +6,8 @@ for a message; tests hold both to the same answers.
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import accept as kernels
@@ -22,10 +24,11 @@ def accepts(schedule: "Schedule") -> bool:
 
 
 def _has_sizes(schedule: "Schedule") -> bool:
-    limits = schedule.max_stage_inputs
+    limits, sizes = schedule.max_stage_inputs, schedule.stage_sizes
     return (
         len(schedule.rows) == schedule.num_ranks
         and (limits is None or len(limits) == schedule.num_ranks)
+        and (sizes is None or len(sizes) == schedule.num_stages)
         and min(schedule.num_microbatches, schedule.num_slices) >= 1
         and 0 <= schedule.first_backward_stage <= schedule.num_stages
         and _has_pairs(schedule.partners, schedule.num_ranks)
@@ -65,6 +68,8 @@ def _keeps_order(schedule: "Schedule") -> bool:
             return False
         if not _keeps_sharding(schedule):
             return False
+        if not _keeps_stage_swaps(schedule):
+            return False
     is_within = all(
         peak <= limit for peak, limit in zip(schedule.peak_stage_inputs, schedule.max_stage_inputs or (), strict=False)
     )
@@ -96,3 +101,14 @@ def _keeps_sharding(schedule: "Schedule") -> bool:
     return kernel(kernels.gathers, size)(kind, stage, first, schedule.num_stages, most_gathered) and kernel(
         kernels.reduces, size
     )(kind, stage, first, schedule.num_stages, most_unreduced)
+
+
+def _keeps_stage_swaps(schedule: "Schedule") -> bool:
+    facts, size = schedule.facts, schedule.num_actions
+    kind, stage, _, _, first = facts.columns
+    num_stages = schedule.num_stages
+    sizes = np.ones(num_stages, np.int64) if schedule.stage_sizes is None else np.array(schedule.stage_sizes, np.int64)
+    most = sum(sizes.tolist()) if schedule.max_resident is None else schedule.max_resident
+    return kernel(kernels.swaps_stages, size)(kind, stage, first, sizes, most) and kernel(kernels.updates, size)(
+        kind, stage, num_stages, schedule.first_backward_stage
+    )

@@ -58,6 +58,8 @@ class Kind(StrEnum):
 
 
 COMPUTE_KINDS = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE})
+COMPUTE_LANE_KINDS = COMPUTE_KINDS | {Kind.UPDATE}
+"""Kinds that run on the compute lane."""
 USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
 """Kinds that compute on the stage's weights; their gradient is made of a layer's input and its output's gradient."""
 SEND_KINDS = frozenset({Kind.SEND_F, Kind.SEND_B})

@@ -5,7 +5,8 @@ simulator and the executor all ask here. An action waits for
 
 - *data*: the actions whose results it uses (``data_dependencies``);
 - *a buffer*: where gradient buffers are limited, the first backward of a stage's gradient waits for the
-  reduction that frees its buffer (``Schedule.gradient_buffers``);
+  reduction that frees its buffer (``Schedule.gradient_buffers``), and a stage that is swapped in for the swap out
+  that frees its room (``Schedule.max_resident``);
 - *its lane*: the action before it on the same lane of the same rank;
 - *its place in the row*, if it is communication: the compute action before it in the row. A receive stands
   in the row where its buffer becomes free, a gather where its prefetch begins; they start no earlier. Compute

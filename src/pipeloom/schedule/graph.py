@@ -5,13 +5,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import Action
+from pipeloom.schedule.action import STAGE_SWAP_KINDS, Action, Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kernels.waits import ABSENT, find_waits
 from pipeloom.schedule.kernels.walk import walk
 from pipeloom.schedule.row import Ints
 from pipeloom.schedule.sharding import gradient_waits
+from pipeloom.schedule.stage_swaps import swap_waits
 from pipeloom.schedule.tied import tied_waits
 
 Seconds = NDArray[np.float64]
@@ -20,14 +21,20 @@ Seconds = NDArray[np.float64]
 class Graph:
     """What has to end before what: data, the action before on the same lane, the place in the row, a gradient's buffer.
 
-    Messages about a tied matrix are among the data.
+    Messages about a tied matrix are among the data; so are the swaps of whole stages, and the room for them.
 
     Attributes:
         facts: the schedule in arrays; its columns are the nodes.
         waits: [nodes, w] the nodes that have to end before each node starts; negative for none.
     """
 
-    def __init__(self, facts: Facts, gradient_buffers: int | None = None) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        gradient_buffers: int | None = None,
+        max_resident: int | None = None,
+        stage_sizes: tuple[int, ...] | None = None,
+    ) -> None:
         self.facts = facts
         find = kernel(find_waits, len(facts.ranks))
         self.waits: Ints = find(
@@ -42,6 +49,8 @@ class Graph:
             self.waits = np.column_stack([self.waits, tied_waits(facts)])
         if gradient_buffers is not None:
             self.waits = np.column_stack([self.waits, _buffer_waits(facts, gradient_buffers)])
+        if facts.row.is_kind(*STAGE_SWAP_KINDS, Kind.UPDATE).any():
+            self.waits = np.column_stack([self.waits, swap_waits(facts, max_resident, stage_sizes)])
 
     @property
     def num_nodes(self) -> int:

@@ -1,7 +1,6 @@
 """Passes of data parallelism: gather and drop sharded weights, reduce gradients. All work row by row."""
 
-from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ from pipeloom.errors import UserError
 from pipeloom.schedule.action import USES_WEIGHTS, Action, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, Stay, fewest_stays
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays
 
 SharedState = Literal["none", "optimizer", "gradients", "full"]
 """What data-parallel ranks share instead of holding it whole: nothing, or the optimizer's state and more."""
@@ -66,39 +65,36 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
 
 
 def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
-    firsts, lasts = _visits(row)
+    firsts, lasts = visits(row, USES_WEIGHTS)
     stages = row.stage[firsts].tolist()
     places = len(stages) if residency is None else residency
     stays = fewest_stays(stages, places)
     added: list[tuple[int, int, Action]] = []  # (visit before which it stands, drops before gathers, what)
-    for stay, visit in zip(stays, _gather_visits(stays, places, prefetch), strict=True):
+    for stay, visit in zip(stays, arrivals(stays, stages, places, prefetch), strict=True):
         added.append((visit, 1, Action(Kind.UNSHARD, stages[stay.first])))
         if residency is not None:
             added.append((stay.last + 1, 0, Action(Kind.RESHARD, stages[stay.last])))
+    return between_visits(row, lasts, added)
+
+
+def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First and last slots of the runs of actions of some kinds on one stage."""
+    uses = np.flatnonzero(row.is_kind(*kinds))
+    is_first = np.diff(row.stage[uses], prepend=-1) != 0
+    return uses[is_first], uses[np.append(is_first[1:], True)[: len(uses)]]
+
+
+def between_visits(row: Row, lasts: NDArray[np.intp], added: list[tuple[int, int, Action]]) -> Row:
+    """The row with more actions, each given with the visit before which it stands and its order among those there.
+
+    Args:
+        row: without them.
+        lasts: last slots of the visits.
+        added: in any order.
+    """
     added.sort(key=lambda entry: entry[:2])
     slots = [-1, *lasts.tolist()]
     return row.insert([slots[visit] for visit, _, _ in added], Row.of(action for _, _, action in added))
-
-
-def _visits(row: Row) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """First and last slots of the runs of actions that compute on one stage's weights."""
-    computes = np.flatnonzero(row.is_kind(*USES_WEIGHTS))
-    is_first = np.diff(row.stage[computes], prepend=-1) != 0
-    return computes[is_first], computes[np.append(is_first[1:], True)[: len(computes)]]
-
-
-def _gather_visits(stays: Sequence[Stay], places: int, prefetch: int) -> list[int]:
-    """The visit before which the gather for each stay stands.
-
-    Gather ``k`` needs a place: all but ``places - 1`` of the stays before it have ended.
-    """
-    before: list[int] = []
-    ends: list[int] = []  # ascending
-    for number, stay in enumerate(stays):
-        has_place = ends[number - places] + 1 if number >= places else 0
-        before.append(max(has_place, stay.first - prefetch))
-        insort(ends, stay.last)
-    return before
 
 
 def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> Schedule:

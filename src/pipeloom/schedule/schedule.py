@@ -15,6 +15,9 @@ from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import KINDS, Row
 from pipeloom.schedule.verify import verify
 
+Promise = int | tuple[int, ...] | None
+"""What a schedule says of its rows beside them."""
+
 
 class Level(StrEnum):
     """How much of the machine a schedule mentions."""
@@ -46,6 +49,9 @@ class Schedule:
             ``None`` for no limit.
         gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
             further one waits for a reduction to end. ``None`` for room for all.
+        max_resident: the most of its swapped stages that a rank may have on the device at once, those on their way
+            included, in units of ``stage_sizes``; ``None`` for no limit.
+        stage_sizes: for each stage what it takes of ``max_resident``, such as bytes; ``None`` for one each.
         partners: for each rank the rank to which it evicts, and which evicts to it: pairs, so that
             ``partners[partners[r]] == r``. A rank without one names itself. What a partner does to accept and to give
             back is not in its row. ``None`` where nothing says, which then is fit for simulation only.
@@ -63,6 +69,8 @@ class Schedule:
     max_stage_inputs: tuple[int, ...] | None = None
     max_gathered: int | None = None
     gradient_buffers: int | None = None
+    max_resident: int | None = None
+    stage_sizes: tuple[int, ...] | None = None
     partners: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +93,7 @@ class Schedule:
         """Actions of all ranks."""
         return sum(map(len, self.rows))
 
-    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level, **promises: int | None) -> "Schedule":
+    def with_rows(self, rows: Iterable[Iterable[Action]], level: Level, **promises: Promise) -> "Schedule":
         """The same step with other rows and other ``promises`` (attributes by name), verified at ``level``."""
         return replace(self, rows=tuple(Row.of(row) for row in rows), level=level, **promises)
 
@@ -104,7 +112,7 @@ class Schedule:
     @cached_property
     def graph(self) -> Graph:
         """The actions with what each waits for."""
-        return Graph(self.facts, self.gradient_buffers)
+        return Graph(self.facts, self.gradient_buffers, self.max_resident, self.stage_sizes)
 
     @cached_property
     def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

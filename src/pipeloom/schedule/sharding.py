@@ -3,7 +3,8 @@
 The passes (``lower_sharding``), the rules (``verify_sharding``) and the dependency relation (``depend``) read it here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -27,19 +28,21 @@ class Stay(NamedTuple):
     last: int
 
 
-def fewest_stays(stages: Sequence[int], places: int) -> list[Stay]:
+def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None = None) -> list[Stay]:
     """How stages that are used one after the other share a number of places, with the fewest arrivals.
 
-    Where a place is needed, the stage goes whose next use is furthest ahead, which is optimal (Belady, IBM Systems
-    Journal 5 (2), 1966). It goes right after its last use before that.
+    Where a place is needed, the stage goes whose next use is furthest ahead, which is optimal where every stage takes
+    one place (Belady, IBM Systems Journal 5 (2), 1966). It goes right after its last use before that.
 
     Args:
         stages: the stage of each use, in order.
-        places: stages that can be there at once; at least 1.
+        places: for stages that are there at once; at least as many as the largest stage takes.
+        sizes: by stage the places that it takes; ``None`` for one each.
 
     Returns:
-        The stays, in the order in which they begin. At most ``places`` of them hold any one use.
+        The stays, in the order in which they begin. Those that hold any one use take at most ``places`` together.
     """
+    size_of = _size_of(sizes)
     next_use = [len(stages)] * len(stages)
     seen: dict[int, int] = {}
     for use in range(len(stages) - 1, -1, -1):
@@ -51,11 +54,42 @@ def fewest_stays(stages: Sequence[int], places: int) -> list[Stay]:
         if stage in present:
             stays[present[stage]] = stays[present[stage]]._replace(last=use)
             continue
-        if len(present) == places:
+        while sum(map(size_of, present)) + size_of(stage) > places:
             del present[max(present, key=lambda other: next_use[stays[present[other]].last])]
         present[stage] = len(stays)
         stays.append(Stay(use, use))
     return stays
+
+
+def arrivals(
+    stays: Sequence[Stay], stages: Sequence[int], places: int, ahead: int, sizes: Sequence[int] | None = None
+) -> list[int]:
+    """The use before which each stay's stage is brought: as early as its places are free, and not too early.
+
+    Args:
+        stays: from ``fewest_stays``.
+        stages: the stage of each use, as there.
+        places: as there.
+        ahead: how many uses before its own a stage may be brought; with 0 when the use before its own has ended.
+        sizes: as there.
+    """
+    size_of = _size_of(sizes)
+    before: list[int] = []
+    present: list[tuple[int, int]] = []  # (last use, size) of stays that still take their places
+    taken = free_at = 0
+    for stay in stays:
+        size = size_of(stages[stay.first])
+        while taken + size > places:
+            last, given = heappop(present)
+            taken, free_at = taken - given, last + 1
+        before.append(max(free_at, stay.first - ahead))
+        heappush(present, (stay.last, size))
+        taken += size
+    return before
+
+
+def _size_of(sizes: Sequence[int] | None) -> Callable[[int], int]:
+    return (lambda _: 1) if sizes is None else sizes.__getitem__
 
 
 def gathered_counts(row: Row) -> Iterator[tuple[int, int]]:

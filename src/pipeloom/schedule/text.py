@@ -1,8 +1,8 @@
 """Schedules as text: one row a line, and PyTorch's schedule CSV.
 
 Both name every action as PyTorch does (``2F0``), so that files interchange. Placement, counts and level are
-read off the actions. What a schedule promises (``max_stage_inputs``, ``max_gathered``, ``gradient_buffers``) is not
-in them.
+read off the actions. What a schedule promises (``max_stage_inputs``, ``max_gathered``, ``gradient_buffers``,
+``max_resident``) is not in them.
 """
 
 import csv

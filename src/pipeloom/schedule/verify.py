@@ -34,6 +34,7 @@ from pipeloom.schedule.depend import (
     tied_partner,
 )
 from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
+from pipeloom.schedule.verify_stage_swaps import on_device_when_used, resident_bound, update_each_stage_once
 from pipeloom.schedule.verify_tied import tied_gradient_in_time, tied_messages_complete, tied_weights_in_time
 from pipeloom.schedule.violation import Violation, Violations
 from pipeloom.schedule.window import window
@@ -49,6 +50,9 @@ def row_for_each_rank(schedule: "Schedule") -> Violations:
     if schedule.max_stage_inputs is not None and len(schedule.max_stage_inputs) != schedule.num_ranks:
         found = len(schedule.max_stage_inputs)
         yield Violation(f"expected a limit of stage inputs for each of {schedule.num_ranks} ranks, found {found}")
+    if schedule.stage_sizes is not None and len(schedule.stage_sizes) != schedule.num_stages:
+        found = len(schedule.stage_sizes)
+        yield Violation(f"expected a size for each of {schedule.num_stages} stages, found {found}")
     for name, count in (("micro-batch", schedule.num_microbatches), ("token slice", schedule.num_slices)):
         if count < 1:
             yield Violation(f"expected at least one {name}, found {count}")
@@ -362,6 +366,9 @@ COMMUNICATION_RULES: tuple[Rule, ...] = (
     gathered_bound,
     reduce_each_contribution_once,
     gradient_bound,
+    on_device_when_used,
+    resident_bound,
+    update_each_stage_once,
     tied_weights_in_time,
     tied_gradient_in_time,
     acyclic,

@@ -41,12 +41,11 @@ from pipeloom.run_folder import CONFIG
 from pipeloom.train.boxes import Interval
 from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
 from pipeloom.train.data import Data
+from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
 
 MODEL = "model."
 """What keys of parameters begin with."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each element, as torch.optim names it."""
 _PATIENCE = timedelta(minutes=30)
 """How long ranks wait for the slowest one to write or read."""
 
@@ -70,6 +69,7 @@ class Checkpoints:
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
+        self._store = pipeline.store
         self._slices = pipeline.slices()
         self._optimizer = optimizer
         self._is_writer = world.rank == 0
@@ -113,18 +113,25 @@ class Checkpoints:
         """
         info = read_info(path)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        states: dict[Tensor, dict[str, Tensor]] = {
-            p: {moment: torch.zeros_like(p) for moment in _MOMENTS} for p in parameters
-        }
+        states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
         tensors, intervals = self._held(states, is_shared_out=False)
         planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
         with _errors(f"cannot read the checkpoint {path}", UserError):
             dcp.load(tensors, checkpoint_id=path, planner=planner, process_group=self._group)
-        self._data_parallel.refresh()
-        steps = torch.tensor(float(info.step))
-        state = {index: {"step": steps.clone(), **states[p]} for index, p in enumerate(parameters)}
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+        self._refresh()
+        for parameter in parameters:
+            states[parameter]["step"].fill_(info.step)
         return info
+
+    def _refresh(self) -> None:
+        """Compute with the weights that were read."""
+        if self._store is None:
+            self._data_parallel.refresh()
+            return
+        for weights in self._data_parallel.weights.values():  # at rest, as the weights are that the optimizer updates
+            whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
+            if whole.data_ptr() != wide.data_ptr():
+                whole.copy_(wide)
 
     def _held(self, states: States, *, is_shared_out: bool) -> tuple[dict[str, Tensor], dict[str, Interval]]:
         """This rank's elements of each tensor, flat, and which they are.
@@ -139,7 +146,8 @@ class Checkpoints:
         for weights in self._data_parallel.weights.values():
             num = weights.shard.numel()
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
-            for prefix, values, begin in _buffers(weights, states):
+            for prefix, held, begin in _buffers(weights, states):
+                values = held if self._store is None else self._store.at_rest(held)
                 for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
                     part, whole = weights.order.shapes[name], self._slices[name].whole
                     if is_shared_out and self._tensor_rank > 0 and part == whole:
@@ -223,7 +231,7 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
         device="meta",
     )
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    prefixes = [MODEL, *(_prefix(moment) for moment in _MOMENTS)]
+    prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
     return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
@@ -247,7 +255,7 @@ def _buffers(weights: StageWeights, states: States) -> Iterator[tuple[str, Tenso
     """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
     yield MODEL, weights.shard, weights.begin
     for part in weights.parts:
-        for moment in _MOMENTS:
+        for moment in MOMENTS:
             yield _prefix(moment), states[part.parameter][moment], part.begin
 
 

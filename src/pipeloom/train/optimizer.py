@@ -1,12 +1,15 @@
 """AdamW over this rank's parameters, its learning rate, and clipping over the whole model."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each element, as torch.optim names it."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -36,9 +39,29 @@ def make_adamw(
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
+def begin_state(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
+    """The state that AdamW begins with for some parameters, which it would make at the first step; now its own."""
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.get_default_dtype()),
+            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+        }
+    return optimizer.state
+
+
 def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:
     """Sum of the squares of some gradients; add up over ranks that share the model out for the whole model's."""
-    return float(torch.nn.utils.get_total_norm(gradients).double() ** 2)
+    return squared_norm(gradient_norms(gradients))
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient."""
+    return list(torch._foreach_norm(list(gradients))) if gradients else []  # noqa: SLF001
+
+
+def squared_norm(norms: Sequence[Tensor]) -> float:
+    """The square of the norm of all gradients together, from that of each."""
+    return float(torch.linalg.vector_norm(torch.stack(list(norms))).double() ** 2) if norms else 0.0
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: float, limit: float) -> None:

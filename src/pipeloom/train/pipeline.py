@@ -20,7 +20,9 @@ from pipeloom.execute.lanes import StreamLane, ThreadLane
 from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
+from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
+from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.time_swaps import time_swaps
@@ -43,6 +45,7 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 from pipeloom.train.moving import moving, saved_bytes, swaps_anything
+from pipeloom.train.swapping import lend_matrix, make_host_lanes, make_store, with_swaps
 
 
 def training_schedule(config: RunConfig) -> Schedule:
@@ -62,6 +65,8 @@ def _lowered(config: RunConfig, choice: Choice) -> Schedule:
     schedule = lower(choice.make(), settings.receive_buffers)
     if config.model.tied:
         schedule = add_tied(schedule)
+    if config.schedule.budget_bytes is not None:
+        return with_swaps(schedule, config)
     if config.layout.dp == 1 and not config.layout.sequence_parallel:
         return schedule
     return add_data_parallel(
@@ -97,6 +102,8 @@ class Pipeline:
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
+        self.store, self._files = make_store(config)
+        self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(stage, world.device, master_dtype(self._dtype))) for stage in own),
@@ -106,6 +113,7 @@ class Pipeline:
             replicated=lambda stage: _transformer(stage).replicated(),
             sums_replicated=layout.sequence_parallel,
             dtype=self._dtype,
+            store=self.store,
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
@@ -117,6 +125,7 @@ class Pipeline:
         )
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
+        self.stage_swaps = self._make_stage_swaps(self.schedule)
         self._swaps = Swaps(
             self.schedule,
             self._place.pipeline,
@@ -124,7 +133,7 @@ class Pipeline:
             self._wires,
             counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
         )
-        self._trainer = self._executor(self.schedule, outputs, self._swaps)
+        self._trainer = self._executor(self.schedule, outputs, self._swaps, self.stage_swaps)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -211,7 +220,25 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
+            found = self._with_slices(found, batch)
         return self._with_swaps(self._with_tied_messages(found))
+
+    def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of token slices."""
+        if self._slices is None:
+            return profile
+        cut = batch.cut(self._slices)
+        times = profile_slices(
+            self._world,
+            self._stages(self.schedule, self._outputs_in_training, self._slices),
+            self.data_parallel,
+            outputs=self._outputs_in_training,
+            slices=self._slices,
+            tokens=cut.inputs[: len(self._slices.lengths)],
+            objective=self._loss_of(cut),
+            layout=self._config.layout,
+        )
+        return profile if profile is None or times is None else with_slices(profile, times, self._slices)
 
     def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
@@ -256,6 +283,10 @@ class Pipeline:
         self._transport.close()
         self._swaps.close()
         self.data_parallel.close()
+        if self._host_lanes is not None:
+            self._host_lanes.close()
+        if self._files is not None:
+            self._files.cleanup()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""
@@ -304,15 +335,24 @@ class Pipeline:
         last = self.schedule.num_stages - 1
         if not self._config.model.tied or last == 0:
             return None
-        weights = self.data_parallel.weights
+        weights, wide = self.data_parallel.weights, master_dtype(self._dtype)
         borrower = _transformer(weights[last].module) if last in weights else None
+        matrix = self._build(0, "meta", self._dtype).get_parameter(TIED_NAME)
         return Tied(
             TIED_NAME,
-            TensorSpec.of(self._build(0, "meta", self._dtype).get_parameter(TIED_NAME)),
-            gradient_dtype=master_dtype(self._dtype),
+            TensorSpec.of(matrix),
+            gradient_dtype=wide,
             lender=weights.get(0),
             borrower=borrower,
+            lent=None if self.store is None else lend_matrix(self.store, last, matrix, wide, self._world),
         )
+
+    def _make_stage_swaps(self, schedule: Schedule) -> StageSwaps | None:
+        """What moves this rank's stages in the steps of a schedule, if they are moved."""
+        if self.store is None or self._host_lanes is None:
+            return None
+        timeout_s = self._config.training.stall_timeout_s
+        return StageSwaps(schedule, self._place.pipeline, self.store, self._host_lanes, timeout_s)
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
@@ -334,7 +374,13 @@ class Pipeline:
             for index, one in self.data_parallel.weights.items()
         }
 
-    def _executor(self, schedule: Schedule, outputs: tuple[TensorSpec, ...], swaps: Swaps | None = None) -> Executor:
+    def _executor(
+        self,
+        schedule: Schedule,
+        outputs: tuple[TensorSpec, ...],
+        swaps: Swaps | None = None,
+        stage_swaps: StageSwaps | None = None,
+    ) -> Executor:
         slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
         stages = self._stages(schedule, outputs, slices)
         return Executor(
@@ -347,6 +393,7 @@ class Pipeline:
             data_parallel=self.data_parallel,
             tied=self._tied,
             swaps=swaps,
+            stage_swaps=stage_swaps or self._make_stage_swaps(schedule),
             run_ahead=self._config.training.run_ahead,
             slices=slices,
         )

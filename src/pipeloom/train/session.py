@@ -11,12 +11,15 @@ import torch
 
 from pipeloom.checkpoint_folder import find_checkpoint
 from pipeloom.config import RunConfig
+from pipeloom.cost.partition import fastest_partition
 from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.generate import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.data import Data, load_data
+from pipeloom.train.slices import with_known_slices
+from pipeloom.train.swapping import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
@@ -98,7 +101,12 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
     recompute = layout.recompute_by_layer(model.num_layers)
-    partition = layout.partition or default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
+    if schedule.budget_bytes is not None and layout.partition is None:
+        partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
+    else:
+        partition = layout.partition or default_partition(
+            model, config.data.seq_len, config.choice().placed(), recompute
+        )
     is_grouped = FAMILIES[schedule.family].is_grouped
     group_size = schedule.group_size or config.choice().smallest_group
     resume = config.checkpoint.resume
@@ -124,6 +132,6 @@ def _work(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: i
 
 def _join_in(config: RunConfig, job: Job, world: World) -> Any:
     data = load_data(config.data, config.training.seed)
-    result = job(resolve(config, data), world, data)
+    result = job(with_known_slices(resolve(config, data), world), world, data)
     world.leave()
     return result

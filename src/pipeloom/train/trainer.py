@@ -5,18 +5,22 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from statistics import median_high
+from typing import Any
 
 from torch import nn
 
 from pipeloom import run_folder
 from pipeloom.checkpoint_folder import CheckpointInfo
 from pipeloom.config import RunConfig
+from pipeloom.config_file import format_run
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.report.summary import summarize
+from pipeloom.report.summary import communication, summarize
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
+from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
@@ -26,6 +30,7 @@ from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
+from pipeloom.train.stage_updates import StageUpdates
 
 _PROMPT_TOKENS = 40
 
@@ -54,6 +59,9 @@ class RunSummary:
         bubble_fraction: idle share of the ranks in the traced step, measured.
         predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
+        peak_stage_bytes: the most bytes of swapped stages on the device in any step; ``None`` where none is swapped.
+        swap_s: seconds of the traced step in which stages were on their way, added up over both directions.
+        swap_hidden_s: those of them in which the device computed.
     """
 
     num_parameters: int
@@ -71,6 +79,9 @@ class RunSummary:
     bubble_fraction: float
     predicted_bubble_fraction: float | None
     corpus_sha256: str
+    peak_stage_bytes: int | None = None
+    swap_s: float | None = None
+    swap_hidden_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,17 +118,20 @@ class Trainer:
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
         self._optimizer = make_adamw(config.optimizer, decayed, plain)
+        self._updates = self._make_updates()
         self._checkpoints = Checkpoints(config, world, self._pipeline, self._optimizer, folder.path)
         self._done = self._restore()
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
         self._exchange_s: float | None = None
+        self._peak_stage_bytes = 0
         self._live_bytes: tuple[int, ...] = ()
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write everything down."""
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
+            self._folder.write(run_folder.CONFIG, format_run(config))  # with what the ranks have decided
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         self._predict()
         times: list[float] = []
@@ -133,12 +147,15 @@ class Trainer:
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
                     self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
+                self._peak_stage_bytes = max(self._peak_stage_bytes, result.held.swapped_bytes)
                 if step == self._traced_step:
                     self._keep_trace(result)
                     self._keep_live(result.held.live_bytes)
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 if self._is_saved(step):
+                    self._settle()
                     self._checkpoints.save(self._info(step))
+        self._settle()
         self._folder.close()
         summary = self._finish(times, loss)
         return RunResult(summary, self._measured, None if self._prediction is None else self._prediction.trace)
@@ -166,7 +183,7 @@ class Trainer:
     def _predict(self) -> None:
         """Say what a step will look like; written by rank 0."""
         config = self._config
-        if not config.training.predict:
+        if not config.training.predict or self._updates is not None:
             return
         batch = self._batch(self._data.train, 0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
@@ -179,11 +196,14 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(config.optimizer, step - 1, config.training.steps)
+        if self._updates is None or not self._updates.is_deferred:
+            self._set_learning_rate(step)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
-        squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        if self._updates is None:
+            squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
+        else:
+            squares = self._updates.squares
         loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
         if not math.isfinite(loss + squares):
             raise RunError(
@@ -191,10 +211,37 @@ class Trainer:
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
             )
         grad_norm = squares**0.5
-        clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
-        self._optimizer.step()
-        self._pipeline.data_parallel.refresh()
+        if self._updates is None:
+            clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
+            self._optimizer.step()
+            self._pipeline.data_parallel.refresh()
+        elif self._updates.is_deferred:
+            self._set_learning_rate(step)
+            self._updates.owe()
         return loss, grad_norm, result
+
+    def _set_learning_rate(self, step: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._config.optimizer, step - 1, self._config.training.steps)
+
+    def _settle(self) -> None:
+        """Between two steps: the weights are as the last step leaves them."""
+        if self._updates is not None:
+            self._updates.settle()
+
+    def _make_updates(self) -> StageUpdates | None:
+        """What updates the stages within the step, where they are swapped."""
+        store, swaps = self._pipeline.store, self._pipeline.stage_swaps
+        if store is None or swaps is None:
+            return None
+        swaps.updates = StageUpdates(
+            self._config.optimizer,
+            self._optimizer,
+            self._pipeline.data_parallel.weights,
+            store,
+            is_deferred=defers_updates(self._pipeline.schedule.rows[0]),
+        )
+        return swaps.updates
 
     def _keep_trace(self, result: StepResult) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
@@ -243,12 +290,25 @@ class Trainer:
                 None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
             ),
             corpus_sha256=self._data.corpus_sha256,
+            **self._swapping(),
         )
         if self._world.rank == 0:
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         self._write_sample()
         self._pipeline.close()
         return summary
+
+    def _swapping(self) -> dict[str, Any]:
+        """What the summary says of swapped stages."""
+        if self._updates is None or self._measured is None:
+            return {}
+        lanes = (FROM_HOST_LANE, TO_HOST_LANE)
+        uses = [use for use in communication(self._measured) if use.lane in lanes]
+        return {
+            "peak_stage_bytes": self._peak_stage_bytes,
+            "swap_s": sum(use.busy_s for use in uses),
+            "swap_hidden_s": sum(use.hidden_s for use in uses),
+        }
 
     def _validate(self) -> float | None:
         num_batches = self._config.training.validation_batches

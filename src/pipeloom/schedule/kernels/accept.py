@@ -11,6 +11,7 @@ from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
 SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
 EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(9, 16)
+SWAP_IN, SWAP_OUT, UPDATE = range(20, 23)
 NO_MICROBATCH = -(2**31)
 
 
@@ -226,6 +227,72 @@ def reduces(kind: Ints, stage: Ints, first: Longs, num_stages: int, gradient_buf
                 if count > gradient_buffers:
                     return False
     return not (is_any and is_open.any())
+
+
+def swaps_stages(kind: Ints, stage: Ints, first: Longs, sizes: Longs, max_resident: int) -> bool:
+    """Whether stages that are ever swapped are on the device when they are used, are not where the rows end, and never
+    take more room than promised.
+
+    Args:
+        kind, stage, first: columns of a schedule.
+        sizes: for each stage the room that it takes.
+        max_resident: the room of a rank.
+    """
+    is_swapped = np.zeros(sizes.size, np.bool_)
+    for node in range(kind.size):
+        if kind[node] == SWAP_IN:
+            is_swapped[stage[node]] = True
+    is_here = np.zeros(sizes.size, np.bool_)
+    for rank in range(first.size - 1):
+        taken = 0
+        for node in range(first[rank], first[rank + 1]):
+            here = stage[node]
+            if kind[node] == SWAP_IN:
+                if is_here[here]:
+                    return False
+                is_here[here] = True
+                taken += sizes[here]
+                if taken > max_resident:
+                    return False
+            elif kind[node] == SWAP_OUT:
+                if not is_here[here]:
+                    return False
+                is_here[here] = False
+                taken -= sizes[here]
+            elif is_swapped[here] and not is_here[here] and uses_stage(kind[node]):
+                return False
+    return not is_here.any()
+
+
+def uses_stage(kind: int) -> bool:
+    """Whether an action of a kind takes its stage's weights or gradient."""
+    return kind <= RECOMPUTE or kind in (REDUCE, UPDATE)
+
+
+def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
+    """Whether each stage that trains is updated once, if any is, behind all that adds to its gradient or reduces it, or
+    all of them before their first use.
+
+    Args:
+        kind, stage: columns of a schedule.
+        num_stages: of the pipeline.
+        first_backward_stage: stages from it on train.
+    """
+    is_used, is_updated = np.zeros(num_stages, np.bool_), np.zeros(num_stages, np.bool_)
+    is_any = is_deferred = False
+    for node in range(kind.size):
+        here = stage[node]
+        if kind[node] == UPDATE:
+            if is_updated[here] or here < first_backward_stage or (is_any and is_used[here] == is_deferred):
+                return False
+            is_deferred = not is_used[here]
+            is_updated[here] = is_any = True
+        elif uses_stage(kind[node]):
+            is_used[here] = True
+            is_final = kind[node] in (BACKWARD, BACKWARD_WEIGHT, REDUCE)
+            if is_updated[here] and not is_deferred and is_final:
+                return False
+    return not is_any or bool(is_updated[first_backward_stage:].all())
 
 
 def number_on_lanes(lane: Ints, num_lanes: int) -> Ints:

@@ -7,6 +7,7 @@ from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
 SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
 EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD = range(9, 14)
+UPDATE = 22
 """Codes of kinds (``pipeloom.schedule.row.CODE``)."""
 NUM_KEYED = 13
 """Kinds below it name a micro-batch: their actions have a key."""
@@ -173,6 +174,8 @@ def find_waits(
                 last_compute = node
             else:
                 waits[node, 4] = last_compute
+                if kind[node] == UPDATE:
+                    last_compute = node
             if kind[node] == UNSHARD:
                 last_unshard[stage[node]] = node
     return waits

@@ -1,0 +1,302 @@
+"""A model swapped through one device: where to cut it into stages, and how many micro-batches hide the swaps.
+
+ATOM (arXiv 2403.10504) cuts a list of layers so that two neighboring segments fit the device and executing one hides
+the load of the next. Here with C micro-batches, stages i and i + 1 wait for each other
+
+    forward    max(0, load(i + 1) + store(i) - C forward(i))
+    backward   max(0, load(i) + store(i + 1) - C backward(i + 1))
+
+for what moves in each direction: what an update needs and changes goes with the backward, or with the next forward;
+and the best cut has the smallest sum of these, found by dynamic programming over pairs of neighbors. Its schedule is
+then simulated, and cuts near it, for what the sum leaves out: room for more than two stages, and both ends of the step.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+from pipeloom.cost.analytic import stage_costs, step_terms
+from pipeloom.cost.costs import StageCosts
+from pipeloom.errors import UserError
+from pipeloom.generate import make_schedule
+from pipeloom.predict.describe import Described
+from pipeloom.predict.swap import Swapping, host_link, swapped_amounts, swapped_costs
+from pipeloom.report.summary import communication, summarize
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower, place_of_updates
+from pipeloom.schedule.stage_swaps import Amounts, Content
+from pipeloom.simulate import simulate
+from pipeloom.trace import Trace
+from pipeloom.words import format_bytes
+
+_WEIGHTS = Content.WEIGHTS | Content.BORROWED
+_MOST_SIMULATED = 120
+"""Cuts that are simulated for one number of micro-batches."""
+_ENOUGH_MICROBATCHES = 4
+"""Simulated while cuts are compared; a visit of more is one that takes as many times longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapQuestion:
+    """What is known of a model and of the device that it is swapped through.
+
+    Attributes:
+        forward_s: of each piece, seconds of its forward for one micro-batch.
+        backward_s: of each piece, seconds of its backward.
+        update_s: of each piece, seconds of the optimizer's step.
+        pieces: of each piece the bytes of what there is of it.
+        budget: most bytes of stages on the device at once.
+        bytes_per_s: between host and device, in each direction.
+        needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    pieces: tuple[Amounts, ...]
+    budget: int
+    bytes_per_s: float
+    needs_norm: bool = True
+
+    @cached_property
+    def _sums(self) -> tuple[list[float], list[float], list[float], list[Amounts]]:
+        """Of the pieces before each: seconds of forward, backward and update, and bytes."""
+        seconds = [[0.0, *accumulate(of)] for of in (self.forward_s, self.backward_s, self.update_s)]
+        return seconds[0], seconds[1], seconds[2], [Amounts(), *accumulate(self.pieces, _add)]
+
+    def stage(self, begin: int, end: int) -> "SwapStage":
+        """The stage of some pieces."""
+        *seconds, sizes = self._sums
+        forward_s, backward_s, update_s = (of[end] - of[begin] for of in seconds)
+        return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
+
+
+def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
+    """What the cost model knows of a run on one device; its pieces are layers, embedding and head with their neighbors.
+
+    Raises:
+        UserError: the cluster's file does not say how fast the host is reached.
+    """
+    software, cluster, layers = described.software, described.cluster, described.run.shape.layers
+    run = replace(described.run, pp=1, loops=layers, layers_by_stage=(1,) * layers)
+    costs = stage_costs(run, cluster, software)
+    update_s = step_terms(run, cluster, software, max(costs.backward_s)).optimizer_s
+    costs = swapped_costs(costs, run, cluster, software, update_s)
+    return SwapQuestion(
+        forward_s=costs.forward_s,
+        backward_s=costs.backward_s,
+        update_s=costs.update_s,
+        pieces=swapped_amounts(run, software),
+        budget=swapping.budget,
+        bytes_per_s=host_link(cluster).bytes_per_s,
+        needs_norm=swapping.needs_norm,
+    )
+
+
+def _add(one: Amounts, other: Amounts) -> Amounts:
+    return Amounts(**{name: value + getattr(other, name) for name, value in vars(one).items()})
+
+
+@dataclass(frozen=True)
+class SwapStage:
+    """What a stage takes: seconds for one micro-batch and for its update, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    amounts: Amounts
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """A cut into stages, a number of micro-batches, and the step that comes of it.
+
+    Attributes:
+        partition: pieces of each stage.
+        num_microbatches: of a step.
+        schedule: of the step.
+        trace: of its simulation.
+    """
+
+    partition: tuple[int, ...]
+    num_microbatches: int
+    schedule: Schedule
+    trace: Trace
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The partition where the pieces are layers, in the pieces of ``layout.partition``: with embedding and head."""
+        first, *others = self.partition
+        return (first + 2,) if not others else (first + 1, *others[:-1], others[-1] + 1)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.trace.end_s
+
+    @property
+    def utilization(self) -> float:
+        """Share of the step in which the device computes."""
+        return 1 - summarize(self.trace).bubble_fraction
+
+    @property
+    def hidden(self) -> float:
+        """Share of the time on the lanes between host and device that compute hides."""
+        uses = communication(self.trace)
+        busy_s = sum(use.busy_s for use in uses)
+        return sum(use.hidden_s for use in uses) / busy_s if busy_s else 1.0
+
+
+def plan_swaps(
+    question: SwapQuestion,
+    microbatches: Iterable[int],
+    *,
+    num_stages: int | None = None,
+    utilization: float = 0.95,
+) -> SwapPlan:
+    """The cut and the fewest micro-batches with which a device computes most of the time; else its best.
+
+    Args:
+        question: what is known.
+        microbatches: numbers that may be taken, rising.
+        num_stages: of the cut; ``None`` for any number.
+        utilization: share of the step in which the device has to compute.
+
+    Raises:
+        UserError: a piece is larger than the budget, or no cut into so many stages fits.
+    """
+    _check(question, num_stages)
+    best: SwapPlan | None = None
+    for count in microbatches:
+        plan = _best_plan(question, count, num_stages)
+        if best is None or plan.utilization > best.utilization:
+            best = plan
+        if plan.utilization >= utilization:
+            return plan
+    assert best is not None, "at least one number of micro-batches"
+    return best
+
+
+def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatches: int) -> SwapPlan:
+    """The simulated step of a cut, breadth-first on one device.
+
+    Raises:
+        UserError: a stage does not fit into the budget.
+    """
+    stages = [question.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
+    schedule = lower(make_schedule("breadth-first", pp=1, loops=len(stages), num_microbatches=num_microbatches))
+    schedule = add_updates(schedule, place_of_updates(len(stages), needs_norm=question.needs_norm))
+    schedule = add_stage_swaps(schedule, question.budget, sizes=[int(stage.amounts.total) for stage in stages])
+    costs = StageCosts(
+        tuple(stage.forward_s for stage in stages),
+        tuple(stage.backward_s for stage in stages),
+        moves=tuple(stage.amounts.times(1 / question.bytes_per_s) for stage in stages),
+        update_s=tuple(stage.update_s for stage in stages),
+    )
+    return SwapPlan(tuple(partition), num_microbatches, schedule, simulate(schedule, costs))
+
+
+def _check(question: SwapQuestion, num_stages: int | None) -> None:
+    largest = max(one.total for one in question.pieces)
+    if largest > question.budget:
+        raise UserError(
+            f"the largest piece of the model takes {format_bytes(largest)}, the budget is "
+            f"{format_bytes(question.budget)}; use a larger one"
+        )
+    if num_stages is not None and next(_cuts(question, 1, num_stages), None) is None:
+        raise UserError(
+            f"no cut into {num_stages} stages has every stage within {format_bytes(question.budget)}; use more stages "
+            "or a larger budget"
+        )
+
+
+def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> SwapPlan:
+    """The best cut by simulation, from the best ones by the sum of the waits and from cuts near them."""
+    few = min(count, _ENOUGH_MICROBATCHES)
+    alike = _with_longer_visits(question, count / few)
+    known: dict[tuple[int, ...], float] = {}
+
+    def step_s(partition: tuple[int, ...]) -> float:
+        if partition not in known:
+            known[partition] = swapped_step(alike, partition, few).step_s
+        return known[partition]
+
+    starts = sorted(_cuts(question, count, num_stages), key=lambda cut: cut[0])[: _MOST_SIMULATED // 4]
+    best = min((partition for _, partition in starts), key=step_s)
+    while len(known) < _MOST_SIMULATED:
+        following = min(_near(question, best, num_stages), key=step_s, default=best)
+        if step_s(following) >= step_s(best):
+            break
+        best = following
+    return swapped_step(question, best, count)
+
+
+def _with_longer_visits(question: SwapQuestion, factor: float) -> SwapQuestion:
+    """A question whose micro-batches take longer, so that fewer make a visit as long."""
+    forward_s, backward_s = (tuple(factor * s for s in of) for of in (question.forward_s, question.backward_s))
+    return replace(question, forward_s=forward_s, backward_s=backward_s)
+
+
+def _near(question: SwapQuestion, partition: tuple[int, ...], num_stages: int | None) -> Iterator[tuple[int, ...]]:
+    """Cuts with one border moved, and, where the number of stages is free, one less or one more; those that fit."""
+    borders = list(accumulate(partition))[:-1]
+    pieces = sum(partition)
+    found = {(*borders[:n], border + step, *borders[n + 1 :]) for n, border in enumerate(borders) for step in (-1, 1)}
+    if num_stages is None:
+        found |= {(*borders[:n], *borders[n + 1 :]) for n in range(len(borders))}
+        found |= {tuple(sorted({*borders, border})) for border in range(1, pieces)}
+    for cut in sorted(found):
+        sizes = tuple(end - begin for begin, end in pairwise((0, *cut, pieces)))
+        if min(sizes) > 0 and all(_fits(question, *ends) for ends in pairwise((0, *cut, pieces))):
+            yield sizes
+
+
+def _fits(question: SwapQuestion, begin: int, end: int) -> bool:
+    return question.stage(begin, end).amounts.total <= question.budget
+
+
+def _cuts(question: SwapQuestion, count: int, num_stages: int | None) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """For each number of stages that there may be the cut with the smallest sum of waits, with that sum in seconds."""
+    pieces = len(question.pieces)
+    stage = {
+        (begin, end): question.stage(begin, end)
+        for begin in range(pieces)
+        for end in range(begin + 1, pieces + 1)
+        if _fits(question, begin, end)
+    }
+    wait_s = {
+        (begin, middle, end): _wait_s(question, first, stage[middle, end], count)
+        for (begin, middle), first in stage.items()
+        for end in range(middle + 1, pieces + 1)
+        if (middle, end) in stage
+    }
+    known = {(0, end): (0.0, (end,)) for end in range(1, pieces + 1) if (0, end) in stage}
+    for number in range(1, pieces + 1):
+        whole = [known[begin, pieces] for begin in range(pieces) if (begin, pieces) in known]
+        if whole and num_stages in (None, number):
+            yield min(whole)
+        following: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (begin, middle, end), more_s in wait_s.items():
+            if (begin, middle) in known:
+                before_s, sizes = known[begin, middle]
+                found = before_s + more_s, (*sizes, end - middle)
+                following[middle, end] = min(found, following.get((middle, end), found))
+        known = following
+
+
+def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: int) -> float:
+    """Seconds in which two neighbors wait for each other; all of the swaps if there is no room for both."""
+    changed, gradient = Content.WEIGHTS | Content.STATE, Content.GRADIENT
+    forward_s, backward_s = count * first.forward_s, count * second.backward_s
+    if question.needs_norm:
+        there = second.amounts.of(_WEIGHTS | changed | gradient) + first.amounts.of(changed)
+        back = first.amounts.of(_WEIGHTS) + second.amounts.of(gradient | Content.LENT_GRADIENT)
+        forward_s += first.update_s
+    else:
+        there = second.amounts.of(_WEIGHTS)
+        back = first.amounts.of(_WEIGHTS | changed) + second.amounts.of(changed | Content.LENT_GRADIENT)
+        backward_s += second.update_s
+    there_s, back_s = there / question.bytes_per_s, back / question.bytes_per_s
+    if first.amounts.total + second.amounts.total > question.budget:
+        return there_s + back_s
+    return max(0.0, there_s - forward_s) + max(0.0, back_s - backward_s)

@@ -1,0 +1,118 @@
+"""A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from pipeloom.cost.analytic import stage_layers, stage_parameters
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.memory import Memory, state_bytes
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.errors import UserError
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
+from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
+from pipeloom.words import format_bytes
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """How a run is swapped.
+
+    Attributes:
+        budget: most bytes of stages on the device at once.
+        needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
+    """
+
+    budget: int
+    needs_norm: bool
+
+
+def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
+    """For each stage the bytes of what there is of it."""
+    found: list[Amounts] = []
+    for parameters in stage_parameters(run, software):
+        state = state_bytes(run, parameters, software)
+        found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes))
+    _, head = stage_layers(run, software)
+    if run.shape.tied and head > 0:
+        lent = state_bytes(run, run.shape.embedding_parameters, software)
+        found[head] = replace(found[head], borrowed=lent.weights_bytes, lent_gradient=lent.gradients_bytes)
+    return tuple(found)
+
+
+def swapped_schedule(schedule: Schedule, run: Run, software: Software, swapping: Swapping) -> Schedule:
+    """The schedule of a run on one rank with its updates and the swaps of its stages.
+
+    Raises:
+        UserError: a stage does not fit into the budget.
+    """
+    amounts = swapped_amounts(run, software)
+    sizes = [int(one.total) for one in amounts]
+    sizes[0] += int(amounts[-1].lent_gradient)  # on the device while it is added to the first stage's
+    if max(sizes) > swapping.budget:
+        largest, pair = max(sizes), max(map(sum, pairwise(sizes)), default=max(sizes))
+        raise UserError(
+            f"schedule.device_budget is {format_bytes(swapping.budget)}, but stage {sizes.index(largest)} takes "
+            f"{format_bytes(largest)}; use more layout.loops, or a budget of at least {format_bytes(pair)}"
+        )
+    updated = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=swapping.needs_norm))
+    return add_stage_swaps(updated, swapping.budget, sizes=sizes)
+
+
+def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Software, update_s: float) -> StageCosts:
+    """Costs with the seconds of moving each stage, and of updating it.
+
+    Args:
+        costs: of the same run without.
+        run: what is trained.
+        cluster: where.
+        software: with what.
+        update_s: seconds of updating all stages.
+
+    Raises:
+        UserError: the cluster's file does not say how fast the host is reached.
+    """
+    link, parameters = host_link(cluster), stage_parameters(run, software)
+    whole = sum(parameters)
+    return replace(
+        costs,
+        moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(run, software)),
+        update_s=tuple(update_s * held / whole for held in parameters),
+    )
+
+
+def host_link(cluster: Cluster) -> Link:
+    """Between a device and the memory of its host.
+
+    Raises:
+        UserError: the cluster's file does not say how fast it is.
+    """
+    if cluster.host is None:
+        raise UserError(
+            f"the cluster {cluster.name} does not say how fast a device reaches the memory of its host; add to its "
+            "file a table [host] with latency_us and gb_per_s"
+        )
+    return cluster.host
+
+
+def swapped_memory(memory: Memory, run: Run, software: Software, schedule: Schedule) -> Memory:
+    """The memory of a rank whose stages are swapped: weights, gradients and state of those that its row has at once.
+
+    A stage counts from its swap in to its swap out, in the order of the row.
+    """
+    amounts, stays = swapped_amounts(run, software), stage_stays(schedule.rows[0])
+    most = max(
+        ([stay for stay in stays if stay.first <= now.first <= stay.last] for now in stays),
+        key=lambda here: sum(amounts[stay.stage].of(stay.held) for stay in here),
+    )
+
+    def held_bytes(content: Content) -> float:
+        return sum(amounts[stay.stage].of(stay.held & content) for stay in most)
+
+    return replace(
+        memory,
+        weights_bytes=held_bytes(Content.WEIGHTS | Content.BORROWED),
+        gradients_bytes=held_bytes(Content.GRADIENT | Content.LENT_GRADIENT),
+        optimizer_bytes=held_bytes(Content.STATE),
+    )

@@ -1,0 +1,215 @@
+"""What a row says about stages that live in the memory of the host and visit the device.
+
+The pass (``swap_stages``), the rules (``verify_stage_swaps``), the dependency relation (``graph``), the simulator, the
+report and the executor read it here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Flag, auto
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.schedule.action import COMPUTE_KINDS, Kind
+from pipeloom.schedule.facts import Facts
+from pipeloom.schedule.row import CODE, KINDS, Ints, Row
+from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+
+USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
+"""Kinds that take the stage's weights or gradient on the device."""
+
+
+class Content(Flag):
+    """What there is of a stage."""
+
+    WEIGHTS = auto()
+    """What it computes on."""
+    GRADIENT = auto()
+    """What backwards add up and an update uses up."""
+    STATE = auto()
+    """What the optimizer keeps: moments, and the wide weights where a stage computes on narrow ones."""
+    BORROWED = auto()
+    """A tied matrix that it computes with and that belongs to another stage."""
+    LENT_GRADIENT = auto()
+    """The gradient that it collects for that matrix."""
+
+
+NOTHING = Content(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amounts:
+    """How much there is of each content of one stage: bytes, or the seconds that they take.
+
+    Attributes:
+        weights, gradient, state, borrowed, lent_gradient: of the content of that name.
+    """
+
+    weights: float = 0
+    gradient: float = 0
+    state: float = 0
+    borrowed: float = 0
+    lent_gradient: float = 0
+
+    def of(self, content: Content) -> float:
+        """Of some contents together."""
+        return sum(getattr(self, part.name.lower()) for part in content if part.name is not None)
+
+    @property
+    def total(self) -> float:
+        """Of everything."""
+        return self.of(~NOTHING)
+
+    def times(self, factor: float) -> "Amounts":
+        """Each of them by a factor, such as seconds for each byte."""
+        return Amounts(**{name: value * factor for name, value in vars(self).items()})
+
+
+NONE = Amounts()
+"""Of a stage that is nothing."""
+
+
+class StageStay(NamedTuple):
+    """A stage on the device, from a ``SWAP_IN`` to its ``SWAP_OUT``.
+
+    What a stage holds there, and what moves, follows from what the row does with it in between: a forward needs the
+    weights alone; the first backward begins the gradient, which need not be brought; an update uses the gradient up, of
+    this step or of the one before, and changes weights and state. What has not changed is dropped instead of moved out.
+
+    Attributes:
+        stage: which.
+        first: slot of the ``SWAP_IN``.
+        last: slot of the ``SWAP_OUT``.
+        held: what it holds in between.
+        brought: what the ``SWAP_IN`` moves.
+        taken: what the ``SWAP_OUT`` moves.
+    """
+
+    stage: int
+    first: int
+    last: int
+    held: Content
+    brought: Content
+    taken: Content
+
+
+def stage_stays(row: Row) -> list[StageStay]:
+    """The stays of a rank's stages on the device, in the order in which they end."""
+    since: dict[int, int] = {}
+    done: dict[int, list[Kind]] = {}
+    has_gradient: set[int] = set()
+    stays: list[StageStay] = []
+    kinds = (*USES_STAGE, Kind.SWAP_IN, Kind.SWAP_OUT)
+    for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
+        kind, stage = KINDS[row.kind[slot]], int(row.stage[slot])
+        if kind is Kind.SWAP_IN:
+            since[stage] = slot
+            done[stage] = []
+        elif kind is not Kind.SWAP_OUT:
+            done.setdefault(stage, []).append(kind)
+        elif stage in since:
+            stays.append(_stay(stage, (since[stage], slot), done[stage], had_gradient=stage in has_gradient))
+            if Content.LENT_GRADIENT in stays[-1].held:
+                has_gradient.add(stage)
+    return stays
+
+
+def _stay(stage: int, slots: tuple[int, int], kinds: Sequence[Kind], *, had_gradient: bool) -> StageStay:
+    adds, updates = not ADDS_TO_GRADIENT.isdisjoint(kinds), Kind.UPDATE in kinds
+    pays = updates and not had_gradient and ADDS_TO_GRADIENT.isdisjoint(kinds[: kinds.index(Kind.UPDATE)])
+    held = brought = Content.WEIGHTS if updates and len(kinds) == 1 else Content.WEIGHTS | Content.BORROWED
+    taken = NOTHING
+    if adds or updates or Kind.REDUCE_GRAD in kinds:
+        held |= Content.GRADIENT
+        brought |= Content.GRADIENT if had_gradient or pays else NOTHING
+        is_used_up = updates and not (pays and adds)
+        taken |= NOTHING if is_used_up else Content.GRADIENT
+    if adds:
+        held |= Content.LENT_GRADIENT
+        brought |= Content.LENT_GRADIENT if had_gradient else NOTHING
+        taken |= Content.LENT_GRADIENT
+    if updates:
+        held |= Content.STATE
+        brought |= Content.STATE
+        taken |= Content.WEIGHTS | Content.STATE
+    return StageStay(stage, *slots, held, brought, taken)
+
+
+def defers_updates(row: Row) -> bool:
+    """Whether the updates of a row are those that the step before owes: before the first use of their stages."""
+    updates = np.flatnonzero(row.is_kind(Kind.UPDATE))
+    if not updates.size:
+        return False
+    stage = row.stage[updates[0]]
+    return not (row.is_kind(*COMPUTE_KINDS) & (row.stage == stage))[: updates[0]].any()
+
+
+def stage_moves(row: Row) -> dict[int, Content]:
+    """Slot of each ``SWAP_IN`` and ``SWAP_OUT`` -> what it moves."""
+    stays = stage_stays(row)
+    return {stay.first: stay.brought for stay in stays} | {stay.last: stay.taken for stay in stays}
+
+
+def swap_waits(facts: Facts, max_resident: int | None, sizes: Sequence[int] | None) -> Ints:
+    """For each node what it waits for on account of stages that are swapped or updated; -1 for nothing.
+
+    - What uses a stage waits for the ``SWAP_IN`` before it.
+    - A ``SWAP_IN`` waits for the stage's ``SWAP_OUT`` before it, and for that which frees its room. Swaps out end in
+      the order of the row, so the later of the two is enough.
+    - An update, and a ``SWAP_OUT``, wait for what communicated about the stage's gradient before them.
+
+    Returns:
+        [nodes, 2].
+    """
+    waits = np.full((len(facts.ranks), 2), -1, np.int32)
+    for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
+        for slot, needed in _room_waits(row, max_resident, sizes):
+            waits[first + slot, 0] = first + needed
+        for slot, needed in _gradient_waits(row):
+            waits[first + slot, 1] = first + needed
+        for stage in np.unique(row.stage[row.kind == CODE[Kind.SWAP_IN]]).tolist():
+            mine = row.stage == stage
+            brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
+            uses = np.flatnonzero(mine & row.is_kind(*USES_STAGE))
+            number = np.searchsorted(brought, uses) - 1
+            waits[first + uses[number >= 0], 0] = first + brought[number[number >= 0]]
+    return waits
+
+
+def _room_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) -> list[tuple[int, int]]:
+    """(slot of a ``SWAP_IN``, slot of the ``SWAP_OUT`` that has to end first)."""
+    found: list[tuple[int, int]] = []
+    outs: list[int] = []
+    last_out: dict[int, int] = {}  # stage -> number of its last swap out
+    taken = num_ended = 0
+    for slot in np.flatnonzero(row.is_kind(Kind.SWAP_IN, Kind.SWAP_OUT)).tolist():
+        stage = int(row.stage[slot])
+        if row.kind[slot] == CODE[Kind.SWAP_OUT]:
+            last_out[stage] = len(outs)
+            outs.append(slot)
+            continue
+        size = 1 if sizes is None else sizes[stage]
+        while max_resident is not None and taken + size > max_resident and num_ended < len(outs):
+            gone = int(row.stage[outs[num_ended]])
+            taken -= 1 if sizes is None else sizes[gone]
+            num_ended += 1
+        taken += size
+        number = max(num_ended - 1, last_out.get(stage, -1))
+        if number >= 0:
+            found.append((slot, outs[number]))
+    return found
+
+
+def _gradient_waits(row: Row) -> list[tuple[int, int]]:
+    """(slot of an update or a swap out, slot of the last communication about the stage's gradient before it)."""
+    found: list[tuple[int, int]] = []
+    last: dict[int, int] = {}
+    kinds = (Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD, Kind.UPDATE, Kind.SWAP_OUT)
+    for slot in np.flatnonzero(row.is_kind(*kinds)).tolist():
+        stage = int(row.stage[slot])
+        if KINDS[row.kind[slot]] in (Kind.REDUCE_GRAD, Kind.RECV_TIED_GRAD):
+            last[stage] = slot
+        elif stage in last:
+            found.append((slot, last[stage]))
+    return found

@@ -1,0 +1,146 @@
+"""A model that is larger than what it may take of its device: how large its stages are, and when they come and go."""
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from pipeloom.config import RunConfig
+from pipeloom.errors import UserError
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.lanes import StreamLane, ThreadLane
+from pipeloom.execute.stage_store import LentMatrix, StageStore
+from pipeloom.execute.stage_swaps import HostLanes
+from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.world import World
+from pipeloom.model import build_stage, stage_pieces
+from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.words import format_bytes
+
+_MOMENTS = 2
+
+
+def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:
+    """For each stage the bytes of what there is of it.
+
+    Args:
+        config: resolved.
+    """
+    assert config.layout.partition is not None
+    return _amounts(config, config.layout.partition)
+
+
+def piece_bytes(config: RunConfig) -> tuple[int, ...]:
+    """For each piece of the model, embedding, layers, head, the bytes of all that there is of it.
+
+    Args:
+        config: with the model resolved.
+    """
+    return tuple(int(one.total) for one in _amounts(config, (1,) * (config.model.num_layers + 2)))
+
+
+@cache
+def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
+    dtype = getattr(torch, config.training.dtype)
+    narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
+    found: list[Amounts] = []
+    for pieces in stage_pieces(partition):
+        stage = build_stage(
+            config.model,
+            pieces,
+            max_positions=config.data.seq_len,
+            seed=config.training.seed,
+            dtype=dtype,
+            device="meta",
+        )
+        stage.borrow(None)  # what a stage on meta has of another one's is no memory of its own
+        count = sum(parameter.numel() for parameter in stage.parameters())
+        lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
+        found.append(
+            Amounts(
+                weights=count * narrow,
+                gradient=count * wide,
+                state=count * wide * (_MOMENTS + (1 if narrow < wide else 0)),
+                borrowed=lent * narrow,
+                lent_gradient=lent * wide,
+            )
+        )
+    return tuple(found)
+
+
+def stage_sizes(amounts: tuple[Amounts, ...]) -> tuple[int, ...]:
+    """For each stage the bytes that it takes on the device at most.
+
+    The first stage takes in the gradient that a head collects for its matrix, which is on the device meanwhile.
+    """
+    sizes = [int(one.total) for one in amounts]
+    sizes[0] += int(amounts[-1].lent_gradient)
+    return tuple(sizes)
+
+
+def with_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
+    """The schedule with the swaps of its stages, and with updates if it trains.
+
+    Args:
+        schedule: on one rank, with its communication.
+        config: resolved, with a budget.
+
+    Raises:
+        UserError: a stage does not fit into the budget.
+    """
+    budget, sizes = config.schedule.budget_bytes, stage_sizes(stage_amounts(config))
+    assert budget is not None
+    check_sizes(sizes, budget)
+    if schedule.first_backward_stage < schedule.num_stages:
+        schedule = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=config.optimizer.clips))
+    return add_stage_swaps(schedule, budget, sizes=sizes)
+
+
+def check_sizes(sizes: tuple[int, ...], budget: int) -> None:
+    """Refuse stages that do not fit.
+
+    Raises:
+        UserError: names all of them, and says what to change.
+    """
+    large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
+    if large:
+        raise UserError(
+            f"schedule.device_budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
+            "optimizer state; use more layout.loops, a layout.partition with smaller stages there, or a budget of at "
+            f"least {format_bytes(max(map(sum, pairwise(sizes)), default=max(sizes)))}, so that "
+            "each stage is brought while the one before computes"
+        )
+
+
+def make_store(config: RunConfig) -> tuple[StageStore | None, TemporaryDirectory[str] | None]:
+    """The store of a run that swaps stages, and the folder of its files if they are in files."""
+    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
+    if budget is None:
+        return None, None
+    if folder is None:
+        return StageStore(budget), None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = TemporaryDirectory(prefix="stages-", dir=folder)
+    except OSError as error:
+        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
+    return StageStore(budget, Path(files.name)), files
+
+
+def make_host_lanes(clock: Clock, world: World) -> HostLanes:
+    """Lanes between device and host: streams on CUDA, else threads."""
+    if world.device.type == "cuda":
+        return HostLanes(StreamLane(clock, world.device.index), StreamLane(clock, world.device.index))
+    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"))
+
+
+def lend_matrix(
+    store: StageStore, borrower: int, like: Tensor, gradient_dtype: torch.dtype, world: World
+) -> LentMatrix:
+    """Room for the matrix that the last stage borrows, and for its gradient."""
+    weights = torch.zeros(like.shape, dtype=like.dtype, device=world.device)
+    return LentMatrix(store, borrower, weights, torch.zeros(like.shape, dtype=gradient_dtype, device=world.device))
