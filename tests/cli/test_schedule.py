@@ -294,3 +294,15 @@ def test_swaps_that_make_no_sense_are_refused_together(capsys):
     message = refusal(capsys, "1f1b", "--offload", "--budget", "1")
     assert "the budget cannot be kept" in message
     assert "pipeline rank 0 still needs 2, 1 more than its 1" in message
+
+
+def test_stages_that_visit_the_device(capsys):
+    sizes = ["breadth-first", "--pp", "1", "--loops", "8", "--resident", "2"]
+    found = schedule_json(capsys, *sizes, "--stage-swap", "8")
+    assert found["num_swaps_in"] == [14]
+    assert found["makespan"] == 8 * 8 * 3 + 2 * 8  # the first load and the last store
+    updated = schedule(capsys, *sizes, "--update", "in-the-next-step", "--stage-swap", "1")
+    assert "0SWAP_IN 1SWAP_IN 0UPDATE 0F0" in updated
+    assert "stages swapped in  14 (by rank)" in updated
+    assert "--stage-swap has no effect without --resident" in refusal(capsys, "gpipe", "--stage-swap", "1")
+    assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")
