@@ -1,7 +1,7 @@
 # make demo     train a small language model, breadth-first over 4 processes, and draw its timeline
 # make test     check and test everything
 # make predict  predicted beside measured step time on this machine, for six layouts
-# make reproduce  the facts and figures of the breadth-first paper, simulated: docs/reproduction/
+# make reproduce  the facts and figures of the breadth-first paper, and BPipe's, simulated: docs/reproduction/
 # make schedules  the table and the pictures of all families of schedules: docs/schedules/
 # make plan-demo  the planner's ranking of a small model's layouts beside all of them really run (7 minutes)
 # make plan-speed  how fast the planner answers, from the shell and on one core (2 minutes)

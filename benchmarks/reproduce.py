@@ -1,6 +1,7 @@
-"""The facts and figures of the breadth-first paper (arXiv 2211.05953), from simulation. Run by ``make reproduce``.
+"""What the papers of breadth-first (arXiv 2211.05953), BPipe and TeraPipe report, from simulation.
 
-Writes data files, pictures and the tables of ``docs/reproduction/README.md``. Nothing is typed there by hand.
+Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``. Nothing is typed there
+by hand.
 """
 
 import os
@@ -10,7 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from rich.console import Console
 from rich.markdown import Markdown
 
+from reproduction import bpipe, bpipe_cases, bpipe_tables
 from reproduction.batch import best, points
+from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
 from reproduction.facts import facts, group_traffic
 from reproduction.kept import kept, kept_points
@@ -18,11 +21,14 @@ from reproduction.loops import loop_rows
 from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
-from reproduction.tables import FOLDER, PAGE, filled, write_rows
+from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
+from reproduction.terapipe import ablation_rows, setting_rows, terapipe_blocks
+
+TERAPIPE = FOLDER / "terapipe.md"
 
 
 def main() -> None:
-    """Compute everything, write it, print the page."""
+    """Compute everything, write it, print the pages."""
     console = Console()
     data: dict[str, Sequence[Row]] = {}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
@@ -32,18 +38,29 @@ def main() -> None:
             "kept": pool.map(kept, *zip(*kept_points(), strict=True)),
             "scaled": pool.map(scaled, *zip(*scaled_points(), strict=True)),
         }
+        balanced = pool.map(bpipe.described, *zip(*bpipe_cases.points(), strict=True))
         console.print("Facts, loops, sensitivity ...")
         data |= {"facts": facts(), "group_traffic": group_traffic(), "loops": loop_rows()}
         data |= {"sensitivity": gain_rows(), "needed": needed_rows()}
         data |= {name: [row for row in rows if row is not None] for name, rows in found.items()}
-    for name, rows in data.items():
+        pairs = {"bpipe": list(balanced), "bpipe_links": link_rows()}
+    for name, rows in (data | pairs).items():
         write_rows(name, rows)
     draw_loops(data["loops"], FOLDER / "loops.png")
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
-    page = filled(PAGE.read_text(encoding="utf-8"), data)
-    PAGE.write_text(page, encoding="utf-8")
-    console.print(Markdown(page))
+    console.print("TeraPipe ...")
+    ablations, settings = ablation_rows(), setting_rows()
+    write_rows("terapipe_ablation", ablations)
+    write_rows("terapipe_settings", settings)
+    pages = {
+        PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
+        bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
+        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(ablations, settings)),
+    }
+    for path, page in pages.items():
+        path.write_text(page, encoding="utf-8")
+        console.print(Markdown(page))
 
 
 if __name__ == "__main__":

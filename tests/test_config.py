@@ -224,6 +224,26 @@ AXES = {
         {"layout__replicate": 3, "layout__dp": 4, "layout__shard": "full"},
         "layout.replicate must divide layout.dp, found 3 and 4",
     ),
+    "an order that leaves a rank out": (
+        {"layout__pipeline_order": (0, 1, 1, 2)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 1 2",
+    ),
+    "an order of too many ranks": (
+        {"layout__pipeline_order": (0, 1, 2, 3, 4)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 2 3 4",
+    ),
+    "room for nothing that moves": (
+        {"schedule__activation_gb": 3},
+        "schedule.activation_gb has no effect without schedule.balance or schedule.offload",
+    ),
+    "no room to offload from": (
+        {"schedule__offload": True},
+        "schedule.offload moves what schedule.activation_gb has no room for; say how much that is",
+    ),
+    "a balance of one": (
+        {"schedule__balance": True, "layout__pp": 1},
+        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    ),
     "a residency of what always stays": (
         {"schedule__residency": 2, "layout__shard": "optimizer"},
         "schedule.residency has no effect with layout.shard optimizer; it takes full",

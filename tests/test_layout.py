@@ -25,6 +25,14 @@ def test_the_tensor_axis_is_innermost_then_data_then_pipeline():
     assert neighbor == LAYOUT.dp * LAYOUT.tp
 
 
+def test_an_order_of_pipeline_ranks_says_who_stands_where():
+    layout = Layout(pp=4, dp=1, tp=2, pipeline_order=(0, 3, 1, 2))
+    assert [layout.coordinates(rank).pipeline for rank in range(8)] == [0, 0, 3, 3, 1, 1, 2, 2]
+    assert [layout.rank_at(layout.coordinates(rank)) for rank in range(8)] == list(range(8))
+    assert layout.pipelines() == [[0, 4, 6, 2], [1, 5, 7, 3]]
+    assert sorted(layout.tensor_groups()) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 def test_a_batch_goes_over_all_replicas():
     assert LAYOUT.batch_size == 4 * 5 * 7
 

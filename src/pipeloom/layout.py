@@ -1,5 +1,6 @@
 """The layout: axis sizes of a run, how its batch is cut, and where each rank stands. No process groups."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -32,13 +33,33 @@ class Coordinates(NamedTuple):
     tensor: int
 
 
+def place_of(pipeline: int, order: tuple[int, ...] | None) -> int:
+    """Where a pipeline rank stands on the pipeline axis, counted from 0.
+
+    Args:
+        pipeline: the rank.
+        order: see ``Layout.pipeline_order``.
+    """
+    return order.index(pipeline) if order else pipeline
+
+
+def paired_order(partners: Sequence[int]) -> tuple[int, ...]:
+    """An order of pipeline ranks in which partners are neighbors, so that they share a node if a node has several.
+
+    Args:
+        partners: for each pipeline rank its partner, or itself (``Schedule.partners``).
+    """
+    return tuple(dict.fromkeys(one for rank, partner in enumerate(partners) for one in (rank, partner)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """Sizes of the parallel axes and of the batch.
 
     Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
     (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
-    are ``dp * tp`` ranks apart. With hybrid sharding the ranks of one shard group are neighbors on the data axis.
+    are ``dp * tp`` ranks apart, unless ``pipeline_order`` says otherwise. With hybrid sharding the ranks of one shard
+    group are neighbors on the data axis.
     """
 
     pp: int = 4
@@ -78,6 +99,10 @@ class Layout:
     recompute_layers: tuple[Recompute, ...] | None = None
     """The same for each layer by itself, in order. None: recompute for all layers."""
 
+    pipeline_order: tuple[int, ...] | None = None
+    """Pipeline ranks in the order in which they stand on the devices, such as 0 7 1 6 2 5 3 4: so that partners which
+    swap activations share a node. None: ascending."""
+
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
@@ -113,12 +138,12 @@ class Layout:
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank, 0..num_ranks-1, stands."""
         others, tensor = divmod(rank, self.tp)
-        pipeline, data = divmod(others, self.dp)
-        return Coordinates(pipeline, data, tensor)
+        place, data = divmod(others, self.dp)
+        return Coordinates(self.pipeline_order[place] if self.pipeline_order else place, data, tensor)
 
     def rank_at(self, place: Coordinates) -> int:
         """The rank that stands there."""
-        return (place.pipeline * self.dp + place.data) * self.tp + place.tensor
+        return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 
     @property
     def shard_size(self) -> int:

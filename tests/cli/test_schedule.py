@@ -296,6 +296,17 @@ def test_swaps_that_make_no_sense_are_refused_together(capsys):
     assert "pipeline rank 0 still needs 2, 1 more than its 1" in message
 
 
+def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
+    answer = schedule_json(capsys, "1f1b", *WITHOUT_LOOPS, "--slices", "4")
+    assert answer["bubble_overhead"] == pytest.approx(0.375 / 4)
+    assert answer["peak_stage_inputs"] == [2, 2, 2, 1]
+    file = tmp_path / "whole.txt"
+    file.write_text("0F0 0B0\n")
+    assert schedule_json(capsys, str(file), "--slices", "2")["rows"] == [["0F0", "0F0.1", "0B0.1", "0B0"]]
+    assert main(["schedule", "1f1b", "--slices", "0"]) == 2
+    assert "the number of token slices must be at least 1, found 0" in capsys.readouterr().err
+
+
 def test_stages_that_visit_the_device(capsys):
     sizes = ["breadth-first", "--pp", "1", "--loops", "8", "--resident", "2"]
     found = schedule_json(capsys, *sizes, "--stage-swap", "8")

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from families import fitting
 from replicas import Cluster, adamw, cluster_of
 from torch import nn
 from toy import WIDTH, objective
@@ -22,7 +23,7 @@ from pipeloom.schedule import Action, Kind, Level
 from pipeloom.trace import merge
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 STEPS = 3
 
 
@@ -65,7 +66,7 @@ CASES = [(shard, *size) for shard in LEVELS for size in SIZES + ([] if shard == 
 @pytest.mark.parametrize(("shard", "pp", "dp", "replicate", "num_microbatches"), CASES)
 @pytest.mark.parametrize("family", TRAINING)
 def test_three_steps_equal_the_single_process(family, shard, pp, dp, replicate, num_microbatches):
-    loops = 2 if FAMILIES[family].is_looped else 1
+    loops = fitting(family, 2)["loops"]
     layout = Layout(pp=pp, loops=loops, dp=dp, replicate=replicate, shard=shard, num_microbatches=num_microbatches)
     gradients, parameters = differences(cluster_of(layout, family))
     assert gradients < 1e-9

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import fitting
 from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -23,18 +24,18 @@ from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
-LOOPED = [name for name in TRAINING if FAMILIES[name].is_looped]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
-CASES = [(f, *size) for f in TRAINING for size in SIZES if size[1] == 1 or f in LOOPED]
+CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]
 
 
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 @pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
 def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
     toy = Toy(pp * loops, num_microbatches)
+    placement = fitting(family, loops, placement)["placement"]
     schedule = lower(
         make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=placement),
         receive_buffers=1,
@@ -94,7 +95,7 @@ def _transformer_differences(tmp_path, model, layout, schedule_config):
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 @pytest.mark.parametrize("family", TRAINING)
 def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):
-    loops = 2 if family in LOOPED else 1
+    loops, placement = fitting(family, 2, placement).values()
     sizes = {4: (1, 3, 1, 3), 2: (2, 6)}[2 * loops]
     layout = Layout(
         pp=2, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes if partition == "uneven" else None

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 from torch import nn
@@ -30,15 +31,15 @@ from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.schedule import add_data_parallel, lower
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
     configs = []
     for family in TRAINING:
-        loops = 2 if FAMILIES[family].is_looped else 1
-        for placement in ("looped", "v", "linear"):
+        for wanted in ("looped", "v", "linear"):
+            loops, placement = fitting(family, 2, wanted).values()
             for model in ("llama", "gpt2"):
                 stages = pp * loops
                 sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None

@@ -1,6 +1,7 @@
 """Recomputation under the executor: with every family, and with weights that are dropped and gathered meanwhile."""
 
 import pytest
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 
@@ -8,7 +9,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 MIXED = ("none", "full", "selective", "none", "full", "full")
 CHOICES = [{"recompute": "selective"}, {"recompute": "full"}, {"recompute_layers": MIXED}]
 
@@ -20,7 +21,7 @@ def test_every_family_equals_the_single_process_over_gloo(tmp_path, model):
         small_run(
             tmp_path,
             model=shape,
-            layout=Layout(pp=2, loops=2 if FAMILIES[family].is_looped else 1, num_microbatches=4, **choice),
+            layout=Layout(pp=2, loops=fitting(family, 2)["loops"], num_microbatches=4, **choice),
             schedule=ScheduleConfig(family=family),
         )
         for family in TRAINING

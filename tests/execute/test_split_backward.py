@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from families import fitting
 from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
@@ -17,12 +18,16 @@ from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.run_folder import read_run
 from pipeloom.schedule import Kind, add_data_parallel, lower, split_backward
 from pipeloom.trace import from_chrome
+from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import TOLERANCES
+from pipeloom.train.pipeline import training_schedule
+from pipeloom.train.session import resolve
+from swapping import swap_newest
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
 DELAYS = (0, 1, None)
@@ -35,7 +40,7 @@ def split(layout, family, delay, placement="looped"):
 
 
 def worst(family, delay, *, tied=False, model="llama", placement="looped", settings=None, **sizes):
-    layout = Layout(loops=2 if FAMILIES[family].is_looped else 1, **sizes)
+    layout = Layout(loops=fitting(family, 2)["loops"], **sizes)
     schedule = complete(layout, split(layout, family, delay, placement), tied=tied, **(settings or {}))
     return differences(TransformerCluster(layout, schedule, model, tied=tied))
 
@@ -175,3 +180,37 @@ def test_a_run_that_splits_is_profiled_predicted_traced_and_evaluated(tmp_path, 
         assert len(seconds[Kind.BACKWARD_INPUT]) == len(seconds[Kind.BACKWARD_WEIGHT]) == 4 * 4
         assert not seconds[Kind.BACKWARD]
         assert min(seconds[Kind.BACKWARD_WEIGHT]) > 0
+
+
+WITH_PASSES = [
+    (Layout(pp=2, loops=1, num_microbatches=4), {"family": "zb-h2"}, None),
+    (Layout(pp=2, loops=1, num_microbatches=6), {"family": "zb-h2"}, Kind.EVICT),
+    (Layout(pp=2, loops=2, num_microbatches=4, recompute="selective"), {"family": "zb-v"}, Kind.OFFLOAD),
+    (Layout(pp=2, loops=2, num_microbatches=4, token_slices=2), {"family": "interleaved-zb"}, None),
+    (Layout(pp=2, loops=2, num_microbatches=4), {"family": "interleaved-zb", "keep": (1, 2)}, None),
+]
+
+
+def _key(layout, order):
+    return layout.num_microbatches, layout.token_slices, order.family, order.keep
+
+
+@pytest.mark.timeout(300)
+def test_with_slices_recomputation_of_some_and_what_moves_over_gloo(tmp_path, monkeypatch):
+    model = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, tied=True)
+    kind_of = {}
+
+    def moving(config, schedule):
+        kind = kind_of[_key(config.layout, config.schedule)]
+        return schedule if kind is None else swap_newest(schedule, 1, kind)
+
+    monkeypatch.setattr("pipeloom.train.pipeline.moving", moving)
+    configs = []
+    for layout, order, kind in WITH_PASSES:
+        configs.append(small_run(tmp_path, model=model, layout=layout, schedule=ScheduleConfig(**order)))
+        kind_of[_key(layout, configs[-1].schedule)] = kind
+    schedules = [training_schedule(resolve(one, load_data(one.data, 0))) for one in configs]
+    kinds = {action.kind for schedule in schedules for _, _, action in schedule.actions()}
+    assert {Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT} <= kinds
+    assert max(schedule.num_slices for schedule in schedules) == 2
+    assert all(max(found.values()) < 1e-9 for found in differences_over_gloo(configs, 2))

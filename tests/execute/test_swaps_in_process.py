@@ -12,11 +12,12 @@ from pipeloom.errors import ActionError, UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import SwapPost
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, lower, parse_schedule
 from pipeloom.schedule.action import SWAP_KINDS
 from swapping import swap_newest, swapping_schedules
 
@@ -154,3 +155,41 @@ def test_without_swaps_an_executor_refuses_to_evict():
     toy = Toy(2, 4)
     with pytest.raises(UserError, match="the executor has nothing to run EVICT, LOAD with"):
         make_executor(schedule, 0, toy.modules(), toy.outputs(), Post().transport(0))
+
+
+class _Slow:
+    """Lanes that go on only when they are asked to."""
+
+    waits, device = False, torch.device("cpu")
+
+    def __init__(self):
+        self.neighborhood, self.lanes = Neighborhood(), {}
+
+    def of_kind(self, kind):
+        self.lanes[kind] = self.neighborhood.lane(HostClock())
+        return self.lanes[kind]
+
+    service = of_kind
+
+
+def test_a_load_begins_when_its_eviction_has_ended():
+    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
+    lanes, post, toy = _Slow(), SwapPost(), Toy(2, 3)
+    swaps = Swaps(schedule, 0, lanes, post.wires(schedule))
+    swaps.begin()
+    forward = Action(Kind.FORWARD, 0, 1)
+    parcel = swaps.parcel(forward, owns_input=False)
+    stage = Stage(toy.modules()[0], 0, toy.outputs()[0], needs_input_gradient=False)
+    stage.forward(Part(1), toy.inputs()[1], None, trains=True, parcel=parcel)
+    swaps.after_forward(forward)
+    for kind in (Kind.EVICT, Kind.LOAD):
+        swaps.start(Action(kind, 0, 1))
+    while lanes.lanes[Kind.LOAD].advance():
+        pass
+    assert not post.place(0, "load", "numbers")
+    while lanes.lanes[Kind.EVICT].advance():
+        pass
+    assert parcel._boxes[0].storage is None
+    while lanes.lanes[Kind.LOAD].advance():
+        pass
+    assert len(post.place(0, "load", "numbers")) == 1

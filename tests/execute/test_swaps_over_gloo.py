@@ -150,9 +150,9 @@ def _alone(rendezvous, rank, size):
     toy = Toy(2, 4)
     (module, _), (output, _) = toy.modules(), toy.outputs()
     stage, part = Stage(module, 0, output, needs_input_gradient=False), Part(1)
-    parcel = swaps.parcel(0, part, owns_input=True)
+    parcel = swaps.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
     stage.forward(part, toy.inputs()[1], None, trains=True, parcel=parcel)
-    swaps.after_forward(0, part)
+    swaps.after_forward(Action(Kind.FORWARD, 0, 1))
     found = []
     for kind in (Kind.EVICT, Kind.LOAD):
         collective = swaps.start(Action(kind, 0, 1))

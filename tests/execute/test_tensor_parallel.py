@@ -1,6 +1,7 @@
 """Tensor parallelism over processes: alone, with data parallelism and with recomputation, equal to a single process."""
 
 import pytest
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 
@@ -8,7 +9,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 SHAPES = {
     "llama": ModelConfig(num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=20),
     "gpt2": ModelConfig(family="gpt2", num_layers=4, hidden_size=16, num_heads=4, ffn_size=21),
@@ -34,7 +35,7 @@ def test_every_family_equals_the_single_process_over_gloo(tmp_path, model):
                 continue  # it has two key and value heads
             number += 1
             layout = Layout(
-                loops=2 if FAMILIES[family].is_looped else 1,
+                loops=fitting(family, 2)["loops"],
                 num_microbatches=3,
                 recompute=RECOMPUTE[number % 3],
                 **axes,

@@ -1,18 +1,19 @@
 """All axes at once, every rank in one process: three steps equal the single process."""
 
 import pytest
+from families import fitting
 from transformers import TransformerCluster, differences, schedule_of
 
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 RECOMPUTE = ("none", "selective", "full")
 
 
 def worst(family, *, tied=False, model="llama", **sizes):
-    layout = Layout(loops=2 if FAMILIES[family].is_looped else 1, **sizes)
+    layout = Layout(loops=fitting(family, 2)["loops"], **sizes)
     return differences(TransformerCluster(layout, schedule_of(layout, family, tied=tied), model, tied=tied))
 
 

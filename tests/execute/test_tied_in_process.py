@@ -4,6 +4,7 @@ from collections import deque
 
 import pytest
 import torch
+from families import fitting
 from transformers import TransformerCluster, differences, plain_steps, tied_schedule
 
 from pipeloom.errors import UserError
@@ -16,12 +17,11 @@ from pipeloom.schedule import Kind, lower, parse_schedule
 from pipeloom.trace import from_chrome, merge, to_chrome
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 
 
 def layout_of(family, **sizes):
-    loops = sizes.pop("loops", 2) if FAMILIES[family].is_looped else 1
-    return Layout(loops=loops, **sizes)
+    return Layout(loops=fitting(family, sizes.pop("loops", 2))["loops"], **sizes)
 
 
 CASES = [
@@ -48,7 +48,8 @@ def test_three_steps_equal_the_single_process(family, shard, pp, dp, replicate, 
 @pytest.mark.parametrize("family", TRAINING)
 def test_so_they_do_in_every_placement(family, shard, placement):
     layout = layout_of(family, pp=2, dp=2, shard=shard, num_microbatches=3)
-    assert differences(TransformerCluster(layout, tied_schedule(layout, family, placement), "gpt2")) < 1e-9
+    schedule = tied_schedule(layout, family, fitting(family, 2, placement)["placement"])
+    assert differences(TransformerCluster(layout, schedule, "gpt2")) < 1e-9
 
 
 @pytest.mark.parametrize("placement", ["looped", "v"])

@@ -1,6 +1,7 @@
 """A tied embedding and head over real processes: gradients equal those of a single process."""
 
 import pytest
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 
@@ -8,7 +9,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward and not family.splits_backward]
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 TIED = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "tied": True}
 
 
@@ -23,9 +24,10 @@ def compared(configs, num_ranks):
 def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp, placements):
     configs = []
     for family in TRAINING:
-        for placement in placements:
-            model = "gpt2" if placement == "v" else "llama"
-            layout = Layout(pp=pp, loops=2 if FAMILIES[family].is_looped else 1, num_microbatches=4, microbatch_size=2)
+        for wanted in placements:
+            loops, placement = fitting(family, 2, wanted).values()
+            model = "gpt2" if wanted == "v" else "llama"
+            layout = Layout(pp=pp, loops=loops, num_microbatches=4, microbatch_size=2)
             schedule = ScheduleConfig(family=family, placement=placement)
             configs.append(
                 small_run(tmp_path, model=ModelConfig(family=model, **TIED), layout=layout, schedule=schedule)

@@ -1,9 +1,11 @@
 """A sequence that is run slice by slice trains as a whole one does, in process and over processes."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from families import fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 from toy import make_executor
@@ -11,12 +13,19 @@ from toy import make_executor
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
+from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
 from pipeloom.execute.transport import Post
+from pipeloom.execute.wires import SwapPost
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import lower
+from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.balance import balance
+from pipeloom.schedule.offload import offload
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
@@ -30,13 +39,22 @@ LLAMA = ModelConfig(family="llama", num_layers=4, hidden_size=16, num_heads=4, n
 GPT2 = replace(LLAMA, family="gpt2", num_kv_heads=4)
 
 
-def sliced_differences(tmp_path, model, layout, schedule_config):
+def swaps_of(schedule):
+    """For each rank what moves its activations, if the schedule does."""
+    if not any(row.is_kind(*SWAP_KINDS).any() for row in schedule.rows):
+        return [None] * schedule.num_ranks
+    lanes, wires = Neighborhood(), SwapPost().wires(schedule)
+    return [Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), wires) for rank in range(schedule.num_ranks)]
+
+
+def sliced_differences(tmp_path, model, layout, schedule_config, swap=None):
     config = small_run(tmp_path, model=model, layout=layout, schedule=schedule_config)
     config = replace(config, data=replace(config.data, seq_len=NUM_TOKENS))
     data = load_data(config.data, 0)
     config = resolve(config, data)
     batch = Batch.of(data.train.batch(0, layout.batch_size), layout.num_microbatches, torch.device("cpu"))
     schedule, pieces = training_schedule(config), stage_pieces(config.layout.partition)
+    schedule = schedule if swap is None else swap(schedule)
     slices = TokenSlices(config.layout.slice_lengths(NUM_TOKENS))
 
     def build(stage, device):
@@ -49,10 +67,15 @@ def sliced_differences(tmp_path, model, layout, schedule_config):
     outputs = stage_outputs(lambda stage: build(stage, "meta"), schedule.num_stages, tokens)
     modules, post = [build(stage, "cpu") for stage in range(schedule.num_stages)], Post()
     ranks = range(schedule.num_ranks)
-    executors = [make_executor(schedule, r, modules, outputs, post.transport(r), slices=slices) for r in ranks]
+    swaps = swaps_of(schedule)
+    executors = [
+        make_executor(schedule, rank, modules, outputs, post.transport(rank), swaps[rank], slices=slices)
+        for rank in ranks
+    ]
     cut = batch.cut(slices)
     results = run_in_process(executors, cut.inputs, cut.loss)
-    assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
+    if swap is None:
+        assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
     assert all(not stage._caches for executor in executors for stage in executor._stages.values())
     assert sorted(results[schedule.placement.rank_by_stage[-1]].outputs) == list(range(layout.num_microbatches))
     loss = sum(float(value) for result in results for value in result.outputs.values())
@@ -77,6 +100,7 @@ def test_gradients_equal_those_of_whole_sequences(tmp_path, family, model, slice
 @pytest.mark.parametrize("placement", ["v", "linear"])
 @pytest.mark.parametrize("family", [name for name in TRAINING if FAMILIES[name].is_looped])
 def test_other_placements_too(tmp_path, family, placement):
+    placement = fitting(family, 2, placement)["placement"]
     layout = Layout(pp=2, loops=2, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN)
     found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family=family, placement=placement))
     assert max(found.values()) < 1e-9
@@ -86,6 +110,14 @@ def test_other_placements_too(tmp_path, family, placement):
 def test_slices_that_are_recomputed_one_by_one(tmp_path, family):
     layout = Layout(pp=3, loops=1, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN)
     found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family=family, keep=(1, 1, 1)))
+    assert max(found.values()) < 1e-9
+
+
+@pytest.mark.parametrize("swap", [balance, partial(offload, budget_bytes=(1.5, 1.5, 1.5, 1.5))])
+def test_slices_that_are_swapped(tmp_path, swap):
+    """Keys and values stay, whatever else autograd saved of a slice goes and comes back."""
+    layout = Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1, token_slices=UNEVEN)
+    found = sliced_differences(tmp_path, LLAMA, layout, ScheduleConfig(family="1f1b"), swap)
     assert max(found.values()) < 1e-9
 
 
@@ -118,4 +150,4 @@ def lowered(num_slices):
 @pytest.mark.parametrize("slices", [None, TokenSlices((3, 3, 3))])
 def test_lengths_for_another_number_of_slices_are_refused(slices):
     with pytest.raises(UserError, match="cuts micro-batches into 2 token slices, found lengths for"):
-        make_executor(lowered(2), 0, [None], [None, None], Post().transport(0), slices)
+        make_executor(lowered(2), 0, [None], [None, None], Post().transport(0), slices=slices)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import lower
+from pipeloom.generate import FAMILIES, Choice, make_schedule
+from pipeloom.schedule import Placement, lower
 from pipeloom.simulate import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)
@@ -55,6 +55,56 @@ def test_interleaved_zero_bubble_has_the_bubble_of_zb_h1_in_stages_that_are_smal
     schedule = make_schedule("interleaved-zb", pp=pp, loops=loops, num_microbatches=pp * groups)
     assert bubble(schedule) == pp - 1
     assert max(schedule.peak_stage_inputs) == pp * loops
+
+
+@pytest.mark.parametrize(("pp", "count"), SIZES)
+def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(pp, count):
+    """2 P inputs of stages half as large (arXiv 2401.10241, section 6).
+
+    The step is the shortest that there is at any size: the last rank waits for P - 1 forwards.
+    """
+    schedule = make_schedule("zb-v", pp=pp, loops=2, num_microbatches=count)
+    assert bubble(schedule) == (0 if count >= 2 * pp - 1 else pp - 1)
+    assert simulate(schedule, UNIT).end_s == 6 * count + pp - 1
+    assert max(schedule.peak_stage_inputs) == 2 * pp
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "thirds"), [("v-half", lambda pp: (pp + 2) // 2, 3), ("v-min", lambda pp: (pp + 4) // 3, 4)]
+)
+@pytest.mark.parametrize(("pp", "count"), SIZES)
+def test_less_memory_costs_the_published_part_of_the_bubble(name, memory, thirds, pp, count):
+    """Of 1F1B, which loses 6 (P - 1) here: half the bubble with half the inputs, two thirds of it with a third.
+
+    The published table has the bubbles as about p / 2 m and 2 p / 3 m against p / m, and the inputs exactly
+    (arXiv 2405.15362, table 2).
+    """
+    schedule = make_schedule(name, pp=pp, loops=2, num_microbatches=count)
+    assert pp - 1 < bubble(schedule) <= thirds * pp
+    assert max(schedule.peak_stage_inputs) == 2 * memory(pp)
+
+
+@pytest.mark.parametrize(("pp", "count"), [(pp, count) for pp, count in SIZES if count >= 2 * pp])
+def test_dualpipe_v_stays_below_its_published_bubble_with_one_input_more_than_zb_v(pp, count):
+    """(P - 1) (F&B + B - 3 W), where the pair takes F + B, and 2 P + 1 inputs (deepseek-ai/DualPipe, README)."""
+    schedule = make_schedule("dualpipe-v", pp=pp, loops=2, num_microbatches=count)
+    assert bubble(schedule) <= (pp - 1) * (3 + 2 - 3)
+    assert max(schedule.peak_stage_inputs) == 2 * pp + 1
+
+
+def test_dualpipe_v_pairs_a_forward_with_the_backward_of_the_other_stage():
+    row = make_schedule("dualpipe-v", pp=2, loops=2, num_microbatches=6).rows[1]
+    assert "1F2 2B0 2F2 1B0 1F3 2B1" in " ".join(map(str, row))
+
+
+def test_a_family_on_a_v_says_so():
+    wrong = {"loops": 3, "placement": "looped"}
+    problems = Choice(family="zb-v", pp=4, num_microbatches=8, **wrong).problems()
+    assert problems == [
+        "zb-v runs 2 stages on each rank, found loops 3; use loops 2",
+        "zb-v runs on the placement v, found looped; use v or leave it out",
+    ]
+    assert Choice(family="zb-v", pp=4, num_microbatches=8, loops=2).placed() == Placement.v(4, 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -27,6 +27,13 @@ def test_what_is_refused_is_not_left_from_an_earlier_call_and_the_rest_is(tmp_pa
     assert "torchtitan.sh" in names(tmp_path)
 
 
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+def test_other_programs_do_not_cut_sequences(tmp_path, target):
+    done = hand_over(run_of(layout={"token_slices": 2}), CLUSTER, tmp_path, [target])
+    assert [len(refused.reasons) for refused in done.refused] == [1]
+    assert done.refused[0].reasons[0].startswith("layout.token_slices 2: ")
+
+
 def test_files_of_others_are_neither_replaced_nor_removed(tmp_path):
     for name in ("torchrun.toml", "megatron.sh"):
         (tmp_path / name).write_text("mine\n")

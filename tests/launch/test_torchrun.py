@@ -43,6 +43,22 @@ def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_pat
     assert "Pipeline ranks by node: 0 to 1, 2 to 3." in script
 
 
+def test_an_order_of_pipeline_ranks_is_told(tmp_path):
+    written = written_for("torchrun", tmp_path, layout={"dp": 2, "pipeline_order": [0, 3, 1, 2]})
+    script = written.files[1].read_text()
+    assert "= (place x 2 + data) x 1 + tensor" in script
+    assert "Pipeline ranks by place: 0, 3, 1, 2." in script
+
+
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+def test_what_only_pipeloom_does_is_refused_by_others(tmp_path, target):
+    sections = {"layout": {"pipeline_order": [0, 3, 1, 2]}, "schedule": {"balance": True}}
+    reasons = " ".join(reasons_of(target, tmp_path, **sections))
+    assert "schedule.balance: " in reasons
+    assert "does not move what backwards need; leave it out" in reasons
+    assert "layout.pipeline_order: " in reasons
+
+
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_a_missing_variable_is_named(tmp_path, missing):
     script = written_for("torchrun", tmp_path, layout={"dp": 2}).files[1]

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.memory import layer_pending_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.predict.fast import in_flight, pipeline_s, predict
+from pipeloom.predict.fast import in_flight, pending_share, pipeline_s, predict
 from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
@@ -63,11 +64,21 @@ def test_without_a_pipeline_a_step_is_micro_batches_and_what_follows():
 
 
 def test_rows_say_how_many_micro_batches_are_in_flight():
-    assert in_flight(RUN) == (1,)
-    assert in_flight(replace(RUN, pp=4, schedule="1f1b")) == (4, 3, 2, 1)
-    assert in_flight(replace(RUN, pp=4, schedule="1f1b", global_batch=2)) == (2, 2, 2, 1)
-    assert in_flight(replace(RUN, pp=4, loops=2, schedule="breadth-first", global_batch=8)) == (16, 16, 16, 16)
-    assert in_flight(replace(RUN, pp=4, schedule="zb-2p")) == pytest.approx((8.6, 6.6, 4.6, 2.6))
+    assert in_flight(RUN, PROGRAM) == (1,)
+    assert in_flight(replace(RUN, pp=4, schedule="1f1b"), PROGRAM) == (4, 3, 2, 1)
+    assert in_flight(replace(RUN, pp=4, schedule="1f1b", global_batch=2), PROGRAM) == (2, 2, 2, 1)
+    assert in_flight(replace(RUN, pp=4, loops=2, schedule="breadth-first", global_batch=8), PROGRAM) == (16, 16, 16, 16)
+    assert in_flight(replace(RUN, pp=4, schedule="zb-h1"), PROGRAM)[0] == 4
+
+
+def test_between_the_halves_of_a_backward_only_inputs_and_gradients_of_matrix_products_are_held():
+    shape = replace(RUN.shape, mlp="gelu", ffn=4 * RUN.shape.hidden, kv_heads=RUN.shape.heads)
+    run = replace(RUN, shape=shape, pp=4, schedule="zb-h1")
+    assert layer_pending_bytes(run) == 32 * run.tokens * shape.hidden  # arXiv 2401.10241, table 1
+    assert layer_pending_bytes(replace(run, tp=2, sequence_parallel=True)) == 16 * run.tokens * shape.hidden
+    last = in_flight(run, PROGRAM)[-1]
+    assert last < make_schedule("zb-h1", pp=4, num_microbatches=256).peak_stage_inputs[-1] == 4
+    assert last == pytest.approx(1 + 3 * pending_share(run, PROGRAM))
 
 
 def test_more_devices_or_less_recomputation_are_faster_and_memory_says_what_fits():
@@ -87,9 +98,10 @@ def test_a_zero_bubble_schedule_lies_between_1f1b_and_no_bubble():
 def test_few_micro_batches_of_a_zero_bubble_schedule_take_the_way_there_and_back():
     run = replace(RUN, pp=4, schedule="zb-2p", global_batch=2)
     found = predict(run, A100, PROGRAM)
-    forward_s, backward_s = (sum(side) / 4 for side in (found.costs.forward_s, found.costs.backward_s))
-    of_weights_s = found.costs.weight_share * backward_s
-    assert found.pipeline_s == pytest.approx(5 * (forward_s + backward_s - of_weights_s) + of_weights_s)
+    costs = found.costs
+    input_s = [seconds * (1 - costs.weight_share) for seconds in costs.backward_s]
+    there_and_back_s = sum(costs.forward_s) + sum(input_s) + costs.forward_s[-1] + input_s[-1]
+    assert found.pipeline_s == pytest.approx(there_and_back_s + costs.weight_share * costs.backward_s[0])
 
 
 def test_a_schedule_that_no_family_makes_is_refused():

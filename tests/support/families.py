@@ -16,6 +16,6 @@ def fitting(name, loops=1, placement=None):
 
 @st.composite
 def named_sizes(draw, most_loops=3, names=None):
-    """A family by name, with loops and a placement that it takes."""
-    name = draw(st.sampled_from(sorted(FAMILIES if names is None else names)))
+    """A family by name, with loops and a placement that it takes; none that searches for its rows, which takes long."""
+    name = draw(st.sampled_from(sorted(name for name in names or FAMILIES if not FAMILIES[name].is_found)))
     return name, fitting(name, draw(st.integers(1, most_loops)), draw(st.sampled_from(sorted(PLACEMENTS))))

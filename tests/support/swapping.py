@@ -5,8 +5,9 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from orders import family_schedules
 
-from pipeloom.schedule import Action, Kind
+from pipeloom.schedule import Action, Kind, lower
 from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF
+from pipeloom.schedule.recompute import recompute_beyond
 from pipeloom.schedule.row import Row
 
 BACKWARDS = {Kind.BACKWARD, Kind.BACKWARD_INPUT}
@@ -18,13 +19,13 @@ def mirrored(num_ranks):
 
 
 def places(row):
-    """For each (stage, micro-batch, slice) of a row the slots of its forward and its backward."""
+    """For each (stage, micro-batch, slice) of a row the slots of its forward and of what needs what that keeps."""
     forward, backward = {}, {}
     for slot, action in enumerate(row):
         if action.kind is Kind.FORWARD:
             forward[action[1:]] = slot
-        elif action.kind in BACKWARDS:
-            backward[action[1:]] = slot
+        elif action.kind in BACKWARDS | {Kind.RECOMPUTE}:
+            backward.setdefault(action[1:], slot)
     return {key: (slot, backward[key]) for key, slot in forward.items() if key in backward}
 
 
@@ -73,6 +74,9 @@ def swap_newest(schedule, keep, kind=Kind.EVICT, ranks=None):
 def swapping_schedules(draw):
     """A family's schedule in which some parts leave and come back somewhere between forward and backward."""
     schedule = draw(family_schedules())
+    if draw(st.booleans()):
+        room = [draw(st.integers(1, max(1, peak))) for peak in schedule.peak_stage_inputs]
+        schedule = lower(recompute_beyond(schedule, room, [1.0] * schedule.num_stages, [0.0] * schedule.num_stages))
     swaps = []
     for rank, row in enumerate(schedule.rows):
         has_partner = mirrored(schedule.num_ranks)[rank] != rank

@@ -203,7 +203,7 @@ def schedule_of(layout, family, *, tied):
     return complete(layout, make_schedule(family, **sizes), tied=False)
 
 
-def tied_schedule(layout, family, placement="looped", *, gradient_buffers=None, residency=2, num_microbatches=None):
+def tied_schedule(layout, family, placement=None, *, gradient_buffers=None, residency=2, num_microbatches=None):
     """A family's schedule with everything that a tied model's step over a layout has."""
     count = num_microbatches or layout.num_microbatches
     sizes = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": count, "placement": placement}

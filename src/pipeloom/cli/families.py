@@ -10,9 +10,9 @@ import tyro
 from pipeloom.cli.figures import table
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
-from pipeloom.generate import FAMILIES, Choice
+from pipeloom.generate import FAMILIES, Choice, make_schedule
 from pipeloom.report.comparison import Comparison, compare
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, balance, offload
 from pipeloom.words import count
 
 
@@ -30,9 +30,12 @@ class Options:
     """For programs."""
 
 
-COLUMNS = ("loops", "bubble", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
+COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
+SLICES = 4
+"""Token slices of the rows that have some."""
 LEGEND = """\
-bubble: idle / ideal; memory: most that each rank holds, in units of what a rank keeps of one micro-batch; gathers: of \
+bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank holds, in \
+units of what a rank keeps of one micro-batch; gathers: of \
 sharded weights on the busiest rank, one stage gathered at once; sent: in activations of a micro-batch at a stage's \
 border; swapped: in the unit of memory"""
 
@@ -59,6 +62,7 @@ class Line:
         return (
             str(self.loops),
             f"{100 * found.bubble_overhead:.1f} %",
+            f"{100 * found.own_overhead:.1f} %",
             by_rank(found.memory),
             *(f"{amount:,.4g}" if amount < 1000 else f"{amount:,.0f}" for amount in amounts),
         )
@@ -87,8 +91,10 @@ def lines(pp: int, num_microbatches: int, loops: int) -> Iterator[Line]:
         num_microbatches: micro-batches of a step.
         loops: stages on each pipeline rank, for families that take several.
     """
-    for name, schedule in _schedules(pp, num_microbatches, loops):
-        yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, UniformCosts(1.0, 2.0)))
+    for name, schedule in [*_schedules(pp, num_microbatches, loops), *_passes(pp, num_microbatches, loops)]:
+        forward = 1 / schedule.num_slices
+        costs = UniformCosts(forward, 2 * forward, swap_s=forward, offload_s=forward)
+        yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, costs))
 
 
 def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
@@ -99,6 +105,22 @@ def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str
         group_size = min(2 * pp, num_microbatches) if family.is_grouped and num_microbatches >= pp else None
         label = name if group_size is None else f"{name}, groups of {group_size}"
         yield label, Choice(**{**asdict(plain), "group_size": group_size}).make()
+
+
+def _passes(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
+    """What passes make of two families, where they have anything to do. A swap takes as long as a forward."""
+    sizes = {"pp": pp, "num_microbatches": num_microbatches}
+    plain, wide = make_schedule("1f1b", **sizes), make_schedule("breadth-first", loops=loops, **sizes)
+    kept = pp // 2 + 1
+    if plain.peak_stage_inputs[0] > kept:
+        yield "1f1b, balanced", balance(plain)
+        yield f"1f1b, offloaded to {kept}", offload(plain, budget_bytes=[float(kept)] * pp)
+        yield f"1f1b, {kept - 1} kept", make_schedule("1f1b", keep=(kept - 1,) * pp, **sizes)
+    half = -(-num_microbatches * loops // 2)
+    if half > 2:
+        yield "breadth-first, half offloaded", offload(wide, budget_bytes=[float(half)] * pp)
+    yield f"1f1b, {SLICES} slices", make_schedule("1f1b", num_slices=SLICES, **sizes)
+    yield f"breadth-first, {SLICES} slices", make_schedule("breadth-first", loops=loops, num_slices=SLICES, **sizes)
 
 
 def by_rank(values: Sequence[float]) -> str:
@@ -120,14 +142,22 @@ def _even(values: Sequence[float]) -> int:
     return size if size >= 3 else 1
 
 
+def _says_something(column: str, found: Sequence[Line]) -> bool:
+    """Whether a column tells more than its neighbours."""
+    if column == "sent":
+        return any(line.comparison.sent != line.comparison.messages for line in found)
+    return column not in ("swaps", "swapped") or any(line.comparison.swaps for line in found)
+
+
 def _print(options: Options, found: Sequence[Line]) -> None:
     from rich.console import Console
 
     console = Console()
     ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
     console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards", highlight=False)
-    rows = table("family", COLUMNS)
+    shown = [number for number, name in enumerate(COLUMNS) if _says_something(name, found)]
+    rows = table("family", [COLUMNS[number] for number in shown])
     for line in found:
-        rows.add_row(line.name, *line.cells)
+        rows.add_row(line.name, *(line.cells[number] for number in shown))
     console.print(rows)
     console.print(LEGEND, style="dim", highlight=False)

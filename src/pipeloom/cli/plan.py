@@ -69,6 +69,9 @@ class Options:
     """What data parallelism shares out."""
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
+    ways: tuple[Literal["none", "keep", "balance", "offload", "slices"], ...] = ()
+    """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
+    ranks that have room; offload: move to the host), or sequences are cut (slices). none: layouts without."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
@@ -249,6 +252,7 @@ def _limits(options: Options) -> Limits:
         shards=options.shards or None,
         recompute=options.recompute or None,
         sequence_parallel=split,
+        ways=options.ways or None,
     )
 
 
@@ -323,6 +327,12 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "prefetch": order.prefetch,
         "gradient_buffers": order.gradient_buffers,
         "receive_buffers": order.receive_buffers,
+        "keep": order.choice.keep,
+        "balance": order.moving.balance,
+        "offload": order.moving.offload,
+        "activation_bytes": order.moving.activation_bytes,
+        "pipeline_order": run.pipeline_order,
+        "token_slices": run.slices or None,
         "step_time_s": step.prediction.step_time_s,
         "tokens_per_s": step.tokens_per_s,
         "mfu": step.mfu,

@@ -90,6 +90,8 @@ def _print_question(console: Console, plan: Plan) -> None:
         f"{counts.layouts:,} layouts in {counts.seconds:.1f} s: {counts.simulated:,} simulated; bounds ruled out "
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
     )
+    if counts.tried:
+        console.print(f"  {counts.tried} of these were tried with room made for activations, or with token slices")
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
 
@@ -114,11 +116,30 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.recompute_layers is not None:
         again = sum(kind == "full" for kind in run.recompute_layers)
         parts.append(f"{again} of {run.shape.layers} layers recomputed")
+    parts += _ways(best)
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"the first: {', '.join(parts)}")
     if len(best.cluster.kinds(run.num_devices)) > 1:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
+
+
+def _ways(best: SimulatedStep) -> list[str]:
+    """How room is made for activations, and how sequences are cut."""
+    run, order, parts = best.run, best.order, list[str]()
+    if order.choice.keep is not None:
+        kept = ", ".join(map(str, order.choice.keep))
+        parts.append(f"{kept} stage inputs kept whole by rank, the others recomputed")
+    if order.moving.is_any and order.moving.activation_bytes is not None:
+        where = "partners" if order.moving.balance else "the host"
+        unit, name = unit_bytes(order.moving.activation_bytes)
+        room = f"{short(order.moving.activation_bytes / unit)} {name}"
+        parts.append(f"what a rank has no room for in {room} waits at {where}")
+    if run.pipeline_order is not None:
+        parts.append("partners beside each other on the nodes")
+    if run.slices:
+        parts.append(f"slices of {', '.join(map(str, run.slices))} tokens")
+    return parts
 
 
 def _best_table(plan: Plan, *, is_wide: bool) -> Table:
@@ -162,12 +183,16 @@ def schedule_of(step: SimulatedStep) -> str:
     choice = step.order.choice
     if choice.pp == 1 and choice.loops == 1:
         return "none"
-    return choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
+    family = choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
+    moved = [name for name in ("balance", "offload") if getattr(step.order.moving, name)]
+    return ", ".join([family, *moved, *([f"{choice.num_slices} slices"] if choice.num_slices > 1 else [])])
 
 
 def recomputed(step: SimulatedStep) -> str:
-    """What is recomputed in a word: nothing, a number of layers, all."""
+    """What is recomputed in a word: nothing, a number of layers, a share of the micro-batches, all."""
     run = step.run
+    if step.order.choice.keep is not None:
+        return f"{step.recomputed_share:.0%}"
     if run.recompute_layers is not None:
         return f"{sum(kind == 'full' for kind in run.recompute_layers)} of {run.shape.layers}"
     return {"none": "-", "selective": "attention", "full": "all"}[run.recompute]

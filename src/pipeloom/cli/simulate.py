@@ -12,6 +12,7 @@ from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.planner.swap import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.predict.swap import Swapping
 from pipeloom.report.summary import communication
@@ -94,6 +95,11 @@ def order_of(config: RunConfig) -> Order:
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
         swapping=_swapping(config),
+        moving=Moving(
+            balance=schedule.balance,
+            offload=schedule.offload,
+            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+        ),
     )
 
 

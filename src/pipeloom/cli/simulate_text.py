@@ -13,7 +13,8 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
-from pipeloom.schedule.depend import DATA_PARALLEL_LANE, FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.action import LOAD_OF
+from pipeloom.schedule.depend import DATA_PARALLEL_LANE, OWN_LANES
 from pipeloom.words import count
 
 _PARTS = {
@@ -67,10 +68,11 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     kinds = step.cluster.kinds(run.num_devices)
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
+    cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
-        f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens; "
+        f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{run.precision}, {_recomputation(run)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
@@ -143,13 +145,15 @@ def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
     uses = communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []
     between = [use for use in uses if use.lane.peer is not None]
     collectives = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
-    swaps = [use for use in uses if use.lane in (TO_HOST_LANE, FROM_HOST_LANE)]
+    moved = {OWN_LANES[out]: [OWN_LANES[out], OWN_LANES[back]] for out, back in LOAD_OF.items()}
+    to_partner, to_host = ([use for use in uses if use.lane in lanes] for lanes in moved.values())
     rows = [
         (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
         for label, chosen in (
             ("between stages", between),
             ("data-parallel", collectives),
-            ("swaps with the host", swaps),
+            ("to partners and back", to_partner),
+            ("to the host and back", to_host),
         )
     ]
     rows.append(("between stages, blocking", sum(step.blocked_s) / ranks, 0.0))

@@ -105,12 +105,20 @@ def _announce(config: RunConfig) -> None:
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}",
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         flush=True,
     )
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files below {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
+
+
+def _cut(config: RunConfig) -> str:
+    """Token slices; nothing without them."""
+    slices = config.layout.token_slices
+    if slices == "auto":
+        return ", in slices that suit this machine"
+    return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""
 
 
 def _replicas(config: RunConfig) -> str:

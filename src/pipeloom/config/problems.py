@@ -22,6 +22,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
     found += [*_data_parallel_problems(config), *_swap_problems(config), *_budget_problems(config)]
+    found += _place_problems(config)
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
         found += _compile_problems(config)
@@ -280,6 +281,13 @@ def _swap_problems(config: "RunConfig") -> list[str]:
         if not (schedule.balance or schedule.offload):
             problems.append("schedule.activation_gb has no effect without schedule.balance or schedule.offload")
     return problems
+
+
+def _place_problems(config: "RunConfig") -> list[str]:
+    order, pp = config.layout.pipeline_order, config.layout.pp
+    if order is None or sorted(order) == list(range(pp)):
+        return []
+    return [f"layout.pipeline_order must name each pipeline rank 0..{pp - 1} once, found {' '.join(map(str, order))}"]
 
 
 def _partition_problems(layout: Layout, pieces: int) -> list[str]:

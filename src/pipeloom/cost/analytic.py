@@ -13,6 +13,7 @@ from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import (
+    are_near,
     fastest_pieces,
     placement_named,
     placement_of,
@@ -202,10 +203,21 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
 def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:
     """For each boundary between two stages the seconds of one message over it."""
     pairs = list(pairwise(owner))
-    ways = {pair: rank_way(run, cluster, *pair) for pair in set(pairs)}
-    of_way = {way: _transfer_s(run, way, software) for way in dict.fromkeys(ways.values())}
+    ways = {pair: (rank_way(run, cluster, *pair), _is_inside(run, cluster, *pair)) for pair in set(pairs)}
+    of_way = {way: _transfer_s(run, way[0], software, is_inside=way[1]) for way in dict.fromkeys(ways.values())}
     of_pair = {pair: of_way[way] for pair, way in ways.items()}
     return tuple(of_pair[pair] for pair in pairs)
+
+
+def _is_inside(run: Run, cluster: Cluster, one: int, other: int) -> bool:
+    """Whether messages between two pipeline ranks stay on their node.
+
+    In ascending order the slowest boundary sets the pace, so that all are taken for as slow; an order of one's own is
+    there to change which ones are.
+    """
+    if run.pipeline_order is None:
+        return run.num_devices <= rank_way(run, cluster, one, other).devices_per_node
+    return are_near(run, cluster, one, other)
 
 
 def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
@@ -218,7 +230,7 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
         return 0.0, 0.0
     owner = placement_of(run).rank_by_stage
     way = rank_way(run, cluster, owner[0], owner[-1])
-    is_inside = run.num_devices <= way.devices_per_node
+    is_inside = _is_inside(run, cluster, owner[0], owner[-1])
     use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
@@ -244,14 +256,13 @@ def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequ
     ]
 
 
-def _transfer_s(run: Run, way: Cluster, software: Software) -> float:
+def _transfer_s(run: Run, way: Cluster, software: Software, *, is_inside: bool) -> float:
     """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
     """
     if run.pp == 1:
         return 0.0
-    is_inside = run.num_devices <= way.devices_per_node
     measured_s = piece_seconds(run, way, software).message_s
     if is_inside and measured_s:
         return measured_s

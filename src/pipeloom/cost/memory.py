@@ -158,6 +158,25 @@ def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
 
 
+def layer_pending_bytes(run: Run) -> float:
+    """Bytes that one layer keeps of one micro-batch between the two halves of a split backward.
+
+    The inputs of its matrix products and the gradients of their outputs: 32 s b H in half precision, without grouped
+    queries and with F = 4 H (arXiv 2401.10241, table 1).
+    """
+    shape, size = run.shape, run.element_bytes
+    whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
+    gates = 2 if shape.mlp == "swiglu" else 1
+    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + gates) * shape.ffn) / run.tp
+    return run.tokens * (whole + split)
+
+
+def stage_pending_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage the bytes that its layers keep of one micro-batch between the two halves of a split backward."""
+    each = layer_pending_bytes(run)
+    return [each * sum(count for _, count in stage) for stage in layers_by_recompute(run, software)]
+
+
 def _whole_bytes(run: Run, software: Software) -> float:
     return layer_activation_bytes(
         run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes

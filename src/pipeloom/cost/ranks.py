@@ -12,7 +12,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Recompute
+from pipeloom.layout import Recompute, place_of
 from pipeloom.schedule import PLACEMENTS, Placement
 
 
@@ -27,6 +27,17 @@ def placement_of(run: Run) -> Placement:
     return placement_named(run.placement, run.pp, run.loops)
 
 
+def first_device(run: Run, rank: int) -> int:
+    """The first of a pipeline rank's devices; the others follow it."""
+    return place_of(rank, run.pipeline_order) * run.dp * run.tp
+
+
+def are_near(run: Run, cluster: Cluster, one: int, other: int) -> bool:
+    """Whether two pipeline ranks share nodes: each device of the one stands on the same node as its partner."""
+    begin, end = first_device(run, one), first_device(run, other)
+    return all(cluster.node_of(begin + n)[0] == cluster.node_of(end + n)[0] for n in range(run.dp * run.tp))
+
+
 def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
     """For each pipeline rank the cluster as its devices see it.
 
@@ -34,7 +45,7 @@ def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
         UserError: the cluster has not so many devices.
     """
     size = run.dp * run.tp
-    return tuple(cluster.part(rank * size, size) for rank in range(run.pp))
+    return tuple(cluster.part(first_device(run, rank), size) for rank in range(run.pp))
 
 
 def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
@@ -93,8 +104,7 @@ def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:
     Raises:
         UserError: the cluster has not so many devices.
     """
-    size = run.dp * run.tp
-    return cluster.way(one * size, other * size, size)
+    return cluster.way(first_device(run, one), first_device(run, other), run.dp * run.tp)
 
 
 def rank_slowness(run: Run, cluster: Cluster, software: Software) -> tuple[float, ...]:

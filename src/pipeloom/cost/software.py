@@ -81,6 +81,8 @@ class Software:
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
             reduce-scattered, half the traffic.
+        overlaps_steps: whether a rank begins its next step while others are still in the last one, because nothing is
+            agreed on between them (arXiv 2401.10241, section 4); otherwise all wait for the slowest.
         extra_drain_slots: micro-batches' time that a pipeline was observed to need to fill and drain beyond the
             P - 1 that its schedule explains.
         drain_seq: longest sequences that this was observed with.
@@ -119,6 +121,7 @@ class Software:
     is_both_ways: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True
+    overlaps_steps: bool = False
     extra_drain_slots: float = 0
     drain_seq: float = 0
     weight_state_bytes: float = 4

@@ -359,12 +359,12 @@ class Executor:
         part = _part(action)
         again = bool(self.schedule.facts.is_recomputed[stage, part.microbatch, part.slice])
         if again:
-            output = self._stages[stage].forward_once(part, tensor, objective)
+            output = self._stages[stage].forward_once(part, tensor, objective, self._parcel(action))
         else:
             parcel = self._parcel(action) if trains else None
             output = self._stages[stage].forward(part, tensor, objective, trains=trains, parcel=parcel)
         if trains:
-            self._count_held(action if not again else None)
+            self._count_held(action)
         if is_last:
             found = self._results_of_objective
             found[microbatch] = found[microbatch] + output if microbatch in found else output
@@ -380,12 +380,13 @@ class Executor:
         """What takes what autograd saves in a forward, if somebody has to know it."""
         if self._swaps is None:
             return None
-        return self._swaps.parcel(action.stage, _part(action), owns_input=self._source[action] is not None)
+        forward = action._replace(kind=Kind.FORWARD)
+        return self._swaps.parcel(action, owns_input=self._source[forward] is not None)
 
     def _count_held(self, forward: Action | None = None) -> None:
         """Note what is held now, after a forward that keeps it or after the first half of a backward."""
         if forward is not None and self._swaps is not None:
-            self._swaps.after_forward(forward.stage, _part(forward))
+            self._swaps.after_forward(forward)
         stages = self._stages.values()
         now = Held(
             stage_inputs=-(-sum(stage.num_held for stage in stages) // self.schedule.num_slices),
@@ -407,10 +408,10 @@ class Executor:
         """Run what needs what the forward kept, and keep the gradient that it makes."""
         part = _part(action)
         if self._swaps is not None:
-            self._swaps.before_backward(action.stage, part)
+            self._swaps.before_backward(action)
         gradient = run(part, self._input(action))
         if self._swaps is not None:
-            self._swaps.after_backward(action.stage, part)
+            self._swaps.after_backward(action)
         if gradient is not None:
             self._results[action] = gradient
 

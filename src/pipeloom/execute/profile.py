@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
@@ -38,11 +39,19 @@ class Profile:
         host_by_rank: for each pipeline rank its host, by name; ranks of the same name share one.
         capacity_by_host: ranks of one pipeline that the host serves at full speed when all its ranks compute at once;
             below their number where they share cores, caches or memory, with each other or with other replicas.
+        slices: for each token slice its seconds in each stage, behind the ones before it; empty where micro-batches are
+            not cut.
     """
 
     costs: StageCosts
     host_by_rank: tuple[str, ...]
     capacity_by_host: dict[str, float]
+    slices: tuple[StageCosts, ...] = ()
+
+    @property
+    def action_costs(self) -> Costs:
+        """Of the actions of the schedule."""
+        return SliceCosts(self.costs, self.slices) if self.slices else self.costs
 
 
 @dataclass(frozen=True)

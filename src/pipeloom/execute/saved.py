@@ -122,6 +122,12 @@ class Parcel:
             self._boxes.append(box)
         return _Handle(box, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
+    def keep(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Instead of a forward: take one tensor; how to have it, when it is here."""
+        handle = self._pack(tensor)
+        self.close(tensor, tensor)
+        return lambda: _unpack(handle)
+
     def close(self, tensor: Tensor, output: Tensor) -> None:
         """After the forward, with the stage's input and output: see what moves."""
         given, made = (one.untyped_storage()._cdata for one in (tensor, output))  # noqa: SLF001

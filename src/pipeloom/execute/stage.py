@@ -85,7 +85,7 @@ class Stage:
         if splits:
             defer(module)
         self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
-        self._inputs: dict[Part, Tensor] = {}
+        self._inputs: dict[Part, Callable[[], Tensor]] = {}
         self._pending: dict[Part, Pending] = {}
         self._slices = slices
         self._caches: dict[int, KeyValueCache] = {}
@@ -163,16 +163,18 @@ class Stage:
         self._slices.spec(self._output, part.slice).check(output, f"{what}, slice {part.slice}")
         return output
 
-    def forward_once(self, part: Part, tensor: Tensor, objective: Objective | None) -> Tensor:
-        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept."""
+    def forward_once(
+        self, part: Part, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
+    ) -> Tensor:
+        """As ``forward`` for a part that ``recompute`` runs again: only the input is kept, which a parcel may take."""
         output = self._forward(part, tensor, objective, trains=False)
-        self._inputs[part] = tensor
+        self._inputs[part] = (lambda: tensor) if parcel is None else parcel.keep(tensor)
         self.held_bytes += tensor.nbytes
         return output
 
     def recompute(self, part: Part, objective: Objective | None, parcel: Parcel | None = None) -> None:
         """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
-        tensor = self._inputs.pop(part)
+        tensor = self._inputs.pop(part)()
         self.held_bytes -= tensor.nbytes
         self._forward(part, tensor, objective, trains=True, parcel=parcel)
 

@@ -11,7 +11,6 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Finish, Job
 from pipeloom.execute.lanes import Collective, Lane, Neighborhood, StreamLane, ThreadLane
 from pipeloom.execute.saved import Packing, Parcel
-from pipeloom.execute.stage import Part
 from pipeloom.execute.wires import Wires, evictions
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.action import LOAD_OF, SWAP_KINDS
@@ -209,14 +208,16 @@ class Swaps:
         row = schedule.rows[rank]
         kinds = [kind for kind in SWAP_KINDS if row.is_kind(kind).any()]
         self.partner = None if schedule.partners is None else schedule.partners[rank]
-        self._swapped = {(a.stage, a.microbatch, a.slice) for a in row if a.kind in LOAD_OF}
+        self._swapped = {_key(action) for action in row if action.kind in LOAD_OF}
+        self._recomputed = {_key(action) for action in row if action.kind is Kind.RECOMPUTE}
         self._lanes = {kind: lanes.of_kind(kind) for kind in kinds}
         self._device, self._counts = lanes.device, counts
         plans = evictions(schedule)
         self._wires = wires[rank] if rank in plans else None
         self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
         self._away = Vault(waits=lanes.waits)
-        self._parcels: dict[tuple[int, Part], Parcel] = {}
+        self._parcels: dict[tuple[int, int, int], Parcel] = {}
+        self._held: dict[tuple[int, int, int], int] = {}
         self._saved_bytes: dict[tuple[int, int], int] = {}
         self._told: dict[Packing, int] = {}
         self._live = Live()
@@ -233,40 +234,49 @@ class Swaps:
     def begin(self) -> list[Collective]:
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
         self._parcels.clear()
+        self._held.clear()
         self._away.begin()
         self._live.begin()
         return [service for served in self._served for service in served.begin(self._live)]
 
-    def parcel(self, stage: int, part: Part, *, owns_input: bool) -> Parcel | None:
-        """What takes a part's saved tensors in its forward, if somebody has to know them."""
-        is_swapped = (stage, *part) in self._swapped
-        if not is_swapped and not (self._counts and (stage, part.slice) not in self._saved_bytes):
+    def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:
+        """What takes the tensors that a forward, the first or a second one, saves, if somebody has to know them."""
+        key, place = _key(action), (action.stage, action.slice)
+        is_known = place in self._saved_bytes and not self._keeps_input(action)
+        if not self._moves(action) and (is_known or not self._counts):
             return None
-        parcel = self._parcels[stage, part] = Parcel(owns_input=owns_input)
+        parcel = self._parcels[key] = Parcel(owns_input=owns_input)
         return parcel
 
-    def after_forward(self, stage: int, part: Part) -> None:
-        """A part has gone forward."""
-        parcel = self._parcels.get((stage, part))
-        if parcel is not None:
-            self._saved_bytes[stage, part.slice] = parcel.nbytes
-            if (stage, *part) not in self._swapped:
-                del self._parcels[stage, part]
-        self._live.add(self._saved_bytes.get((stage, part.slice), 0))
+    def _keeps_input(self, action: Action) -> bool:
+        """Whether a forward keeps its input only, for a second one."""
+        return action.kind is Kind.FORWARD and _key(action) in self._recomputed
 
-    def before_backward(self, stage: int, part: Part) -> None:
+    def _moves(self, action: Action) -> bool:
+        """Whether what a forward keeps is moved; what a second one makes is not."""
+        return action.kind is Kind.FORWARD and _key(action) in self._swapped
+
+    def after_forward(self, action: Action) -> None:
+        """A part has gone forward, or forward again."""
+        key, place = _key(action), (action.stage, action.slice)
+        parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
+        nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
+        if parcel is not None and not self._keeps_input(action):
+            self._saved_bytes[place] = nbytes
+        self._live.add(nbytes - self._held.get(key, 0))
+        self._held[key] = nbytes
+
+    def before_backward(self, action: Action) -> None:
         """A part's backward begins, which lets go of one tensor after the other."""
-        self._parcels.pop((stage, part), None)
+        self._parcels.pop(_key(action), None)
 
-    def after_backward(self, stage: int, part: Part) -> None:
-        """A part is done."""
-        self._live.add(-self._saved_bytes.get((stage, part.slice), 0))
+    def after_backward(self, action: Action) -> None:
+        """A part is done, or what is left of it is for the second half of its backward."""
+        self._live.add(-self._held.pop(_key(action), 0))
 
     def start(self, action: Action) -> Collective:
         """Start what an action does, on its lane."""
-        assert action.microbatch is not None
-        parcel = self._parcels[action.stage, Part(action.microbatch, action.slice)]
-        return self._lanes[action.kind].start(self._job(action, parcel))
+        return self._lanes[action.kind].start(self._job(action, self._parcels[_key(action)]))
 
     def _job(self, action: Action, parcel: Parcel) -> Job:
         match action.kind:

@@ -77,6 +77,7 @@ class Family:
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
         splits_backward: runs the two halves of backwards apart.
+        is_found: searches for its rows.
         loops: the stages for each rank that it takes, where it takes one number of them alone.
         placement: the one that it runs on; ``None`` for any.
         instead: the family to use when ``is_looped`` is violated.
@@ -93,6 +94,7 @@ class Family:
     is_grouped: bool
     has_backward: bool
     splits_backward: bool
+    is_found: bool
     loops: int | None
     placement: str | None
     instead: str | None
@@ -111,6 +113,7 @@ def family(
     is_grouped: bool = False,
     has_backward: bool = True,
     splits_backward: bool = False,
+    is_found: bool = False,
     loops: int | None = None,
     placement: str | None = None,
     instead: str | None = None,
@@ -130,6 +133,7 @@ def family(
             is_grouped=is_grouped,
             has_backward=has_backward,
             splits_backward=splits_backward,
+            is_found=is_found,
             loops=loops,
             placement=placement,
             instead=instead,

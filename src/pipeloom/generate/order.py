@@ -1,11 +1,9 @@
 """Orders from which families are built."""
 
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from pipeloom.schedule import Kind, Row
-from pipeloom.schedule.row import CODE
+from pipeloom.schedule import Action, Kind, Row
 
 
 def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
@@ -14,14 +12,25 @@ def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
     return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]
 
 
-def runs(kind: Kind, stages: Sequence[int]) -> Row:
-    """One kind of action on some stages in this order; each stage takes its micro-batches in ascending order."""
-    stage = np.asarray(stages, np.int32)
-    microbatch = np.zeros_like(stage)
-    for one in set(stages):
-        here = stage == one
-        microbatch[here] = np.arange(int(here.sum()))
-    return Row(np.full_like(stage, CODE[kind]), stage, microbatch, np.zeros_like(stage))
+def numbered(steps: Iterable[tuple[Kind, int]]) -> Row:
+    """Actions by kind and stage, for which each stage takes its micro-batches in ascending order.
+
+    A gradient of weights belongs to the oldest gradient of the input of its stage that waits for it.
+    """
+    forwards: dict[int, int] = defaultdict(int)
+    backwards: dict[int, int] = defaultdict(int)
+    waiting: dict[int, deque[int]] = defaultdict(deque)
+    actions: list[Action] = []
+    for kind, stage in steps:
+        if kind is Kind.BACKWARD_WEIGHT:
+            actions.append(Action(kind, stage, waiting[stage].popleft()))
+            continue
+        counts = forwards if kind is Kind.FORWARD else backwards
+        if kind is Kind.BACKWARD_INPUT:
+            waiting[stage].append(counts[stage])
+        actions.append(Action(kind, stage, counts[stage]))
+        counts[stage] += 1
+    return Row.of(actions)
 
 
 def up_to(rows: Sequence[Row], num_microbatches: int) -> list[Row]:

@@ -7,17 +7,18 @@ and where it has no room for another input.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Placement, Row
+from pipeloom.generate.family import Rows
+from pipeloom.schedule import Kind, Placement, Row
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels.weave import weave as run
-from pipeloom.schedule.row import Columns
+from pipeloom.schedule.row import CODE, Columns
 
 Floats = NDArray[np.float64]
 
@@ -29,19 +30,36 @@ class Clock:
     Attributes:
         seconds: [kind, stage] of forwards, gradients of inputs and gradients of weights.
         over_s: for each boundary between a stage and the next the seconds of moving a tensor over it; 0 on one rank.
-        size: for each stage what a micro-batch keeps there from its forward to the end of its backward.
+        kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
+        pending: for each stage what it keeps from there to the end of the second half.
         patience: the least part of a gradient of weights for which a rank that would stand still runs one.
+        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
     """
 
     seconds: Floats
     over_s: Floats
-    size: Floats
+    kept: Floats
+    pending: Floats
     patience: float = 1.0
+    pulls: bool = False
 
     @classmethod
     def unit(cls, num_stages: int) -> "Clock":
         """Forward, gradient of the input and gradient of the weights take equally long, and messages no time."""
-        return cls(seconds=np.ones((3, num_stages)), over_s=np.zeros(num_stages), size=np.ones(num_stages))
+        one = np.ones(num_stages)
+        return cls(seconds=np.ones((3, num_stages)), over_s=0 * one, kept=one, pending=one)
+
+    def reserve(self, placement: Placement) -> Floats:
+        """For each stage the room that its forward leaves for the later stages of its rank before its turn."""
+        if not self.pulls:
+            return np.full(placement.num_stages, np.inf)
+        owner = np.array(placement.rank_by_stage)
+        numbers = np.arange(len(owner))
+        return np.array([self.kept[(owner == owner[stage]) & (numbers > stage)].sum() for stage in numbers])
+
+    def changed(self, patience: float, *, pulls: bool) -> "Clock":
+        """The same with another patience, with forwards before their turn or without."""
+        return replace(self, patience=patience, pulls=pulls)
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,11 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
         int(columns.microbatch.max(initial=0)) + 1,
         clock.seconds,
         clock.over_s,
-        clock.size,
+        clock.kept,
+        clock.pending,
         np.array(room, np.float64),
         clock.patience,
+        clock.reserve(placement),
     )
     if (starts < 0).any():
         message = f"the order waits for itself, or needs more room than {list(room)}"
@@ -89,3 +109,22 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
     first = (columns.first + columns.first // 2).tolist()
     parts = [slice(begin, end) for begin, end in pairwise(first)]
     return Woven(tuple(whole.take(part) for part in parts), tuple(starts[part] for part in parts))
+
+
+def woven(placement: Placement, orders: Sequence[Row], most_inputs: Sequence[int], *, pulls: bool = False) -> Rows:
+    """A family's answer: the orders with their gradients of weights, on the clock of the papers' figures.
+
+    Args:
+        placement: stage -> rank.
+        orders: for each rank its forwards and gradients of inputs.
+        most_inputs: for each rank how many stage inputs it may hold, which becomes the promise.
+        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
+    """
+    clock = replace(Clock.unit(placement.num_stages), pulls=pulls)
+    return Rows(weave(orders, placement, most_inputs, clock).rows, most_inputs)
+
+
+def of_inputs(row: Row) -> Row:
+    """A row's forwards, and gradients of inputs in place of its backwards: an order to weave into."""
+    kind = np.where(row.is_kind(Kind.BACKWARD), np.int32(CODE[Kind.BACKWARD_INPUT]), row.kind)
+    return Row(kind, *row.arrays[1:]).take(kind != CODE[Kind.BACKWARD_WEIGHT])

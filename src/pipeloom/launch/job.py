@@ -89,6 +89,18 @@ class Job:
             return []
         return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
 
+    def own_problems(self, program: str) -> list[str]:
+        """What only this program does: moving activations away in between, an order of ranks on the devices."""
+        schedule, layout = self.config.schedule, self.config.layout
+        found = [
+            f"schedule.{name}: {program} does not move what backwards need; leave it out"
+            for name, is_on in (("balance", schedule.balance), ("offload", schedule.offload))
+            if is_on
+        ]
+        if layout.pipeline_order is not None:
+            found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
+        return found
+
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node

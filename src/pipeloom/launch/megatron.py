@@ -24,6 +24,7 @@ def _problems(job: Job) -> list[str]:
         *_order_problems(job),
         *_shard_problems(job),
         *_recompute_problems(job),
+        *job.own_problems("Megatron-LM"),
         *_other(job),
     ]
 

@@ -70,11 +70,14 @@ def about_ranks(job: Job) -> list[str]:
     layout, per_node = job.config.layout, job.processes_per_node
     where = f"{count(job.num_nodes, 'node')} of {job.cluster.name}, {count(per_node, 'process')} on each"
     local = f"NODE_RANK x {per_node} + local rank" if job.num_nodes > 1 else "local rank"
+    place = "place" if layout.pipeline_order else "pipeline"
     found = [
         f"Runs on {where}.",
-        f"Ranks: {local} = (pipeline x {layout.dp} + data) x {layout.tp} + tensor.",
+        f"Ranks: {local} = ({place} x {layout.dp} + data) x {layout.tp} + tensor.",
     ]
-    if 1 < job.num_nodes <= 8:
+    if layout.pipeline_order:
+        found.append(f"Pipeline ranks by place: {', '.join(map(str, layout.pipeline_order))}.")
+    elif 1 < job.num_nodes <= 8:
         ends = [(node * per_node, (node + 1) * per_node - 1) for node in range(job.num_nodes)]
         spans = [(layout.coordinates(first).pipeline, layout.coordinates(last).pipeline) for first, last in ends]
         named = [str(first) if first == last else f"{first} to {last}" for first, last in spans]

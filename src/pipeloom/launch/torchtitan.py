@@ -25,7 +25,7 @@ def _problems(job: Job) -> list[str]:
     if job.slice_problems():
         return job.slice_problems()
     found = [*job.node_problems(), *job.head_problems(), *tied_problems(job, "torchtitan"), *_model_problems(job)]
-    found += _placement_problems(job)
+    found += [*_placement_problems(job), *job.own_problems("torchtitan")]
     if job.config.layout.pp == 1 and not _is_plain_accumulation(job):
         found.append(
             f"layout.pp 1 with schedule.family {job.config.schedule.family}: without a pipeline torchtitan runs each "

@@ -42,12 +42,14 @@ class Bounds:
         cluster: where.
         software: with what.
         placement: stage -> pipeline rank.
+        splits: whether schedules run the two halves of backwards apart; gradients of weights keep nobody waiting.
     """
 
     run: Run
     cluster: Cluster
     software: Software
     placement: Placement
+    splits: bool = False
 
     @cached_property
     def costs(self) -> StageCosts:
@@ -64,7 +66,7 @@ class Bounds:
         """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
         level: Shard = "full" if self.run.dp > 1 else "none"
         terms = step_terms(self._with(level, 1), self.cluster, self.software, max(self.costs.backward_s))
-        own_s = max(float((work.there_s + work.own_s + work.back_s).max()) for work in self.work)
+        own_s = max(float(work.end_s().max()) for work in self.work)
         return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
     def sharded(self, shard: Shard, replicate: int = 1) -> "Sharded":
@@ -81,9 +83,8 @@ class Bounds:
 
     def recomputing_s(self, layers: Floats) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        ranks, each_s = self.work[0], np.array(recompute_s(self.run, self.cluster, self.software))
-        own_s = ranks.own_s + layers * each_s * self.run.num_microbatches
-        return float((ranks.there_s + own_s + ranks.back_s).max())
+        each_s = np.array(recompute_s(self.run, self.cluster, self.software))
+        return float((self.work[0].end_s() + layers * each_s * self.run.num_microbatches).max())
 
     @cached_property
     def rooms(self) -> Floats:
@@ -115,10 +116,16 @@ class Bounds:
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
-        there_s, back_s = (np.cumsum(seconds) - seconds + hops_s for seconds in (forward_s, backward_s))
-        own_s = self.run.num_microbatches * (forward_s + backward_s)
-        first = self.stages[:, 0]
-        return Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1)), Work(there_s, back_s, own_s)
+        stages = range(len(forward_s))
+        weights_s = np.array([costs.half_s(stage) if self.splits else 0.0 for stage in stages])
+        there_s, back_s = (np.cumsum(seconds) - seconds + hops_s for seconds in (forward_s, backward_s - weights_s))
+        back_s += weights_s[0]
+        count, first = self.run.num_microbatches, self.stages[:, 0]
+        own_s, later_s = count * (forward_s + backward_s), count * weights_s
+        return (
+            Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1), later_s[self.stages].sum(axis=1)),
+            Work(there_s, back_s, own_s, later_s),
+        )
 
     @cached_property
     def input_bytes(self) -> Floats:
@@ -132,13 +139,27 @@ class Work:
 
     Attributes:
         there_s: seconds that a micro-batch takes to the first stage of each.
-        back_s: seconds that its gradient takes from there to the first stage of all.
+        back_s: seconds that its gradient takes from there to the first stage of all, and until that is done with it.
         own_s: seconds of all forwards and backwards of each.
+        later_s: those of them that no other rank waits for: gradients of weights, where backwards are split.
     """
 
     there_s: Floats
     back_s: Floats
     own_s: Floats
+    later_s: Floats
+
+    def end_s(self, least_s: Floats | float = 0.0, share: float = 1.0) -> Floats:
+        """For each the seconds until all that it has to do, and all that waits for it, can be done.
+
+        A rank begins when the first micro-batch has come to it. What others wait for it may have done before the rest:
+        then the last gradient goes back while it computes gradients of weights.
+
+        Args:
+            least_s: for each what follows its last action.
+            share: of a micro-batch that goes from rank to rank at once.
+        """
+        return share * self.there_s + self.own_s + np.maximum(least_s, share * self.back_s - self.later_s)
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +182,11 @@ class Sharded:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds that the step takes at least.
+        """Seconds that the step takes at least, with whole sequences."""
+        return self.sliced_s(1)
+
+    def sliced_s(self, num_slices: int) -> float:
+        """Seconds that the step takes at least, with sequences in even slices that take no longer together.
 
         Micro-batches come to a stage through all stages before it, and their gradients go back the same way. So a rank
         begins when the first micro-batch has come to its first stage, then has all its work to do, and then the last
@@ -171,11 +196,11 @@ class Sharded:
         """
         ranks, alone = self.bounds.work
         if not self._has_collectives:
-            return float((ranks.there_s + ranks.own_s + ranks.back_s).max()) + self.after_s
+            return float(ranks.end_s(share=1 / num_slices).max()) + self.after_s
         gathers_s, reductions_s = self._collectives_s
         stages = self.bounds.stages
         pipeline_s = gathers_s[0] + max(
-            (work.there_s + work.own_s + np.maximum(work.back_s, least_s)).max()
+            work.end_s(least_s, 1 / num_slices).max()
             for work, least_s in ((ranks, reductions_s[stages].min(axis=1)), (alone, reductions_s))
         )
         lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()

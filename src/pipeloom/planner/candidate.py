@@ -1,6 +1,7 @@
 """One thing that may be chosen: a run, its program, its schedule."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run
@@ -29,5 +30,12 @@ class Candidate:
         return lowered(self.run, self.software, self.order)
 
     def simulate(self, cluster: Cluster) -> SimulatedStep:
-        """Its step on a cluster."""
-        return simulate_step(self.run, cluster, self.software, self.order)
+        """Its step on a cluster; the last few whose activations move are remembered, which takes long to find out."""
+        return _moved(self, cluster) if self.order.moving.is_any else _simulate(self, cluster)
+
+
+def _simulate(candidate: Candidate, cluster: Cluster) -> SimulatedStep:
+    return simulate_step(candidate.run, cluster, candidate.software, candidate.order)
+
+
+_moved = lru_cache(maxsize=32)(_simulate)

@@ -5,6 +5,7 @@ from statistics import fmean
 from pipeloom.cost.analytic import layers_by_recompute
 from pipeloom.cost.ranks import placement_of, recompute_s
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule import Kind
 
 CAUSES = {
     "compute_s": "compute",
@@ -37,14 +38,16 @@ def causes(step: SimulatedStep) -> dict[str, float]:
 
 
 def _recompute_s(step: SimulatedStep) -> float:
-    """Seconds of recomputed layers of a step, mean of the pipeline ranks."""
+    """Seconds of recomputed layers and micro-batches of a step, mean of the pipeline ranks."""
     run, again_s = step.run, 0.0
     each_s = recompute_s(run, step.cluster, step.software)
     for stage, rank in zip(layers_by_recompute(run, step.software), placement_of(run).rank_by_stage, strict=True):
         for alike, count in stage:
             if alike.recompute == "full":
                 again_s += count * each_s[rank]
-    return again_s * run.num_microbatches / run.pp
+    spans = step.trace.spans
+    whole_s = float((spans.end_s - spans.start_s)[spans.row.is_kind(Kind.RECOMPUTE)].sum())
+    return (again_s * run.num_microbatches + whole_s) / run.pp
 
 
 def differences(step: SimulatedStep, other: SimulatedStep) -> dict[str, float]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.layout import Way
 from pipeloom.planner.advice import Closest, closest, no_layout
 from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.question import Limits, Question, divisors
-from pipeloom.planner.search import Counts, Progress, Rank, Search, search
+from pipeloom.planner.search import Counts, Progress, Rank, Search, search, way_of
 from pipeloom.predict.step import SimulatedStep
 
 
@@ -164,6 +165,8 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield f"tp other than {run.tp}", Limits(tp=others)
     if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
         yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
+    if (way := way_of(best)) != "none" and limits.allows(ways="none"):
+        yield WITHOUT[way], Limits(ways=("none",))
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
         yield "nothing recomputed", Limits(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
@@ -172,6 +175,13 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield "nothing shared out", Limits(shards=("none",))
 
 
+WITHOUT: dict[Way, str] = {
+    "keep": "no micro-batch recomputed by itself",
+    "balance": "no activations moved to partners",
+    "offload": "no activations moved to the host",
+    "slices": "whole sequences",
+}
+"""Titles of the rivals without what the best layout does."""
 ALONE = " alone"
 """How the titles of rivals end that use one kind of nodes."""
 

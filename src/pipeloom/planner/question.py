@@ -3,14 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES
-from pipeloom.layout import Recompute, Shard
+from pipeloom.layout import Recompute, Shard, Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Limits:
         shards: what data parallelism shares out.
         recompute: what the backward computes again; ``full`` also allows some of the layers.
         sequence_parallel: whether what tensor parallelism leaves whole may or must be split.
+        ways: in which room is made for activations, or sequences are cut; ``none`` is a layout without.
     """
 
     tp: tuple[int, ...] | None = None
@@ -36,6 +37,7 @@ class Limits:
     shards: tuple[Shard, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
+    ways: tuple[Way | Literal["none"], ...] | None = None
 
     def allows(self, **values: Any) -> bool:
         """Whether each value is one that may be chosen."""
@@ -99,6 +101,7 @@ class Question:
         for what, wanted, has in (
             ("family", self.limits.families, offered),
             ("sharding level", self.limits.shards, self.software.shards or LEVELS),
+            ("way", self.limits.ways, ("none", *self.software.ways)),
         ):
             found += [
                 f"{self.software.name} has no {what} '{name}'; it has {', '.join(has)}"
@@ -109,7 +112,7 @@ class Question:
 
     @property
     def _offered(self) -> tuple[str, ...]:
-        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward and not known.splits_backward)
+        trained = tuple(name for name, known in FAMILIES.items() if known.has_backward)
         return self.software.families or trained
 
     @property
@@ -122,6 +125,11 @@ class Question:
         """Sharding levels that may be chosen, the least first."""
         among = self.limits.shards or self.software.shards or LEVELS
         return tuple(level for level in LEVELS if level in among)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """In which room may be made for activations, or sequences be cut."""
+        return tuple(way for way in self.software.ways if self.limits.allows(ways=way))
 
     @property
     def recompute(self) -> tuple[Recompute, ...]:

@@ -21,7 +21,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         cluster: its name or file.
         software: its name or file.
     """
-    run, order = step.run, step.order
+    run, order, moving = step.run, step.order, step.order.moving
     dtype: Dtype = "float32" if run.precision == "fp32" else "bfloat16"
     is_sharded = run.dp > 1 and run.shard != "none"
     return RunConfig(
@@ -37,6 +37,9 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             residency=order.residency if run.shard == "full" and run.dp > 1 else None,
             prefetch=order.prefetch if is_sharded else None,
             gradient_buffers=order.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
+            balance=moving.balance,
+            offload=moving.offload,
+            activation_gb=None if moving.activation_bytes is None else moving.activation_bytes / 1e9,
         ),
         training=TrainingConfig(dtype=dtype, device="cuda" if step.cluster.device.num_multiprocessors else "cpu"),
         machine=MachineConfig(
@@ -69,6 +72,8 @@ def _layout(run: Run) -> Layout:
         sequence_parallel=run.sequence_parallel,
         recompute=run.recompute if run.recompute_layers is None else "none",
         recompute_layers=run.recompute_layers,
+        token_slices=run.slices or None,
+        pipeline_order=run.pipeline_order,
     )
     if run.layers_by_stage is None:
         return layout

@@ -8,16 +8,19 @@ on with.
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, nsmallest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pipeloom.cost.shape import Run
+from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.settle import cut_again, scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.sliced import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
+from pipeloom.planner.ways import Relief, reliefs
 from pipeloom.predict.step import SimulatedStep
 
 Progress = Callable[[int, int], None]
@@ -34,6 +37,7 @@ class Counts:
         too_slow: ruled out by the bound of their step time.
         undecided: left open when the time was up.
         simulated: whose step was simulated.
+        tried: of all these, those that were tried with room made for them, or with token slices.
         excluded: what is no layout, by cause: combinations of axes.
         seconds: that the search took.
     """
@@ -42,6 +46,7 @@ class Counts:
     too_large: int = 0
     too_slow: int = 0
     simulated: int = 0
+    tried: int = 0
     undecided: int = 0
     excluded: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -77,16 +82,33 @@ class Kind(NamedTuple):
     family: str
     recompute: str
     sequence_parallel: bool
+    way: str
 
 
-def kind_of(run: Run, family: str) -> Kind:
+def kind_of(run: Run, family: str, way: str = "none") -> Kind:
     """The kind of a layout; how often stages loop, how the schedule groups and what is sharded do not matter.
 
     Without a pipeline the order of accumulation does not, either.
     """
     family = family if run.pp > 1 else ""
     recompute = "some" if run.recompute_layers else run.recompute
-    return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel)
+    return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, way)
+
+
+def way_of(step: SimulatedStep) -> Way | Literal["none"]:
+    """In which way a step makes room, or cuts sequences."""
+    order = step.order
+    if order.choice.keep is not None:
+        return "keep"
+    if order.choice.num_slices > 1:
+        return "slices"
+    return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
+
+
+MOST_TRIED = 8
+"""Layouts that are tried with each way to make room."""
+MOST_OF_A_KIND = 2
+"""Of those, layouts that differ only in what does not tell kinds apart."""
 
 
 SAME = 1e-8
@@ -124,6 +146,8 @@ class Settled:
 
 
 Node = Arrangement | Cut | Leaf | Settled
+Attempt = Relief | Sliced
+"""What no bound tells, and what is tried with the best that bounds leave."""
 
 
 def search(question: Question, count: int = 10, *, budget_s: float | None = None, prunes: bool = True) -> Found:
@@ -153,6 +177,8 @@ class Search:
         self._queue: list[_Entry] = []
         self._pushed = 0
         self._simulated: list[tuple[Rank, Settled]] = []
+        self._short: list[Leaf] = []
+        self._tried: set[Leaf] = set()
         found, self._counts.excluded = arrangements(question)
         self._counts.layouts = sum(arrangement.count for arrangement in found)
         everything = _Goal(1, Limits())
@@ -173,26 +199,15 @@ class Search:
             limits: what they may be; ``None`` for all.
             budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
         """
-        begin, goal = time.monotonic(), _Goal(count, limits or Limits())
-        for rank, settled in self._simulated:
-            goal.add(rank, settled)
-        for entry in self._queue:
-            goal.take(entry)
-        open_bound_s = None
-        while goal.queue:
-            entry = heappop(goal.queue)
-            is_late = budget_s is not None and time.monotonic() - begin > budget_s
-            if is_late or (self._prunes and entry.bound_s > goal.limit_s):
-                goal.aside.append(entry)
-                open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
-                break
-            if self._prunes and goal.beats(entry.node, entry.bound_s):
-                goal.aside.append(entry)
-            else:
-                self._open(goal, entry)
-            if self._progress is not None:
-                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
-        self._queue = goal.aside + goal.queue
+        begin, limits = time.monotonic(), limits or Limits()
+        deadline = None if budget_s is None else begin + budget_s
+        ways = limits.ways or self._question.limits.ways
+        has_plain = ways is None or "none" in ways
+        goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
+        open_bound_s = self._prove(goal, deadline)
+        if open_bound_s is None and (limits.ways is not None or not limits.names):
+            goal = goal if has_plain else self._goal(count, replace(limits, ways=ways))
+            self._go_further(goal, deadline)
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         left = counts.layouts - counts.too_large - counts.simulated
@@ -204,6 +219,33 @@ class Search:
         counts.too_slow = left - counts.undecided
         steps = sorted((_finished(settled) for settled in goal.best), key=Rank.of)
         return Found(tuple(steps), counts, open_bound_s)
+
+    def _goal(self, count: int, limits: Limits) -> "_Goal":
+        """With what is known of it already."""
+        goal = _Goal(count, limits)
+        for rank, settled in self._simulated:
+            goal.add(rank, settled)
+        return goal
+
+    def _prove(self, goal: "_Goal", deadline: float | None) -> float | None:
+        """Open what may be among the best, until nothing can be; the bound of the rest if the time is up before."""
+        for entry in self._queue:
+            goal.take(entry)
+        open_bound_s = None
+        while goal.queue:
+            entry = heappop(goal.queue)
+            if _is_over(deadline) or (self._prunes and entry.bound_s > goal.limit_s):
+                goal.aside.append(entry)
+                open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
+                break
+            if self._prunes and goal.beats(entry.node, entry.bound_s):
+                goal.aside.append(entry)
+            else:
+                self._open(goal, entry)
+            if self._progress is not None:
+                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
+        self._queue = goal.aside + goal.queue
+        return open_bound_s
 
     def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
@@ -223,12 +265,14 @@ class Search:
                 narrowed = leaf.narrowed() if self._prunes else leaf
                 if narrowed is None:
                     self._counts.too_large += 1
+                    self._short.append(leaf)
                 else:
                     self._push(goal, narrowed.bound_s, narrowed)
         elif isinstance(node, Leaf):
             chosen = settle(node)
             if chosen is None:
                 self._counts.too_large += 1
+                self._short.append(node)
             else:
                 self._push(goal, max(entry.bound_s, settled_bound_s(node, chosen)), Settled(node, chosen))
         else:
@@ -244,6 +288,47 @@ class Search:
         rank = Rank.of(settled.simulate())
         self._simulated.append((rank, settled))
         goal.add(rank, settled)
+
+    def _go_further(self, goal: "_Goal", deadline: float | None) -> None:
+        """Try what was too large with every way to make room, and what has few micro-batches with token slices."""
+        for way in self._question.ways:
+            if goal.allows(way):
+                self._attempt(goal, self._attempts(goal, way), deadline)
+
+    def _attempts(self, goal: "_Goal", way: Way) -> Iterator[Attempt]:
+        if way == "slices":
+            found = (a for a in self._arrangements if goal.may_be(a))
+            return (one for one in sliceable(found, goal.first_s) if goal.may_be(one.leaf))
+        return (one for leaf in self._short if goal.may_be(leaf) for one in reliefs(leaf, way))
+
+    def _attempt(self, goal: "_Goal", attempts: Iterator[Attempt], deadline: float | None) -> None:
+        """Try those that promise most, until nothing promises to be the best."""
+        promising = [one for one in attempts if one.estimate_s <= goal.first_s]
+        tried, of_kind = 0, Counter[Kind]()
+        for one in sorted(promising, key=lambda one: one.estimate_s):
+            if _is_over(deadline) or tried == MOST_TRIED or one.estimate_s > goal.first_s:
+                return
+            kind = _kind(one.leaf)
+            if of_kind[kind] < MOST_OF_A_KIND:
+                tried += 1
+                of_kind[kind] += 1
+                self._try(goal, one)
+
+    def _try(self, goal: "_Goal", attempt: Attempt) -> None:
+        if attempt.leaf in self._tried:
+            return
+        self._tried.add(attempt.leaf)
+        self._counts.tried += 1
+        candidate = attempt.settle()
+        if candidate is not None:
+            settled = Settled(attempt.leaf, candidate)
+            rank = Rank.of(settled.simulate())
+            self._simulated.append((rank, settled))
+            goal.add(rank, settled)
+
+
+def _is_over(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
 
 
 class _Entry(NamedTuple):
@@ -286,6 +371,19 @@ class _Goal:
                 slowest_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
                 self.limit_s = slowest_s * (1 + SAME)
 
+    def allows(self, way: str) -> bool:
+        """Whether layouts of a way are looked for."""
+        return self._limits.allows(ways=way)
+
+    def may_be(self, node: Arrangement | Leaf) -> bool:
+        """Whether something is allowed, whatever way it is left open."""
+        return _admits(replace(self._limits, ways=None), node)
+
+    @property
+    def first_s(self) -> float:
+        """Seconds of the fastest that is known."""
+        return min((rank.step_s for rank, _ in self._of_kind.values()), default=float("inf"))
+
     @property
     def best(self) -> list[Settled]:
         """The fastest first; of equals the one with more memory left."""
@@ -301,14 +399,17 @@ class _Goal:
 
 
 def _finished(settled: Settled) -> SimulatedStep:
-    """The step of one of the best; where some layers are recomputed, with its stages cut by that, if it is faster."""
+    """The step of one of the best; with stages cut by what layers recompute, or slices of other lengths, if faster."""
     step, again = settled.simulate(), cut_again(settled.leaf, settled.candidate)
-    return step if again is None else min(step, replace(settled, candidate=again).simulate(), key=Rank.of)
+    others = [] if again is None else [replace(settled, candidate=again).simulate()]
+    if settled.leaf.way == "slices" and (other := cut_by_programme(settled.leaf, settled.candidate)) is not None:
+        others.append(other)
+    return min(step, *others, key=Rank.of) if others else step
 
 
 def _kind(leaf: Leaf) -> Kind:
     """The kind of a layout that may not be decided yet."""
-    return kind_of(leaf.cut.run, leaf.choice.family)._replace(recompute=leaf.cut.arrangement.kept)
+    return kind_of(leaf.cut.run, leaf.choice.family, leaf.way)._replace(recompute=leaf.cut.arrangement.kept)
 
 
 def _admits(limits: Limits, node: Node) -> bool:
@@ -318,7 +419,7 @@ def _admits(limits: Limits, node: Node) -> bool:
     if isinstance(node, Settled):
         return _admits(limits, node.leaf) and limits.allows(shards=node.candidate.run.shard)
     if isinstance(node, Leaf):
-        is_shared = any(limits.allows(shards=level) for level in node.sharding.levels)
+        is_shared = any(limits.allows(shards=level) for level in node.sharding.levels) and limits.allows(ways=node.way)
         return is_shared and limits.allows(families=node.choice.family) and _admits(limits, node.cut)
     if isinstance(node, Cut):
         return limits.allows(loops=node.run.loops) and _admits(limits, node.arrangement)

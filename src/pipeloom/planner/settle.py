@@ -26,11 +26,11 @@ def settle(leaf: Leaf) -> Candidate | None:
     if leaf.cut.arrangement.kept == "some":
         return _with_some_layers(leaf)
     for shard in leaf.sharding.levels:
-        for order in _orders(leaf.choice, shard):
+        for order in orders_of(leaf.choice, shard):
             if _is_hopeless(leaf, shard, order):
                 continue
             chosen = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
-            if min(_free_bytes(chosen, leaf)) >= 0:
+            if min(free_bytes(chosen, leaf)) >= 0:
                 return chosen
     return None
 
@@ -54,7 +54,7 @@ def scheduled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     return leaf.cut.time.sharded(chosen.run.shard, chosen.run.replicate).lane_s(chosen.schedule)
 
 
-def _orders(choice: Choice, shard: Shard) -> list[Order]:
+def orders_of(choice: Choice, shard: Shard) -> list[Order]:
     """A schedule with what a rank may have room for, the most first; gathers start as early as there is room.
 
     With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
@@ -73,15 +73,19 @@ def _orders(choice: Choice, shard: Shard) -> list[Order]:
     ]
 
 
-def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
-    """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-    order, software, loops = chosen.order, chosen.software, chosen.run.loops
-    room = Room(
-        receive_buffers=0 if software.is_blocking else order.receive_buffers,
+def room_of(chosen: Candidate) -> Room:
+    """What its ranks have room for beside activations."""
+    order, loops = chosen.order, chosen.run.loops
+    return Room(
+        receive_buffers=0 if chosen.software.is_blocking else order.receive_buffers,
         gathered=min(order.residency, loops),
         unreduced=min(order.gradient_buffers or loops, loops),
     )
-    held = memory_with_room(chosen.run, software, compute_schedule(order.choice), room)
+
+
+def free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
+    """For each rank the bytes that are left on a device of it; below 0 what is missing."""
+    held = memory_with_room(chosen.run, chosen.software, compute_schedule(chosen.order.choice), room_of(chosen))
     rooms = leaf.cut.memory.rooms.tolist()
     return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
 
@@ -89,12 +93,12 @@ def _free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
     (shard,) = leaf.sharding.levels
-    orders = _orders(leaf.choice, shard)
+    orders = orders_of(leaf.choice, shard)
     order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
     if _is_hopeless(leaf, shard, order):
         return None
     plain = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
-    free = _free_bytes(plain, leaf)
+    free = free_bytes(plain, leaf)
     return None if min(free) >= 0 else _recomputing(leaf, plain, free)
 
 
@@ -114,7 +118,7 @@ def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candida
         if any(number > most for number, most in zip(again, layers, strict=True)):
             return None
         chosen = replace(plain, run=replace(plain.run, recompute_layers=_spread(owner, counts, again)))
-        free = _free_bytes(chosen, leaf)
+        free = free_bytes(chosen, leaf)
         if min(free) >= 0:
             return chosen
     return None
@@ -130,7 +134,7 @@ def cut_again(leaf: Leaf, chosen: Candidate) -> Candidate | None:
     run = with_fastest_layers(chosen.run, leaf.cut.arrangement.cluster, chosen.software)
     again = replace(chosen, run=run)
     is_other = run.layers_by_stage != chosen.run.layers_by_stage
-    return again if is_other and min(_free_bytes(again, leaf)) >= 0 else None
+    return again if is_other and min(free_bytes(again, leaf)) >= 0 else None
 
 
 def _saved_bytes(chosen: Candidate) -> list[float]:

@@ -7,7 +7,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.planner.slices import LatencyTable, judged_slices
+from pipeloom.planner.slices import LatencyTable, default_unit, judged_slices
 from pipeloom.predict.step import Order, SimulatedStep, simulate_step
 
 _MOST_UNITS = 128
@@ -90,8 +90,7 @@ def _unit(run: Run, unit: int | None) -> int:
                 f"the unit must divide data.seq_len {run.seq} and be a multiple of layout.tp {run.tp}, found {unit}"
             )
         return unit
-    fitting = (n for n in range(run.tp, run.seq + 1, run.tp) if run.seq % n == 0 and run.seq // n <= _MOST_UNITS)
-    return next(fitting, run.seq)
+    return default_unit(run.seq, run.tp, _MOST_UNITS)
 
 
 def _numbers(num_units: int) -> list[int]:

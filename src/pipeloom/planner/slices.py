@@ -54,6 +54,12 @@ class Slicing:
         return (num_ranks - 1) * max(self.seconds) / (rounds * self.sum_s)
 
 
+def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
+    """The fewest tokens, a multiple of a number, of which a sequence has at most so many; else all of it."""
+    fitting = (n for n in range(multiple, num_tokens + 1, multiple) if num_tokens % n == 0)
+    return next((unit for unit in fitting if num_tokens // unit <= most_units), num_tokens)
+
+
 class LatencyTable:
     """Seconds of every slice that a sequence may have.
 

@@ -26,7 +26,7 @@ from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
 from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
-from pipeloom.layout import Shard
+from pipeloom.layout import Shard, Way
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
@@ -51,12 +51,14 @@ class Arrangement:
         cluster: where: the question's, in one of the orders of its kinds of nodes.
         run: axes, micro-batch, sequence parallelism; nothing recomputed where ``kept`` is ``some``.
         kept: what is recomputed.
+        splits: whether its schedules run the two halves of backwards apart.
     """
 
     question: Question
     cluster: Cluster
     run: Run
     kept: Kept
+    splits: bool = False
 
     @cached_property
     def _pieces(self) -> PieceSeconds:
@@ -72,10 +74,16 @@ class Arrangement:
 
         As if all ranks were as fast as the fastest.
         """
-        run, both_s = self.run, self._pieces.both_s(self.run.shape.layers)
-        way_s = sum(seconds * (run.pp - 1 - n) for n, seconds in enumerate(both_s[: run.pp - 1])) / run.pp
-        fixed_s = self.question.software.efficiency.microbatch_s
-        return run.num_microbatches * (sum(both_s) / run.pp + fixed_s) + way_s
+        run, pieces = self.run, self._pieces
+        way = [pieces.embedding, *[pieces.layer] * run.shape.layers][: run.pp - 1]
+        way_s = sum((seconds[0] if self.splits else sum(seconds)) * (run.pp - 1 - n) for n, seconds in enumerate(way))
+        return self.busy_s + way_s / run.pp
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the step at least, however soon every rank begins: the work of the mean rank."""
+        both_s, fixed_s = self._pieces.both_s(self.run.shape.layers), self.question.software.efficiency.microbatch_s
+        return self.run.num_microbatches * (sum(both_s) / self.run.pp + fixed_s)
 
     @property
     def missing_bytes(self) -> float:
@@ -134,7 +142,8 @@ class Arrangement:
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules that the stages may run in."""
-        return _choices(self.question.families, self.run.pp, loops, placement, self.run.num_microbatches)
+        names = tuple(name for name in self.question.families if FAMILIES[name].splits_backward == self.splits)
+        return _choices(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
         """What data parallelism may share out, and among whom: all its ranks, or those of a node."""
@@ -177,7 +186,9 @@ def _choices(
     found: list[Choice] = []
     for name in families:
         family = FAMILIES[name]
-        if loops > 1 and not family.is_looped:
+        if (loops > 1 and not family.is_looped) or family.loops not in (None, loops):
+            continue
+        if family.placement not in (None, placement):
             continue
         plain = Choice(
             family=name,
@@ -189,7 +200,7 @@ def _choices(
         if family.is_grouped:
             sizes = _group_sizes(pp, num_microbatches) if loops > 1 and placement == "looped" else ()
             found += [replace(plain, group_size=size) for size in sizes]
-        elif placement == "looped" or plain.stage_inputs is not None:
+        elif placement in ("looped", family.placement) or plain.stage_inputs is not None:
             found.append(plain)
     if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
         return tuple(sorted(found, key=_held_in_all)[:1])  # one stage takes as long in any order
@@ -237,7 +248,8 @@ class Cut:
 
     def bounds(self, run: Run) -> Bounds:
         """Of a run that is cut like this."""
-        return Bounds(run, self.arrangement.cluster, self.arrangement.question.software, self.placement)
+        arrangement = self.arrangement
+        return Bounds(run, arrangement.cluster, arrangement.question.software, self.placement, arrangement.splits)
 
     @property
     def placement(self) -> Placement:
@@ -285,11 +297,13 @@ class Leaf:
         cut: the stages.
         sharding: what data parallelism may share out.
         choice: the schedule.
+        way: in which room is made, or sequences are cut; ``none`` for neither.
     """
 
     cut: Cut
     sharding: Sharding
     choice: Choice
+    way: Way | Literal["none"] = "none"
 
     @property
     def count(self) -> int:
@@ -343,8 +357,15 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
             elif limits.allows(micro_batch=micro_batch):
                 run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
-                found += [kind for cluster in question.clusters for kind in _kinds(question, cluster, run)]
+                kinds = [kind for cluster in question.clusters for kind in _kinds(question, cluster, run)]
+                found += [replace(kind, splits=splits) for kind in kinds for splits in _splits(question, pp)]
     return found, excluded
+
+
+def _splits(question: Question, pp: int) -> list[bool]:
+    """Whether there are families with whole backwards, and with split ones; alone a rank gains nothing from these."""
+    known = {FAMILIES[name].splits_backward for name in question.families}
+    return sorted(known if pp > 1 or len(known) == 1 else {False})
 
 
 def why_not(question: Question, tp: int, pp: int, dp: int) -> str | None:

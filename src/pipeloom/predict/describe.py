@@ -131,4 +131,5 @@ def _run(config: RunConfig) -> Run:
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement_name,
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
+        pipeline_order=layout.pipeline_order,
     )

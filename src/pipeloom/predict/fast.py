@@ -1,22 +1,30 @@
 """A described run -> how long its step takes and how much memory it needs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import Memory, rank_memory
-from pipeloom.cost.ranks import rank_device_bytes
+from pipeloom.cost.memory import Memory, kept_bytes, layer_pending_bytes, rank_memory
+from pipeloom.cost.ranks import placement_of, rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
-from pipeloom.schedule import Schedule, lower
+from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate.greedy import INPUTS_BY_RANKS, Aim, Found, Task, best_schedule
+from pipeloom.report.summary import longest_rank_s
+from pipeloom.schedule import Placement, Schedule, lower
+from pipeloom.schedule.held import Kept, most_in_row
 from pipeloom.simulate import simulate
 
-FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"}
+FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"} | {
+    name: name for name, known in FAMILIES.items() if known.splits_backward
+}
 """Names in tables of measurements -> families."""
+SEARCHED = INPUTS_BY_RANKS | {"zb-v": 1}
+"""Schedules whose authors search for the order by the seconds of the stages, with what ranks may hold in it: so many
+times the stage inputs of one micro-batch on each of the stages of the model (arXiv 2401.10241, sections 3.1 and 6)."""
 
 
 @lru_cache(maxsize=512)
@@ -25,7 +33,37 @@ def _schedule(family: str, pp: int, loops: int, num_microbatches: int, *, has_tr
     return lower(schedule) if has_transfers else schedule
 
 
-def pipeline_s(family: str, pp: int, loops: int, num_microbatches: int, costs: StageCosts) -> float:
+@lru_cache(maxsize=512)
+def found_schedule(
+    family: str, placement: Placement, num_microbatches: int, costs: StageCosts, pending: float
+) -> Found:
+    """The schedule of a family that searches, for the seconds of a run: as fast as steps can follow each other.
+
+    Args:
+        family: its name.
+        placement: stage -> rank.
+        num_microbatches: of the step.
+        costs: seconds of the stages.
+        pending: of what a micro-batch keeps on a stage, the part that it keeps between the halves of its backward.
+    """
+    share, stages = costs.weight_share, range(placement.num_stages)
+    most = float(SEARCHED[family] * placement.num_stages)
+    task = Task(
+        placement=placement,
+        num_microbatches=num_microbatches,
+        forward_s=costs.forward_s,
+        input_s=[seconds * (1 - share) for seconds in costs.backward_s],
+        weight_s=[seconds * share for seconds in costs.backward_s],
+        boundary_s=[costs.over_s(stage) for stage in stages[:-1]],
+        budgets=[most] * placement.num_ranks,
+        pending=[pending] * placement.num_stages,
+    )
+    return best_schedule(task, "rank")
+
+
+def pipeline_s(
+    family: str, pp: int, loops: int, num_microbatches: int, costs: StageCosts, *, aim: Aim = "step"
+) -> float:
     """Seconds of a step's pipeline, from the simulator.
 
     With constant costs a long step repeats: from some number of micro-batches on, ``pp`` more cost the same each time.
@@ -33,10 +71,20 @@ def pipeline_s(family: str, pp: int, loops: int, num_microbatches: int, costs: S
     otherwise the lengths are doubled, up to the whole. A step takes the longest of paths that each grow evenly with its
     micro-batches, so the result is never too long. It is too short where a path that grows faster becomes the
     longest only beyond those lengths, which needs stages that are almost equally slow.
+
+    Args:
+        family: its name.
+        pp: pipeline ranks.
+        loops: stages of each.
+        num_microbatches: of the step.
+        costs: seconds.
+        aim: of what: of the whole, or from the first to the last action of the rank that takes longest, which is how
+            fast steps follow each other where no rank waits for others between them.
     """
 
     def simulated_s(count: int) -> float:
-        return simulate(_schedule(family, pp, loops, count, has_transfers=costs.transfer_s > 0), costs).end_s
+        trace = simulate(_schedule(family, pp, loops, count, has_transfers=costs.transfer_s > 0), costs)
+        return trace.end_s if aim == "step" else longest_rank_s(trace)
 
     length = 8 * pp + num_microbatches % pp
     while length + 2 * pp < num_microbatches:
@@ -92,64 +140,67 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     Raises:
         UserError: no family makes the run's schedule, or the cluster has not so many devices.
     """
-    run = with_own_layers(run, cluster, software)
+    run = with_own_layers(_placed(run), cluster, software)
     costs = stage_costs(run, cluster, software)
     backward_s = max(costs.backward_s)
     if run.pp == 1:
         step_s = run.num_microbatches * (sum(costs.forward_s) + sum(costs.backward_s))
-    elif run.schedule in CLOSED:
-        step_s = _zero_bubble_s(run, costs)
     elif run.schedule in FAMILY_OF:
-        step_s = pipeline_s(FAMILY_OF[run.schedule], run.pp, run.loops, run.num_microbatches, costs)
+        aim: Aim = "rank" if software.overlaps_steps else "step"
+        step_s = _step_pipeline_s(run, software, costs, aim)
     else:
-        known = ", ".join([*FAMILY_OF, *CLOSED])
-        raise UserError(f"no family makes the schedule '{run.schedule}'; known: {known}")
+        raise UserError(f"no family makes the schedule '{run.schedule}'; known: {', '.join(FAMILY_OF)}")
     step_s += drain_s(run, software, costs)
     terms = step_terms(run, cluster, software, backward_s)
-    memory = tuple(rank_memory(run, software, rank, held) for rank, held in enumerate(in_flight(run)))
+    stages = placement_of(run).stages_of
+    held = in_flight(run, software, costs)
+    memory = tuple(rank_memory(run, software, rank, most, stages(rank)) for rank, most in enumerate(held))
     return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, rank_device_bytes(run, cluster))
 
 
-def in_flight(run: Run) -> tuple[float, ...]:
+def _placed(run: Run) -> Run:
+    """The run with the placement that its family runs on."""
+    known = FAMILIES.get(FAMILY_OF.get(run.schedule, ""))
+    return replace(run, placement=known.placement) if known and known.placement else run
+
+
+def _step_pipeline_s(run: Run, software: Software, costs: StageCosts, aim: Aim) -> float:
+    family = FAMILY_OF[run.schedule]
+    if family in SEARCHED:
+        share = pending_share(run, software)
+        found = found_schedule(family, placement_of(run), run.num_microbatches, costs, share)
+        return found.step_s if aim == "step" else found.rank_s
+    return pipeline_s(family, run.pp, run.loops, run.num_microbatches, costs, aim=aim)
+
+
+def pending_share(run: Run, software: Software) -> float:
+    """Of what a layer keeps of a micro-batch, the part that it keeps between the halves of its backward."""
+    return layer_pending_bytes(run) / kept_bytes(run, software)
+
+
+def in_flight(run: Run, software: Software, costs: StageCosts | None = None) -> tuple[float, ...]:
     """Most stage inputs that each pipeline rank holds at once, from the rows of its schedule.
 
     In families that alternate, the peak does not grow any more once every rank has warmed up, so that a short
-    step tells it. For zero-bubble schedules, which no family makes: as 1F1B, ``zb-2p`` and ``zb-h2`` twice as many,
-    ``zb-v`` P on each of two half stages (arXiv 2401.10241, sections 2 and 6), and ``PENDING`` for the gradients that
-    wait for their second half.
+    step tells it. Between the halves of a split backward only a part of an input is held.
+
+    Args:
+        run: with its schedule.
+        software: with what.
+        costs: seconds of its stages, for families that search by them; ``None`` for stages that are alike.
     """
     count = run.num_microbatches
     if run.pp == 1 and run.loops == 1:
         return (1,)
-    if run.schedule in CLOSED:
-        factor = 2 if run.schedule in ("zb-2p", "zb-h2") else 1
-        most = [run.pp * run.loops] * run.pp if run.loops > 1 else [factor * (run.pp - r) for r in range(run.pp)]
-        return tuple(float(min(value + PENDING, count * run.loops)) for value in most)
     family = FAMILY_OF.get(run.schedule, run.schedule)
+    known = FAMILIES[family]
     if family in ("1f1b", "depth-first"):
         count = min(count, 4 * run.pp + count % run.pp)
-    return _schedule(family, run.pp, run.loops, count, has_transfers=False).peak_stage_inputs
-
-
-PENDING = 0.6
-"""Stage inputs' worth of memory that backwards hold whose gradients of weights wait, observed for arXiv 2401.10241."""
-
-CLOSED = {"zb-h1": 1.0, "zb-1p": 1.0, "zb-h2": 0.0, "zb-2p": 0.0, "zb-v": 0.0}
-"""Zero-bubble schedules, which no family makes: their bubble as a multiple of (P - 1) (T_F + T_B - T_W)."""
-
-
-def _zero_bubble_s(run: Run, costs: StageCosts) -> float:
-    """Closed form for the zero-bubble schedules (arXiv 2401.10241, table 2).
-
-    With few micro-batches the way there and back is the longest path: the last stage has every forward and every
-    gradient of an input in turn, and the first ends with a gradient of its weights.
-    """
-    forward, backward = sum(costs.forward_s) / run.pp, sum(costs.backward_s) / run.pp
-    of_weights, count = backward * costs.weight_share, run.num_microbatches
-    of_input = backward - of_weights
-    slowest = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
-    if run.loops > 1:
-        slowest = forward + backward
-    bubble = CLOSED[run.schedule] * (run.pp - 1) * (forward + of_input - of_weights)
-    there_and_back = (run.pp - 1 + count) * (forward + of_input) + of_weights
-    return max(count * slowest + bubble, there_and_back)
+    if costs is not None and family in SEARCHED:
+        schedule = found_schedule(family, placement_of(run), count, costs, pending_share(run, software)).schedule
+    else:
+        schedule = _schedule(family, run.pp, run.loops, count, has_transfers=False)
+    if not known.splits_backward:
+        return schedule.peak_stage_inputs
+    whole, pending = [1.0] * schedule.num_stages, [pending_share(run, software)] * schedule.num_stages
+    return tuple(most_in_row(schedule, rank, Kept(whole, pending)) for rank in range(schedule.num_ranks))

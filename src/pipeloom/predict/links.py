@@ -1,10 +1,10 @@
 """Which actions of a step draw on the same network adapter, or on the cores of the same node."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.ranks import rank_parts
+from pipeloom.cost.ranks import first_device, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action, Kind, Placement
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
@@ -12,24 +12,35 @@ from pipeloom.schedule.depend import tied_partner
 from pipeloom.simulate import Sharing
 
 
-def shared_links(run: Run, cluster: Cluster, placement: Placement) -> Sharing | None:
+def shared_links(
+    run: Run, cluster: Cluster, placement: Placement, partners: Sequence[int] | None = None
+) -> Sharing | None:
     """The nodes' network adapters and cores, as far as anything could compete for them.
 
     Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device tells its node and its adapter. Alone, a
     transfer between nodes or a collective over nodes has that adapter for itself and its copies on the neighboring
     devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its share.
 
+    An eviction and its load count at the evicting rank's adapter.
+
     Where a node has more ranks than cores (``Cluster.cores_per_node``), what ranks compute there, and the messages and
     collectives that stay there, which processes on a CPU move themselves, take their shares of its cores.
 
+    Args:
+        run: what is trained.
+        cluster: where.
+        placement: stage -> pipeline rank.
+        partners: for each pipeline rank the one to which it evicts, if they do.
+
     Returns:
-        Sharing with a resource for each adapter, the receives and collectives on it, and one for the cores of each
-        node; ``None`` where there is nothing to share.
+        Sharing with a resource for each adapter, the receives, evictions, loads and collectives on it, and one for the
+        cores of each node; ``None`` where there is nothing to share.
     """
     parts = rank_parts(run, cluster)
-    adapter = [_adapter(rank * run.dp * run.tp, cluster) for rank in range(run.pp)]
+    adapter = [_adapter(first_device(run, rank), cluster) for rank in range(run.pp)]
     is_wide = [_is_wide(run, part) for part in parts]
-    crosses = any(adapter[a][0] != adapter[b][0] for a, b in _edges(placement))
+    swaps = set(enumerate(partners or ()))
+    crosses = any(adapter[a][0] != adapter[b][0] for a, b in _edges(placement) | swaps)
     has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < run.pp)
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not has_shared_links and not has_shared_cores:
@@ -42,6 +53,8 @@ def shared_links(run: Run, cluster: Cluster, placement: Placement) -> Sharing | 
             before = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
             sender = owner[tied_partner(action, len(owner)).stage if is_tied else before]
             return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
+        if action.kind in SWAPS and partners is not None:
+            return adapter[rank] if adapter[partners[rank]][0] != adapter[rank][0] else None
         return adapter[rank] if is_wide[rank] and action.kind in COLLECTIVES else None
 
     def resource_of(action: Action, rank: int) -> Hashable | None:
@@ -64,6 +77,7 @@ class _Cores(NamedTuple):
 
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
+SWAPS = frozenset({Kind.EVICT, Kind.LOAD})
 ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
 """What processes on a CPU do with its cores; a receive stands for both ends of a message."""
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
@@ -15,21 +14,29 @@ from pipeloom.cost.memory import (
     num_logits,
     stage_input_bytes,
     stage_kept_bytes,
+    stage_pending_bytes,
     state_bytes,
     working_bytes,
 )
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.clock import nominal_s, times
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.held import Kept, all_changes, most_in_row
 from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.trace import Trace
 
 _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
-def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buffers: int) -> tuple[Memory, ...]:
+def memory_by_rank(
+    run: Run, software: Software, schedule: Schedule, receive_buffers: int, trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
 
     Args:
@@ -37,6 +44,8 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         software: with what.
         schedule: as it is simulated.
         receive_buffers: for each directed edge, where the schedule has its communication.
+        trace: of the schedule; what it moves to partners or to the host is counted by its times. ``None`` for those of
+            a clock on which a backward takes two forwards and a transfer one.
     """
     _, unreduced = _whole_bytes(run, software)
     stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
@@ -49,7 +58,7 @@ def memory_by_rank(run: Run, software: Software, schedule: Schedule, receive_buf
         )
         for rank, own in enumerate(stages)
     ]
-    return _memory(run, software, schedule, rooms)
+    return _memory(run, software, schedule, rooms, trace)
 
 
 class Room(NamedTuple):
@@ -78,23 +87,50 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Roo
     return _memory(run, software, schedule, [room] * schedule.num_ranks)
 
 
-def _memory(run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room]) -> tuple[Memory, ...]:
+def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
+    """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
+    _, head = stage_layers(run, software)
+    only_head = [kept_logits(run, software) * (stage == head) for stage in range(schedule.num_stages)]
+    parts = (_kept(run, software), Kept(only_head, shares=run.slice_shares))
+    return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
+
+
+def _kept(run: Run, software: Software) -> Kept:
+    """What micro-batches keep, logits left out."""
+    pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
+    return Kept(input_bytes(run, software), pending, again, run.slice_shares)
+
+
+def kept_by_stage(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
+    _, head = stage_layers(run, software)
+    inputs = input_bytes(run, software)
+    inputs[head] += kept_logits(run, software)
+    return inputs
+
+
+def _memory(
+    run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
+) -> tuple[Memory, ...]:
     """Memory of each rank with its room."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
-    inputs, working, logits_each = input_bytes(run, software), working_bytes(run, software), logits_bytes(run, software)
+    working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
-    only_head, nothing = [float(stage == head) for stage in range(schedule.num_stages)], [0.0] * schedule.num_stages
-    again, shares = recomputed_bytes(run, software), run.slice_shares
+    shares = run.slice_shares
+    kept = _kept(run, software)
+    only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
+    most_held = partial(most_in_row, schedule)
+    if swaps_anything(schedule):
+        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = schedule.placement.stages_of(rank)
-        activations = _most_held(schedule, rank, inputs, again, shares) + working
-        logits = 0.0
+        activations = most_held(rank, kept) + working
+        logits = most_held(rank, only_head) * kept_logits(run, software)
         if head in stages:
-            others = _most_held(schedule, rank, only_head, nothing, shares) - max(shares)
-            logits = logits_each + others * kept_logits(run, software)
+            logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
@@ -151,31 +187,21 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def _most_held(
-    schedule: Schedule, rank: int, kept: Sequence[float], again: Sequence[float], shares: Sequence[float]
-) -> float:
-    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
+def swaps_anything(schedule: Schedule) -> bool:
+    """Whether what backwards need leaves a rank in between."""
+    return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
 
-    Args:
-        schedule: with the row.
-        rank: whose row it is.
-        kept: for each stage the bytes of a micro-batch.
-        again: the same until it is recomputed, where it is.
-        shares: of each token slice in that.
-    """
-    row = schedule.rows[rank]
-    is_recomputed = bool(row.is_kind(Kind.RECOMPUTE).any())
-    sizes = {kept[stage] for stage in schedule.placement.stages_of(rank)}
-    if len(sizes) == len(shares) == 1 and not is_recomputed:
-        return schedule.peak_stage_inputs[rank] * sizes.pop()
-    begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    change = (begins.astype(float) - ends) * np.asarray(kept)[row.stage]
-    if is_recomputed:
-        saved = np.asarray(kept)[row.stage] - np.asarray(again)[row.stage]
-        place = tuple(array[begins] for array in row.arrays[1:])
-        change[begins] -= saved[begins] * schedule.facts.is_recomputed[place]
-        change += saved * row.is_kind(Kind.RECOMPUTE)
-    return float(np.cumsum(change * np.asarray(shares)[row.slice]).max(initial=0.0))
+
+def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
+    if trace is None:
+        return times(schedule, nominal_s)
+    matched = match_spans(schedule, trace)
+    return matched.start_s, matched.end_s
+
+
+def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: Kept) -> float:
+    """The same as ``most_in_row`` on a clock: without what has left, with what is accepted."""
+    return all_changes(*timed, kept).peak(rank)
 
 
 def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
@@ -201,10 +227,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = input_bytes(run, software)
+    inputs = kept_by_stage(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
-    inputs[head] += kept_logits(run, software)
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
@@ -217,10 +242,11 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     return HeldBytes(
         always_bytes=tuple(always),
         input_bytes=tuple(inputs),
+        pending_bytes=tuple(stage_pending_bytes(run, software)),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
         slice_shares=run.slice_shares,
-        message_bytes=stage_input_bytes(run) if schedule.level is Level.COMMUNICATION else 0.0,
+        message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
         recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

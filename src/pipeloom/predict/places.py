@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import rank_parts
+from pipeloom.cost.ranks import first_device, rank_parts
 from pipeloom.cost.shape import Run
 
 
@@ -35,8 +35,8 @@ def rank_places(run: Run, cluster: Cluster) -> tuple[Place, ...]:
     return tuple(
         Place(
             part.name,
-            cluster.node_of(rank * size)[0],
-            cluster.node_of((rank + 1) * size - 1)[0],
+            cluster.node_of(first_device(run, rank))[0],
+            cluster.node_of(first_device(run, rank) + size - 1)[0],
             part.device.memory_bytes,
         )
         for rank, part in enumerate(rank_parts(run, cluster))
@@ -48,8 +48,9 @@ def describe_places(places: Sequence[Place]) -> list[str]:
     lines: list[str] = []
     for kind, run_of in groupby(enumerate(places), key=lambda pair: pair[1].kind):
         members = list(run_of)
-        (first, begin), (last, end) = members[0], members[-1]
-        nodes = _range("node", begin.first_node, end.last_node)
+        first, last = members[0][0], members[-1][0]
+        begin, end = min(place.first_node for _, place in members), max(place.last_node for _, place in members)
+        nodes = _range("node", begin, end)
         lines.append(f"{first if first == last else f'{first}-{last}'} on {kind}, {nodes}")
     return lines
 

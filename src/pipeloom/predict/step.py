@@ -1,23 +1,25 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from statistics import fmean
 
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
-from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
-from pipeloom.cost.slices import SliceModel
+from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
+from pipeloom.predict.moving import Moving, Placed, with_moves
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.swap import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
@@ -38,6 +40,7 @@ class Order:
         prefetch: visits of stages by which a gather starts early.
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
         swapping: how the model is swapped through one device; ``None`` keeps it there.
+        moving: what leaves ranks between forward and backward.
     """
 
     choice: Choice
@@ -46,6 +49,7 @@ class Order:
     prefetch: int = 1
     gradient_buffers: int | None = None
     swapping: Swapping | None = None
+    moving: Moving = field(default_factory=Moving)
 
 
 @dataclass(frozen=True)
@@ -134,13 +138,13 @@ class SimulatedStep:
     def hfu(self) -> float:
         """Hardware FLOPs utilization, a fraction: with what is recomputed."""
         flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
-        again = self._recomputed_share * (flops["full"] - flops["none"])
+        again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
         return self.tokens_per_s * (mean + again) / self.peak_flops_per_s
 
     @property
-    def _recomputed_share(self) -> float:
-        """Share of the forwards that run again as a whole."""
+    def recomputed_share(self) -> float:
+        """Share of the forwards that run again as a whole, a fraction."""
         row = self.schedule.facts.row
         return float(row.is_kind(Kind.RECOMPUTE).sum() / row.is_kind(Kind.FORWARD).sum())
 
@@ -196,23 +200,39 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
-    memory = memory_by_rank(run, software, schedule, order.receive_buffers)
+    price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
+    if order.moving.is_any:
+        placed = Placed(run, cluster, software)
+        schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
     if order.swapping is not None:
         schedule = swapped_schedule(schedule, run, software, order.swapping)
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         terms = replace(terms, optimizer_s=0.0)
-        memory = (swapped_memory(memory[0], run, software, schedule),)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
-    links = shared_links(run, cluster, schedule.placement) if has_shared else None
-    sliced = SliceModel(run, cluster, software).costs(costs, run.slices) if run.slices else costs
-    trace = simulate(schedule, sliced, links)
+    links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
+    priced = price(costs)
+    trace = simulate(schedule, priced, links)
     more_s = drain_s(run, software, costs)
+    memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
+    if order.swapping is not None:
+        memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = trace.end_s + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
-    blocked_s = _blocked_s(run, cluster, software, costs, schedule)
+    parts = priced.slices if isinstance(priced, SliceCosts) else (costs,)
+    blocked_s = _blocked_s(run, cluster, software, parts, schedule)
     return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+
+
+def _whole(costs: StageCosts) -> Costs:
+    """Of whole sequences."""
+    return costs
+
+
+def _receive_buffers(software: Software, order: Order) -> int:
+    """Receives posted ahead; programs that block post none."""
+    return 0 if software.is_blocking else order.receive_buffers
 
 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
@@ -307,17 +327,32 @@ def _num_actions(schedule: Schedule) -> int:
 
 
 def _blocked_s(
-    run: Run, cluster: Cluster, software: Software, costs: StageCosts, schedule: Schedule
+    run: Run, cluster: Cluster, software: Software, parts: Sequence[StageCosts], schedule: Schedule
 ) -> tuple[float, ...]:
-    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions."""
+    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions.
+
+    Args:
+        run: what is trained.
+        cluster: where.
+        software: with what.
+        parts: costs of a micro-batch, or of each of its slices.
+        schedule: what runs.
+    """
     if not software.is_blocking:
         return (0.0,) * run.pp
-    free = stage_costs(run, cluster, replace(software, is_blocking=False))
+    unblocked = replace(software, is_blocking=False)
+    whole = stage_costs(run, cluster, unblocked)
+    free = SliceModel(run, cluster, unblocked).costs(whole, run.slices).slices if run.slices else (whole,)
     by_stage = [
-        (f + b - free_f - free_b) * schedule.num_microbatches
-        for f, b, free_f, free_b in zip(costs.forward_s, costs.backward_s, free.forward_s, free.backward_s, strict=True)
+        schedule.num_microbatches * sum(f + b - free_f - free_b for f, b, free_f, free_b in times)
+        for times in zip(*(_stage_times(*pair) for pair in zip(parts, free, strict=True)), strict=True)
     ]
     return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
+
+
+def _stage_times(one: StageCosts, other: StageCosts) -> list[tuple[float, float, float, float]]:
+    """For each stage forward and backward of both."""
+    return list(zip(one.forward_s, one.backward_s, other.forward_s, other.backward_s, strict=True))
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
@@ -343,7 +378,9 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    schedule = step.schedule if run.shard == step.run.shard else lowered(run, step.software, step.order)
+    is_same = run.shard == step.run.shard or step.order.moving.is_any  # what moves was placed with these gathers
+    schedule = step.schedule if is_same else lowered(run, step.software, step.order)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
-    held = memory_by_rank(run, step.software, schedule, step.order.receive_buffers)
+    buffers = _receive_buffers(step.software, step.order)
+    held = memory_by_rank(run, step.software, schedule, buffers, step.trace if is_same else None)
     return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

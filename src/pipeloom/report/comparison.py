@@ -1,13 +1,13 @@
 """What a schedule comes to, in the few numbers by which schedules are compared."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.cost.costs import Costs
 from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.report.summary import summarize
-from pipeloom.schedule import Kind, Level, Schedule, add_unshard, lower
+from pipeloom.schedule import Kind, Schedule, add_unshard, lower
 from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
 from pipeloom.simulate import simulate
+from pipeloom.spans import Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,10 @@ class Comparison:
     """A schedule in numbers.
 
     Attributes:
-        bubble_overhead: idle / ideal.
+        bubble_overhead: idle / ideal, from the first action of any rank to the last one of any; what is recomputed
+            counts as idle.
+        own_overhead: the same from each rank's own first action to its own last one, of the rank with the most: what is
+            left where ranks begin the next step without waiting for each other.
         memory: for each rank the most that it holds between forwards and backwards, in units of what a rank keeps of
             one micro-batch: 1F1B holds ``P`` on the first rank, and 1 on the last.
         gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
@@ -26,6 +29,7 @@ class Comparison:
     """
 
     bubble_overhead: float
+    own_overhead: float
     memory: tuple[float, ...]
     gathers: int
     messages: int
@@ -42,6 +46,7 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         costs: seconds of its actions.
     """
     trace = simulate(schedule, costs)
+    ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
     none = (0.0,) * schedule.num_stages
     one_each = HeldBytes(
@@ -54,14 +59,14 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     )
     curves = memory_over_time(schedule, trace, one_each)
     lowered = lower(schedule)
-    if schedule.level is Level.COMPUTE:
-        gathered = add_unshard(lowered, residency=1, prefetch=0)
-    else:
-        gathered = add_unshard(replace(lowered, partners=schedule.partners), residency=1, prefetch=0)
+    gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
     swaps = _count(lowered, *LOAD_OF, *LOAD_OF.values())
     return Comparison(
-        bubble_overhead=summarize(trace).bubble_overhead,
+        bubble_overhead=trace.num_ranks * (trace.end_s - trace.start_s) / sum(map(_needed_s, ranks)) - 1,
+        own_overhead=max(
+            float(compute.end_s.max() - compute.start_s.min()) / _needed_s(compute) - 1 for compute in ranks
+        ),
         memory=tuple(curve.peak_bytes for curve in curves),
         gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
         messages=messages,
@@ -69,6 +74,11 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         swaps=swaps,
         swapped=swaps / loops / schedule.num_slices,
     )
+
+
+def _needed_s(compute: Spans) -> float:
+    """Seconds of a rank's compute that recomputes nothing."""
+    return float(compute.duration_s[~compute.row.is_kind(Kind.RECOMPUTE)].sum())
 
 
 def _count(schedule: Schedule, *kinds: Kind) -> int:

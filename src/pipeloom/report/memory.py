@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
-from pipeloom.schedule.held import accepted_changes, input_changes
+from pipeloom.schedule.held import Kept, accepted_changes, input_changes
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.schedule.stage_swaps import Amounts, stage_stays
@@ -30,7 +30,8 @@ class HeldBytes:
 
     Attributes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
-        input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward.
+        input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward,
+            or of its first half.
         recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
             input. Empty where nothing is.
         slice_shares: of each token slice in what a micro-batch is and needs; empty where they are alike.
@@ -42,6 +43,8 @@ class HeldBytes:
         stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
             in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
+        pending_bytes: for each stage what a micro-batch keeps between the two halves of its backward; empty for as much
+            as before.
     """
 
     always_bytes: tuple[float, ...]
@@ -52,6 +55,7 @@ class HeldBytes:
     message_bytes: float
     recomputed_bytes: tuple[float, ...] = ()
     slice_shares: tuple[float, ...] = ()
+    pending_bytes: tuple[float, ...] = ()
     stages: tuple[Amounts, ...] = ()
 
 
@@ -97,10 +101,9 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
-    arguments = (schedule, matched.start_s, matched.end_s, held.input_bytes, held.recomputed_bytes)
-    inputs, accepted = (
-        changes(*arguments, slice_shares=held.slice_shares) for changes in (input_changes, accepted_changes)
-    )
+    kept = Kept(held.input_bytes, held.pending_bytes, held.recomputed_bytes, held.slice_shares)
+    arguments = (schedule, matched.start_s, matched.end_s, kept)
+    inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))
         changes = [
@@ -145,7 +148,7 @@ def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
 def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
     """Of each token slice in a micro-batch."""
     even = np.full(schedule.num_slices, 1 / schedule.num_slices)
-    return np.asarray(held.slice_shares) if held.slice_shares else even
+    return np.asarray(held.slice_shares) if len(held.slice_shares) == schedule.num_slices else even
 
 
 def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:

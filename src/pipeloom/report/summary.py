@@ -54,6 +54,16 @@ def summarize(trace: Trace) -> Summary:
     )
 
 
+def longest_rank_s(trace: Trace) -> float:
+    """The longest time from a rank's first compute action to the end of its last.
+
+    Steps follow each other as fast if no rank waits for all others between them, as where the optimizer checks
+    gradients afterwards (arXiv 2401.10241, section 4); the papers on zero-bubble schedules count bubbles in it.
+    """
+    spans = map(trace.compute, range(trace.num_ranks))
+    return max(float(own.end_s.max() - own.start_s.min()) for own in spans if len(own))
+
+
 @dataclass(frozen=True)
 class LaneUse:
     """How a rank used a lane of communication.

@@ -3,7 +3,8 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import cache
+from math import ceil, floor
 
 import numpy as np
 
@@ -25,6 +26,7 @@ def balance(
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
@@ -32,8 +34,8 @@ def balance(
 
     The fullest rank is paired with the emptiest, the next with the next, by the peak of what they hold; with 1F1B that
     is ``s`` with ``P - 1 - s``. Without budgets, the fuller rank of a pair keeps what both hold together, and one input
-    that is under way, halved and rounded up to whole inputs: ``ceil((P + 2) / 2)`` micro-batches with 1F1B, as BPipe
-    does. It keeps more where its partner would otherwise hold more than itself, or where a transfer would be late.
+    that is under way, halved, in whole inputs: at most ``ceil((P + 2) / 2)`` micro-batches with 1F1B, as BPipe does. It
+    keeps more where its partner would otherwise be the fuller one, or where a transfer would be late.
 
     The order of compute is untouched. An eviction stands as late as it is in time for what needs its room, a load one
     compute action before its backward (in a pause right before it, if there is no other time). Everything is in
@@ -47,6 +49,7 @@ def balance(
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
         recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
         always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
+        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
             are then only as many as that takes. ``None``: balance each pair.
         partners: pairs to take instead of those of the profile; see ``Schedule.partners``.
@@ -61,14 +64,36 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes)
-    held = sizes.changes(schedule, times(schedule, seconds_of))
-    profile = [always + held.peak(rank) for rank, always in enumerate(sizes.always)]
-    pairs = _checked(partners, schedule.num_ranks) if partners is not None else pair_ranks(profile)
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
     balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
         return balancer.balanced()
     return balancer.within(checked("budget_bytes", budget_bytes, schedule.num_ranks))
+
+
+def find_partners(
+    schedule: Schedule,
+    *,
+    seconds_of: SecondsOf = nominal_s,
+    input_bytes: Sequence[float] | None = None,
+    recomputed_bytes: Sequence[float] | None = None,
+    always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
+) -> tuple[int, ...]:
+    """The pairs that ``balance`` would choose, for which no transfer needs to have a price yet.
+
+    Raises:
+        UserError: arguments have a wrong length.
+    """
+    return _partners(
+        schedule, seconds_of, Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    )
+
+
+def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes) -> tuple[int, ...]:
+    held = sizes.changes(schedule, times(schedule, seconds_of))
+    return pair_ranks([always + held.peak(rank) for rank, always in enumerate(sizes.always)])
 
 
 def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
@@ -137,22 +162,32 @@ class _Balancer:
         return [(one, other) if full[one] >= full[other] else (other, one) for one, other in pairs]
 
     def _pair_plan(self, clock: Clock, held: Changes, one: int, other: int) -> Plan:
-        """The plan with the smallest cap, from the half of both on, with which the other rank is no fuller."""
+        """The plan whose fuller rank is the least full, of those with a cap from the half of both on, in whole inputs.
+
+        The smaller the cap, the fuller is the other rank: it is the one at which both meet, or the one below.
+        """
         row, always = self._row(clock, held, one), self.sizes.always
         unit = max((kept.size for kept in row.kept), default=0.0)
         if unit == 0:
             return Plan()
         mine = held.peak(one)
         half = (always[one] + mine + always[other] + held.peak(other) + unit) / 2 - always[one]
-        caps = [unit * count for count in range(max(1, ceil(half / unit - 1e-9)), ceil(mine / unit))]
+        caps = [*(unit * n for n in range(max(1, floor(half / unit + 1e-9)), ceil(mine / unit))), mine]
 
-        def is_good(cap: float) -> bool:
-            plan = make_room(row, cap)
+        @cache
+        def ends_at(number: int) -> tuple[float, float]:
+            """What the two ranks hold at most with a cap."""
+            plan = make_room(row, caps[number])
             beside = always[other] + self._peak_with(held, other, row, plan.moves)
-            return not plan.missing_bytes and beside <= (always[one] + cap) * (1 + 1e-9)
+            return always[one] + caps[number] + plan.missing_bytes, beside
 
-        number = bisect_left(caps, True, key=is_good)
-        return make_room(row, caps[number]) if number < len(caps) else Plan()
+        def is_even(number: int) -> bool:
+            mine_then, beside = ends_at(number)
+            return beside <= mine_then * (1 + 1e-9)
+
+        meeting = bisect_left(range(len(caps) - 1), True, key=is_even)
+        best = min(range(max(0, meeting - 1), meeting + 1), key=lambda number: (max(ends_at(number)), -number))
+        return make_room(row, caps[best])
 
     def _row(self, clock: Clock, held: Changes, rank: int) -> RowClock:
         sizes = self.sizes.moved(self.schedule)

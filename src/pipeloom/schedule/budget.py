@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Bytes, Changes, all_changes, moved_bytes
+from pipeloom.schedule.held import Bytes, Changes, Kept, all_changes
 from pipeloom.schedule.schedule import Schedule
 
 
@@ -18,11 +18,13 @@ class Sizes:
         inputs: for each stage what a micro-batch keeps from forward to backward.
         recomputed: the same where it is recomputed, until it is.
         always: for each rank what it holds besides.
+        shares: of each token slice in what a micro-batch keeps; empty where they are alike.
     """
 
     inputs: tuple[float, ...]
     recomputed: tuple[float, ...]
     always: tuple[float, ...]
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def of(
@@ -31,6 +33,7 @@ class Sizes:
         input_bytes: Sequence[float] | None,
         recomputed_bytes: Sequence[float] | None,
         always_bytes: Sequence[float] | None,
+        slice_shares: Sequence[float] = (),
     ) -> "Sizes":
         """Those that a caller names; 1 for each stage, and nothing for the rest, where it does not.
 
@@ -42,15 +45,20 @@ class Sizes:
             checked("input_bytes", input_bytes if input_bytes is not None else [1.0] * stages, stages),
             checked("recomputed_bytes", recomputed_bytes if recomputed_bytes is not None else [0.0] * stages, stages),
             checked("always_bytes", always_bytes if always_bytes is not None else [0.0] * ranks, ranks),
+            checked("slice_shares", slice_shares, schedule.num_slices) if slice_shares else (),
         )
+
+    @property
+    def _kept(self) -> Kept:
+        return Kept(self.inputs, recomputed=self.recomputed, shares=self.shares)
 
     def changes(self, schedule: Schedule, clock: tuple[Seconds, Seconds]) -> Changes:
         """When ranks hold how much more or less between forwards and backwards, for themselves and for partners."""
-        return all_changes(schedule, *clock, self.inputs, self.recomputed)
+        return all_changes(schedule, *clock, self._kept)
 
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what can be moved of it."""
-        return moved_bytes(schedule, self.inputs, self.recomputed)
+        return self._kept.moved(schedule)
 
 
 def checked(name: str, values: Sequence[float], length: int) -> tuple[float, ...]:

@@ -52,77 +52,100 @@ def peak_of(times: Seconds, more: Bytes) -> float:
     return float(np.cumsum(more[order]).max(initial=0.0))
 
 
-def moved_bytes(
-    schedule: Schedule,
-    input_bytes: Sequence[float],
-    recomputed_bytes: Sequence[float] = (),
-    *,
-    slice_shares: Sequence[float] = (),
-) -> Bytes:
-    """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is.
+class Kept(NamedTuple):
+    """What a micro-batch keeps on each stage, in bytes or any other unit.
 
-    Args:
-        schedule: which says what is recomputed.
-        input_bytes: for each stage what it keeps of a micro-batch.
-        recomputed_bytes: the same where it is recomputed; empty for nothing.
-        slice_shares: of each token slice in that; empty where they are alike.
+    Attributes:
+        whole: from the forward to the end of the backward, or of its first half.
+        pending: between the halves of the backward; empty for as much as before.
+        recomputed: from the forward until it is recomputed, where it is; empty for nothing.
+        shares: of each token slice in that; empty where they are alike.
     """
-    kept = np.asarray(input_bytes, np.float64)[:, None, None]
-    left = np.asarray(recomputed_bytes or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-    return np.where(schedule.facts.is_recomputed, left, kept) * _shares(schedule, slice_shares)
+
+    whole: Sequence[float]
+    pending: Sequence[float] = ()
+    recomputed: Sequence[float] = ()
+    shares: Sequence[float] = ()
+
+    def slice_shares(self, schedule: Schedule) -> Bytes:
+        """Of each token slice."""
+        return np.asarray(self.shares or [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+
+    def moved(self, schedule: Schedule) -> Bytes:
+        """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
+        left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
+        whole = np.asarray(self.whole, np.float64)[:, None, None]
+        return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
 
 
-def _shares(schedule: Schedule, slice_shares: Sequence[float]) -> Bytes:
-    return np.asarray(slice_shares or [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+class _Bytes(NamedTuple):
+    """For each action that names a micro-batch what its stage keeps of it, by ``Kept``."""
+
+    whole: Bytes
+    pending: Bytes
+    moved: Bytes
+
+    @classmethod
+    def of(cls, schedule: Schedule, kept: Kept) -> "_Bytes":
+        row, shares = schedule.facts.row, kept.slice_shares(schedule)
+        whole = np.asarray(kept.whole, np.float64)[row.stage] * shares[row.slice]
+        pending, moved = whole, whole.copy()
+        if len(kept.pending):
+            pending = np.asarray(kept.pending, np.float64)[row.stage] * shares[row.slice]
+        if schedule.facts.is_recomputed.any():
+            is_keyed = ~row.is_kind(*STAGE_KINDS)
+            moved[is_keyed] = kept.moved(schedule)[tuple(array[is_keyed] for array in row.arrays[1:])]
+        return cls(whole, pending, moved)
 
 
-def input_changes(
-    schedule: Schedule,
-    start_s: Seconds,
-    end_s: Seconds,
-    input_bytes: Sequence[float],
-    recomputed_bytes: Sequence[float] = (),
-    *,
-    slice_shares: Sequence[float] = (),
-) -> Changes:
+def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
+    """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
+
+    Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
+    """
+    row = schedule.rows[rank]
+    sizes = {kept.whole[stage] for stage in schedule.placement.stages_of(rank)}
+    is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
+    if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
+        return schedule.peak_stage_inputs[rank] * sizes.pop()
+    first = schedule.facts.columns.first
+    whole, pending, moved = (array[first[rank] : first[rank + 1]] for array in _Bytes.of(schedule, kept))
+    change = moved * row.is_kind(Kind.FORWARD) + (whole - moved) * row.is_kind(Kind.RECOMPUTE)
+    change -= whole * row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    change += pending * (row.is_kind(Kind.BACKWARD_INPUT).astype(float) - row.is_kind(Kind.BACKWARD_WEIGHT))
+    return float(np.cumsum(change).max(initial=0.0))
+
+
+def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
     """What forwards keep until their backwards, on the rank that does both.
 
     Args:
         schedule: whose actions they are.
         start_s: of every action, row after row.
         end_s: the same.
-        input_bytes: for each stage what it keeps of a micro-batch.
-        recomputed_bytes: the same where it is recomputed, until it is; empty for nothing.
-        slice_shares: of each token slice in that; empty where they are alike.
+        kept: how large it is.
     """
     row, ranks = schedule.facts.row, schedule.facts.ranks
-    whole, moved = _bytes_of(schedule, input_bytes, recomputed_bytes, slice_shares)
+    whole, pending, moved = _Bytes.of(schedule, kept)
     ends_early = row.is_kind(Kind.FORWARD) & (row.stage < schedule.first_backward_stage)
-    takes = row.is_kind(Kind.FORWARD, *OUT_OF)
-    again, ends = row.is_kind(Kind.RECOMPUTE), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    gives = row.is_kind(*LOAD_OF) | ends_early
-    return Changes.join(
-        [
-            Changes(ranks[takes], start_s[takes], moved[takes]),
-            Changes(ranks[again], start_s[again], (whole - moved)[again]),
-            Changes(ranks[gives], end_s[gives], -moved[gives]),
-            Changes(ranks[ends], end_s[ends], -whole[ends]),
-        ]
+    starting = (
+        (row.is_kind(Kind.FORWARD, *OUT_OF), moved),
+        (row.is_kind(Kind.RECOMPUTE), whole - moved),
     )
+    ending = (
+        (row.is_kind(*LOAD_OF) | ends_early, -moved),
+        (row.is_kind(Kind.BACKWARD), -whole),
+        (row.is_kind(Kind.BACKWARD_INPUT), pending - whole),
+        (row.is_kind(Kind.BACKWARD_WEIGHT), -pending),
+    )
+    changes = [Changes(ranks[chosen], start_s[chosen], more[chosen]) for chosen, more in starting]
+    return Changes.join(changes + [Changes(ranks[chosen], end_s[chosen], more[chosen]) for chosen, more in ending])
 
 
-def accepted_changes(
-    schedule: Schedule,
-    start_s: Seconds,
-    end_s: Seconds,
-    input_bytes: Sequence[float],
-    recomputed_bytes: Sequence[float] = (),
-    *,
-    slice_shares: Sequence[float] = (),
-) -> Changes:
+def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
     """What ranks hold for their partners, see ``input_changes``; nothing where the schedule names no partners."""
     row = schedule.facts.row
-    _, moved = _bytes_of(schedule, input_bytes, recomputed_bytes, slice_shares)
+    moved = _Bytes.of(schedule, kept).moved
     has_partners = schedule.partners is not None
     holder = np.asarray(schedule.partners or [0] * schedule.num_ranks, np.int32)[schedule.facts.ranks]
     takes, gives = row.is_kind(Kind.EVICT) & has_partners, row.is_kind(Kind.LOAD) & has_partners
@@ -134,30 +157,6 @@ def accepted_changes(
     )
 
 
-def all_changes(
-    schedule: Schedule,
-    start_s: Seconds,
-    end_s: Seconds,
-    input_bytes: Sequence[float],
-    recomputed_bytes: Sequence[float] = (),
-    *,
-    slice_shares: Sequence[float] = (),
-) -> Changes:
+def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
     """Both, see ``input_changes``."""
-    arguments = (schedule, start_s, end_s, input_bytes, recomputed_bytes)
-    both = (changes(*arguments, slice_shares=slice_shares) for changes in (input_changes, accepted_changes))
-    return Changes.join(list(both))
-
-
-def _bytes_of(
-    schedule: Schedule, input_bytes: Sequence[float], recomputed_bytes: Sequence[float], slice_shares: Sequence[float]
-) -> tuple[Bytes, Bytes]:
-    """For each action that names a micro-batch what its stage keeps of it: as a whole, and until it is recomputed."""
-    row = schedule.facts.row
-    whole = np.asarray(input_bytes, np.float64)[row.stage] * _shares(schedule, slice_shares)[row.slice]
-    moved = whole.copy()
-    if schedule.facts.is_recomputed.any():
-        is_keyed = ~row.is_kind(*STAGE_KINDS)
-        place = tuple(array[is_keyed] for array in row.arrays[1:])
-        moved[is_keyed] = moved_bytes(schedule, input_bytes, recomputed_bytes, slice_shares=slice_shares)[place]
-    return whole, moved
+    return Changes.join([changes(schedule, start_s, end_s, kept) for changes in (input_changes, accepted_changes)])

@@ -19,6 +19,7 @@ def offload(
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
+    slice_shares: Sequence[float] = (),
 ) -> Schedule:
     """Offload what it takes to keep every rank within its budget, and reload it before its backward.
 
@@ -36,6 +37,7 @@ def offload(
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
         recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
         always_bytes: for each rank what it holds besides. ``None`` for nothing.
+        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
 
     Returns:
         The schedule with ``OFFLOAD`` and ``RELOAD``, at the level with communication.
@@ -47,7 +49,7 @@ def offload(
     if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes)
+    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
     budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
     moved = sizes.moved(schedule)
 

@@ -163,7 +163,7 @@ def row_clock(
         rank: whose row.
         clock: starts and ends of all actions.
         held: when the rank holds how many bytes more or fewer.
-        sizes: for each stage, micro-batch and slice what is kept (``moved_bytes``).
+        sizes: for each stage, micro-batch and slice what is kept (``Kept.moved``).
         out: what moves things away.
         seconds_of: how long that and its counterpart take.
     """

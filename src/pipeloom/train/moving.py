@@ -35,18 +35,19 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
     settings = config.schedule
     if not swaps_anything(config):
         return schedule
-    sizes = saved_bytes(config)
+    whole, inputs = saved_bytes(config)
+    sizes = {"input_bytes": whole, "recomputed_bytes": inputs}
     room = None if settings.activation_gb is None else [settings.activation_gb * _GIGA] * schedule.num_ranks
     if settings.balance:
-        schedule = balance(schedule, input_bytes=sizes, budget_bytes=None if settings.offload else room)
+        schedule = balance(schedule, **sizes, budget_bytes=None if settings.offload else room)
     if settings.offload:
         assert room is not None, "offloading needs a limit"
-        schedule = offload(schedule, input_bytes=sizes, budget_bytes=room)
+        schedule = offload(schedule, **sizes, budget_bytes=room)
     return schedule
 
 
-def saved_bytes(config: RunConfig) -> list[int]:
-    """For each stage the bytes that autograd saves for a micro-batch's backward and that nobody else holds.
+def saved_bytes(config: RunConfig) -> tuple[list[int], list[int]]:
+    """For each stage what it keeps of a micro-batch: what autograd saves and nobody else holds; the input alone.
 
     Every stage runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is in it.
 
@@ -57,7 +58,8 @@ def saved_bytes(config: RunConfig) -> list[int]:
     assert layout.partition is not None, "the layout is not resolved"
     parallel = TensorParallel(_Rank(layout.tp), layout.sequence_parallel)
     tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
-    found: list[int] = []
+    whole: list[int] = []
+    inputs: list[int] = []
     for number, pieces in enumerate(stage_pieces(layout.partition)):
         module = build_stage(
             config.model,
@@ -77,9 +79,10 @@ def saved_bytes(config: RunConfig) -> list[int]:
                 wide = output.flatten(0, 1).to(master_dtype(dtype))
                 output = summed_cross_entropy(wide, torch.zeros(len(wide), dtype=torch.int64, device="meta"))
         parcel.close(given, output)
-        found.append(parcel.nbytes)
+        whole.append(parcel.nbytes)
+        inputs.append(given.nbytes if number > 0 else 0)
         tensor = output
-    return found
+    return whole, inputs
 
 
 class _Rank(Single):

@@ -20,10 +20,12 @@ from pipeloom.execute.lanes import StreamLane, ThreadLane
 from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
+from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
+from pipeloom.execute.time_swaps import time_swaps
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
@@ -42,7 +44,7 @@ from pipeloom.model import (
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
-from pipeloom.train.moving import moving, swaps_anything
+from pipeloom.train.moving import moving, saved_bytes, swaps_anything
 from pipeloom.train.swapping import lend_matrix, make_host_lanes, make_store, with_swaps
 
 
@@ -123,12 +125,12 @@ class Pipeline:
         )
         self._outputs_in_training = outputs
         self.stage_swaps = self._make_stage_swaps(self.schedule)
-        wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
+        self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self._swaps = Swaps(
             self.schedule,
             self._place.pipeline,
             ProcessSwapLanes(self._clock, world.device),
-            wires,
+            self._wires,
             counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
         )
         self._trainer = self._executor(self.schedule, outputs, self._swaps, self.stage_swaps)
@@ -218,7 +220,25 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
-        return self._with_tied_messages(found)
+            found = self._with_slices(found, batch)
+        return self._with_swaps(self._with_tied_messages(found))
+
+    def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of token slices."""
+        if self._slices is None:
+            return profile
+        cut = batch.cut(self._slices)
+        times = profile_slices(
+            self._world,
+            self._stages(self.schedule, self._outputs_in_training, self._slices),
+            self.data_parallel,
+            outputs=self._outputs_in_training,
+            slices=self._slices,
+            tokens=cut.inputs[: len(self._slices.lengths)],
+            objective=self._loss_of(cut),
+            layout=self._config.layout,
+        )
+        return profile if profile is None or times is None else with_slices(profile, times, self._slices)
 
     def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
@@ -230,6 +250,21 @@ class Pipeline:
             return None
         tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
         return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
+
+    def _with_swaps(self, profile: Profile | None) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of moving what stages keep."""
+        if not swaps_anything(self._config):
+            return profile
+        whole, _ = saved_bytes(self._config)
+        own = time_swaps(self.schedule, self._place.pipeline, self._wires, self._world, whole)
+        every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
+        if profile is None or every is None:
+            return None
+        tiers = zip(*(every[rank] for rank in self._config.layout.pipelines()[0]), strict=True)
+        swap_s, offload_s = ({stage: one for by_stage in tier for stage, one in by_stage.items()} for tier in tiers)
+        stages = range(self.schedule.num_stages)
+        seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (swap_s, offload_s)]
+        return replace(profile, costs=replace(profile.costs, swap_s=seconds[0], offload_s=seconds[1]))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.

@@ -58,7 +58,7 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
     def host(action: Action, rank: int) -> Hashable | None:
         return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
 
-    return simulate(schedule, profile.costs, Sharing(host, profile.capacity_by_host))
+    return simulate(schedule, profile.action_costs, Sharing(host, profile.capacity_by_host))
 
 
 def _time_update(world: World, data_parallel: DataParallel, config: OptimizerConfig) -> float:

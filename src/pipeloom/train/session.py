@@ -18,6 +18,7 @@ from pipeloom.execute.world import World, is_launched, join_forked, join_launche
 from pipeloom.generate import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.data import Data, load_data
+from pipeloom.train.slices import with_known_slices
 from pipeloom.train.swapping import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
@@ -131,6 +132,6 @@ def _work(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: i
 
 def _join_in(config: RunConfig, job: Job, world: World) -> Any:
     data = load_data(config.data, config.training.seed)
-    result = job(resolve(config, data), world, data)
+    result = job(with_known_slices(resolve(config, data), world), world, data)
     world.leave()
     return result

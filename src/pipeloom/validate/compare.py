@@ -12,7 +12,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.fast import CLOSED, FAMILY_OF, pipeline_s, predict
+from pipeloom.predict.fast import FAMILY_OF, pipeline_s, predict
 from pipeloom.validate.measures import Measures, Outcome, measure, rankings
 from pipeloom.validate.rows import Row, read_table
 
@@ -134,7 +134,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
 
 
 def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
-    if row.run.pp > 1 and row.run.schedule not in (*FAMILY_OF, *CLOSED):
+    if row.run.pp > 1 and row.run.schedule not in FAMILY_OF:
         return f"no family makes the schedule '{row.run.schedule}'"
     if cluster is None:
         return f"no cluster of the catalog has the device '{row.device}': give --cluster"

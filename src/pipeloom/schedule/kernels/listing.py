@@ -39,7 +39,8 @@ def listing(
         pending: for each stage what it keeps from there to the end of the second half.
         reserve: for each stage the room that later stages of its rank need.
         room: for each rank.
-        rule: what goes first of forwards and backwards, of the forwards, and of the backwards.
+        rule: what goes first of forwards and backwards; of the forwards; of the backwards; and, where a rank has run
+            all forwards of its first stage, of forwards and backwards.
         patience: the least part of a second half's seconds that anything else must be away for it to run first.
 
     Returns:
@@ -74,14 +75,15 @@ def listing(
                 if turn == num_microbatches:
                     continue
                 ready = ready_at(half, here, turn, end, over_s)
-                if half == 0 and ready < NEVER and held[rank] + kept[here] + reserve[here] > room[rank]:
+                if half == 0 and ready < NEVER and held[rank] + kept[here] + reserve[here] > room[rank] * (1 + 1e-12):
                     is_full = is_full or ready <= now
                     continue
                 if ready > now:
                     soonest = min(soonest, ready)
                 elif best[half] < 0 or goes_first(rule[1 + half], here, best[half], turn, done[half, best[half]]):
                     best[half] = here
-        half = choose(best, rule[0], was_forward[rank])
+        is_tail = done[0, stages[rank, 0]] == num_microbatches
+        half = choose(best, rule[3] if is_tail else rule[0], was_forward[rank])
         slot = rank * size + count[rank]
         if half < 0 and begin[rank] < stop[rank]:
             here, turn = queue_stage[rank, begin[rank]], queue_microbatch[rank, begin[rank]]
@@ -100,12 +102,13 @@ def listing(
             turn = done[half, here]
             done[half, here] += 1
             kind, taken = FORWARD, seconds[half, here]
-            held[rank] += kept[here]
             neighbor = here + 1
             was_forward[rank] = half == 0
-            if half == 1:
+            if half == 0:
+                held[rank] += kept[here]
+            else:
                 kind, neighbor = BACKWARD_INPUT, here - 1
-                held[rank] += pending[here] - 2 * kept[here]
+                held[rank] += pending[here] - kept[here]
                 queue_stage[rank, stop[rank]], queue_microbatch[rank, stop[rank]] = here, turn
                 stop[rank] += 1
             end[half, here, turn] = now + taken

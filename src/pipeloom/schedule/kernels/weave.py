@@ -17,9 +17,11 @@ def weave(
     num_microbatches: int,
     seconds: Floats,
     over_s: Floats,
-    size: Floats,
+    kept: Floats,
+    pending: Floats,
     room: Floats,
     patience: float,
+    reserve: Floats,
 ) -> tuple[Ints, Ints, Ints, Floats]:
     """Run rows on a clock, and put a gradient of weights wherever a rank would stand still or has no room.
 
@@ -33,9 +35,12 @@ def weave(
         num_microbatches: of the step.
         seconds: [kind, stage] of forwards, of first halves (at ``1``) and of second halves (at ``2``).
         over_s: for each boundary between two stages the seconds of moving a tensor over it; 0 on one rank.
-        size: for each stage what a micro-batch keeps there from its forward to the end of its backward.
+        kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
+        pending: for each stage what it keeps from there to the end of the second half.
         room: for each rank how much it can keep.
         patience: the least part of a second half's seconds that the next action must be away for it to run first.
+        reserve: for each stage the room that a forward leaves which a rank runs before its turn because it would stand
+            still otherwise; infinite for none.
 
     Returns:
         Kind, stage and micro-batch of every action, the rows joined (half as many more than came in), and when each
@@ -51,6 +56,7 @@ def weave(
     out = first[:-1] + first[:-1] // 2
     clock, held = np.zeros(num_ranks), np.zeros(num_ranks)
     is_blocked = np.zeros(num_ranks, np.bool_)
+    is_done = np.zeros(kind.size, np.bool_)  # before its turn
     while True:
         rank = -1
         for other in range(num_ranks):
@@ -59,14 +65,28 @@ def weave(
                 rank = other
         if rank < 0:
             return out_kind, out_stage, out_microbatch, starts
+        while place[rank] < first[rank + 1] and is_done[place[rank]]:
+            place[rank] += 1
         node, now = place[rank], clock[rank]
         while waiting[rank] < node and kind[waiting[rank]] == FORWARD:
             waiting[rank] += 1
         ready, is_full = now, False
         if node < first[rank + 1]:
-            ready, is_full = ready_at(kind[node], stage[node], microbatch[node], forward_end, input_end, over_s), False
-            is_full = kind[node] == FORWARD and held[rank] + size[stage[node]] > room[rank] * (1 + 1e-12)
+            ready = ready_at(kind[node], stage[node], microbatch[node], forward_end, input_end, over_s)
+            is_full = kind[node] == FORWARD and held[rank] + kept[stage[node]] > room[rank] * (1 + 1e-12)
         is_last = node == first[rank + 1]
+        if not is_last and (ready > now or is_full):
+            other = node  # the next forward of the first stage
+            while other < first[rank + 1]:
+                if not is_done[other] and kind[other] == FORWARD and stage[other] == stage[first[rank]]:
+                    break
+                other += 1
+            if other < first[rank + 1] and other != node:
+                here = stage[other]
+                has_room = held[rank] + kept[here] + reserve[here] <= room[rank] * (1 + 1e-12)
+                if has_room and ready_at(FORWARD, here, microbatch[other], forward_end, input_end, over_s) <= now:
+                    node, ready, is_full = other, now, False
+                    is_done[other] = True
         runs_weight = is_last or is_full
         if waiting[rank] < node:
             here = stage[waiting[rank]]
@@ -80,7 +100,7 @@ def weave(
             out_kind[out[rank]], out_stage[out[rank]], out_microbatch[out[rank]] = BACKWARD_WEIGHT, here, number
             starts[out[rank]] = now
             clock[rank] = now + seconds[2, here]
-            held[rank] -= size[here]
+            held[rank] -= pending[here]
             waiting[rank] += 1
             out[rank] += 1
         elif ready > now:
@@ -92,16 +112,18 @@ def weave(
             here, number = stage[node], microbatch[node]
             out_kind[out[rank]], out_stage[out[rank]], out_microbatch[out[rank]] = kind[node], here, number
             starts[out[rank]] = now
-            place[rank] += 1
+            if node == place[rank]:
+                place[rank] += 1
             out[rank] += 1
             if kind[node] == FORWARD:
                 clock[rank] = now + seconds[0, here]
                 forward_end[here, number] = clock[rank]
-                held[rank] += size[here]
+                held[rank] += kept[here]
                 neighbor = here + 1
             else:
                 clock[rank] = now + seconds[1, here]
                 input_end[here, number] = clock[rank]
+                held[rank] += pending[here] - kept[here]
                 neighbor = here - 1
             if 0 <= neighbor < num_stages:
                 is_blocked[owner[neighbor]] = False

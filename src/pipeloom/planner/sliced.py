@@ -1,0 +1,99 @@
+"""Token slices in the search: where there are few micro-batches, sequences are cut, so that ranks begin sooner.
+
+No bound tells what slices take, since they fill a device less well; an estimate is what a step takes at least if they
+took no longer together. A search tries the few layouts that come first by it.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipeloom.cost.slices import SliceModel
+from pipeloom.layout import Way
+from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.settle import settle
+from pipeloom.planner.slices import LatencyTable, best_slices, default_unit
+from pipeloom.planner.space import Arrangement, Leaf
+from pipeloom.predict.step import SimulatedStep
+
+NUMBERS = (2, 4, 8)
+"""Even slices that are tried."""
+FEW = 2
+"""Sequences are cut where there are fewer micro-batches than this times the pipeline ranks."""
+MOST_ACTIONS = 40_000
+"""Of a schedule of slices; more take longer than they are worth, for long steps have small bubbles."""
+_MOST_UNITS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Sliced:
+    """A leaf whose sequences are cut.
+
+    Attributes:
+        leaf: with whole sequences, its way ``slices``.
+    """
+
+    leaf: Leaf
+    way: Way = "slices"
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        run = self.leaf.cut.run
+        actions = 2 * run.num_stages * run.num_microbatches
+        return tuple(n for n in NUMBERS if n * run.tp <= run.seq and n * actions <= MOST_ACTIONS)
+
+    @cached_property
+    def estimate_s(self) -> float:
+        """Seconds of the step, about."""
+        sharding, numbers = self.leaf.sharding, self._numbers
+        time = self.leaf.cut.time.sharded(sharding.levels[0], sharding.replicate)
+        return time.sliced_s(max(numbers)) if numbers else float("inf")
+
+    def settle(self) -> Candidate | None:
+        """The leaf with everything decided, in the number of even slices that is fastest; ``None`` if none fits."""
+        whole = settle(replace(self.leaf, way="none"))
+        if whole is None:
+            return None
+        cut = [_cut(whole, number) for number in self._numbers]
+        return _fastest(self.leaf, cut)
+
+
+def _cut(whole: Candidate, number: int) -> Candidate:
+    return replace(whole, order=replace(whole.order, choice=replace(whole.order.choice, num_slices=number)))
+
+
+def _fastest(leaf: Leaf, candidates: Iterable[Candidate]) -> Candidate | None:
+    """The fastest of those that fit."""
+    steps = [(chosen.simulate(leaf.cut.arrangement.cluster), chosen) for chosen in candidates]
+    fitting = [(step.prediction.step_time_s, number) for number, (step, _) in enumerate(steps) if step.prediction.fits]
+    return steps[min(fitting)[1]][1] if fitting else None
+
+
+def cut_by_programme(leaf: Leaf, chosen: Candidate) -> SimulatedStep | None:
+    """The step with slices whose lengths TeraPipe's dynamic programme finds; ``None`` if it does not fit.
+
+    For a few candidates: the programme takes longer than a simulation.
+    """
+    run, cluster = chosen.run, leaf.cut.arrangement.cluster
+    unit = default_unit(run.seq, run.tp, _MOST_UNITS)
+    table = LatencyTable(SliceModel(run, cluster, chosen.software).seconds, run.seq, unit)
+    lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
+    if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
+        return None
+    step = _cut(replace(chosen, run=replace(run, slices=lengths)), len(lengths)).simulate(cluster)
+    return step if step.prediction.fits else None
+
+
+def sliceable(arrangements: Iterable[Arrangement], limit_s: float) -> Iterator[Sliced]:
+    """Leaves whose sequences may be cut, of which nothing rules out that they are fast enough then.
+
+    Args:
+        arrangements: of the question.
+        limit_s: seconds of a step that are too many.
+    """
+    for arrangement in arrangements:
+        run = arrangement.run
+        is_short = run.pp > 1 and run.num_microbatches < FEW * run.pp
+        if is_short and not arrangement.splits and arrangement.kept != "some" and arrangement.busy_s <= limit_s:
+            for cut in arrangement.cuts():
+                yield from (Sliced(replace(leaf, way="slices")) for leaf in cut.leaves())

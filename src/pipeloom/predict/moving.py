@@ -1,0 +1,92 @@
+"""What a described run moves away between forward and backward: to partners, to the host."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.moving import offload_seconds, swap_seconds
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.predict.memory import held_bytes
+from pipeloom.schedule import Schedule, balance, offload
+from pipeloom.schedule.balance import find_partners
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moving:
+    """What moves.
+
+    Attributes:
+        balance: whether full pipeline ranks evict to empty ones.
+        offload: whether what ``activation_bytes`` has no room for goes to the host.
+        activation_bytes: what each rank has for what backwards need; ``None``: pairs of ranks share evenly.
+    """
+
+    balance: bool = False
+    offload: bool = False
+    activation_bytes: float | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything may move."""
+        return self.balance or self.offload
+
+
+class Placed(NamedTuple):
+    """A run, where, and with what."""
+
+    run: Run
+    cluster: Cluster
+    software: Software
+
+
+def with_moves(
+    schedule: Schedule, placed: Placed, costs: StageCosts, price: Callable[[StageCosts], Costs], moving: Moving
+) -> tuple[Schedule, StageCosts]:
+    """The schedule with what moves, and the costs of whole micro-batches with those of moving them.
+
+    Args:
+        schedule: as it would be simulated without.
+        placed: what is trained; which links moves take depends on where ranks stand.
+        costs: of everything else, of whole micro-batches.
+        price: from them those of the schedule's actions, which may be of token slices.
+        moving: what moves.
+
+    Raises:
+        UserError: a rank needs more than its bytes, or the cluster does not say how fast a device reaches its host.
+    """
+    run, cluster, software = placed
+    held = held_bytes(run, software, schedule)
+    sizes, again, shares = held.input_bytes, held.recomputed_bytes, held.slice_shares
+    room = None if moving.activation_bytes is None else [moving.activation_bytes] * schedule.num_ranks
+    if moving.balance:
+        partners = find_partners(
+            schedule,
+            seconds_of=price(costs).seconds,
+            input_bytes=sizes,
+            recomputed_bytes=again,
+            slice_shares=shares,
+        )
+        costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, sizes))
+        schedule = balance(
+            schedule,
+            seconds_of=price(costs).seconds,
+            input_bytes=sizes,
+            recomputed_bytes=again,
+            slice_shares=shares,
+            budget_bytes=None if moving.offload else room,
+            partners=partners,
+        )
+    if moving.offload and room is not None:
+        costs = replace(costs, offload_s=offload_seconds(run, cluster, sizes))
+        schedule = offload(
+            schedule,
+            seconds_of=price(costs).seconds,
+            input_bytes=sizes,
+            recomputed_bytes=again,
+            slice_shares=shares,
+            budget_bytes=room,
+        )
+    return schedule, costs

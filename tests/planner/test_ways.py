@@ -1,0 +1,118 @@
+"""What only moving, recomputing by micro-batch, token slices or split backwards can answer is found, and is a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipeloom.catalog import load_cluster, load_software
+from pipeloom.cli.simulate import simulate_config
+from pipeloom.cost.hardware import Link
+from pipeloom.cost.shape import ModelShape
+from pipeloom.errors import ConfigError
+from pipeloom.planner.causes import causes
+from pipeloom.planner.plan import WITHOUT, make_plan
+from pipeloom.planner.run_file import run_config
+from pipeloom.planner.search import search, way_of
+from pipeloom.schedule import Kind
+
+DEEP = ModelShape(
+    layers=14, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=8000, tied=False, name="deep"
+)
+ONE_BY_ONE = {"pp": (8,), "tp": (1,), "families": ("1f1b",), "micro_batch": (1,)}
+"""One stage on each of eight ranks, whose first one keeps eight micro-batches and whose last one keeps one."""
+
+
+def with_memory(gigabytes, **changes):
+    cluster = load_cluster("dgx-1-v100")
+    return replace(cluster, name="short", device=replace(cluster.device, memory_bytes=gigabytes * 1e9), **changes)
+
+
+@pytest.fixture
+def deep(ask):
+    """A question about a deeper model on eight V100 in one node."""
+
+    def make(limits, **changes):
+        told = {"shape": DEEP, "num_devices": 8, "global_batch": 32, "seq": 2048}
+        return ask(**(told | changes)).limited(**limits)
+
+    return make
+
+
+CASES = {
+    "balance": (ONE_BY_ONE, {"cluster": with_memory(2.7)}),
+    "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.8)}),
+    "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(0.0, 100e9))}),
+    "slices": ({"pp": (8,), "tp": (1,)}, {"global_batch": 2, "seq": 4096}),
+}
+
+
+@pytest.mark.parametrize("way", CASES)
+def test_the_search_finds_the_way_that_is_fastest(deep, way):
+    limits, changes = CASES[way]
+    question = deep(limits, **changes)
+    best, without = search(question, 1).best, search(question.limited(ways=("none",)), 1).best
+    assert way_of(best) == way
+    assert way_of(without) == "none"
+    assert best.prediction.step_time_s < 0.97 * without.prediction.step_time_s
+    assert best.prediction.fits
+
+
+@pytest.mark.parametrize("way", CASES)
+def test_the_run_of_a_way_simulates_the_same(deep, way):
+    limits, changes = CASES[way]
+    step = search(deep(limits, **changes), 1).best
+    config = run_config(step, None, "dgx-1-v100", "pipeloom")
+    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
+    assert config.problems(trains=False) == []
+    if way == "offload":  # the catalog's host is slower than the question's
+        assert config.schedule.offload
+        return
+    again = simulate_config(config).prediction
+    assert again.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-6)
+    assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
+
+
+def test_few_micro_batches_and_room_are_a_case_for_split_backwards(deep):
+    question = deep({"pp": (8,), "tp": (1,), "loops": (1,), "ways": ("none",)}, global_batch=8)
+    best = search(question, 1).best
+    whole = search(question.limited(families=("gpipe", "1f1b", "depth-first", "breadth-first")), 1).best
+    assert best.schedule.facts.row.is_kind(Kind.BACKWARD_WEIGHT).any()
+    assert best.prediction.step_time_s < 0.97 * whole.prediction.step_time_s
+
+
+def test_partners_stand_beside_each_other_where_the_network_is_slow(deep):
+    cluster = with_memory(2.7)
+    slow = replace(cluster, name="slow", devices_per_node=4, inter=replace(cluster.inter, bytes_per_s=16e9))
+    step = search(deep(ONE_BY_ONE, cluster=slow), 1).best
+    order = step.run.pipeline_order
+    partners = step.schedule.partners
+    assert sorted(order) == list(range(8))
+    assert all(order.index(rank) // 4 == order.index(partner) // 4 for rank, partner in enumerate(partners))
+
+
+def test_a_plan_says_what_the_way_is_worth(deep):
+    limits, changes = CASES["keep"]
+    plan = make_plan(deep(limits, **changes), budget_s=60)
+    (rival,) = [one for one in plan.rivals if one.kind == WITHOUT["keep"]]
+    assert way_of(rival.step) == "none"
+    assert sum(rival.more_s.values()) > 0
+    told = causes(plan.best)
+    assert told["recompute_s"] > 0
+    assert sum(told.values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
+
+
+def test_a_way_that_the_program_does_not_have_is_refused(ask):
+    with pytest.raises(ConfigError, match="has no way 'balance'; it has none"):
+        ask(software=load_software("nanotron")).limited(ways=("balance",))
+
+
+def test_only_a_way_may_be_asked_for(deep):
+    limits, changes = CASES["balance"]
+    steps = search(deep(limits | {"ways": ("balance",)}, **changes), 5).steps
+    assert {way_of(step) for step in steps} == {"balance"}
+
+
+def test_room_is_not_made_where_everything_fits(deep):
+    found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
+    assert found.counts.tried == 0
+    assert way_of(found.best) == "none"
