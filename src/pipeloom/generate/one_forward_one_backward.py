@@ -10,8 +10,12 @@ from pipeloom.generate.order import in_turn
 from pipeloom.schedule import Kind, Row, Schedule, sliced
 
 
-def _stage_inputs(hops_back: int) -> StageInputs:
-    """The closed form; where the placement asks for more warm-up there is none."""
+def inputs_in_turn(hops_back: int) -> StageInputs:
+    """The closed form of what ranks hold; where the placement asks for more warm-up there is none.
+
+    Args:
+        hops_back: as for ``alternate``.
+    """
 
     def inputs(request: Request) -> list[list[int]] | None:
         if request.num_slices > 1:
@@ -44,7 +48,7 @@ def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
     return [min(-(-(number + 1) // among), most) for number in _warmups(request, hops_back, extra)]
 
 
-@family("1f1b", is_looped=False, instead="depth-first", stage_inputs=_stage_inputs(hops_back=1), slices_itself=True)
+@family("1f1b", is_looped=False, instead="depth-first", stage_inputs=inputs_in_turn(hops_back=1), slices_itself=True)
 def one_forward_one_backward(request: Request) -> Rows:
     """Forward and backward in turn, one stage on each rank (arXiv 1806.03377; arXiv 2104.04473, section 2.2.1).
 
@@ -55,7 +59,7 @@ def one_forward_one_backward(request: Request) -> Rows:
     return alternate(request, hops_back=1)
 
 
-@family("depth-first", is_looped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
+@family("depth-first", is_looped=True, stage_inputs=inputs_in_turn(hops_back=2), slices_itself=True)
 def depth_first(request: Request) -> Rows:
     """Groups of P micro-batches (a remainder is spread) through all local stages (interleaved 1F1B, arXiv 2104.04473).
 
@@ -66,7 +70,7 @@ def depth_first(request: Request) -> Rows:
     return alternate(request, hops_back=2)
 
 
-@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=_stage_inputs(hops_back=2), slices_itself=True)
+@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=inputs_in_turn(hops_back=2), slices_itself=True)
 def hybrid(request: Request) -> Rows:
     """Groups of N micro-batches through all local stages, P <= N <= M (arXiv 2407.21783, section 3.3.2).
 

@@ -30,7 +30,14 @@ class _Hops(NamedTuple):
     back: int
 
 
-@family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True)
+def _on_a_v(request: Request) -> list[list[int]]:
+    """The closed form for ZB-V: the way there as far as it goes, on both stages together what 1F1B holds."""
+    pp, count = request.placement.num_ranks, request.num_microbatches
+    there = [min(2 * pp - 1 - rank, count) for rank in range(pp)]
+    return [[held, 2 * min(pp, count) - held] for held in there]
+
+
+@family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)

@@ -1,19 +1,29 @@
 """Zero-bubble schedules: backwards in two halves, of which the second fills what would be bubbles."""
 
-from pipeloom.generate.family import Request, Rows, family
-from pipeloom.generate.one_forward_one_backward import alternate
+from pipeloom.generate.family import HeldInputs, Request, Rows, StageInputs, family
+from pipeloom.generate.one_forward_one_backward import alternate, inputs_in_turn
 from pipeloom.generate.order import in_turn
 from pipeloom.generate.weave import of_inputs, woven
 from pipeloom.schedule import Kind, Row
 
 
-@family("zb-h1", is_looped=False, instead="interleaved-zb", splits_backward=True)
+def _on_one_stage(ahead: int) -> StageInputs:
+    """The closed form: every rank holds the same."""
+
+    def inputs(request: Request) -> list[list[int]]:
+        pp = request.placement.num_ranks
+        return [[min(ahead * (pp - 1) + 1, request.num_microbatches)]] * pp
+
+    return inputs
+
+
+@family("zb-h1", is_looped=False, instead="interleaved-zb", splits_backward=True, stage_inputs=_on_one_stage(1))
 def zb_h1(request: Request) -> Rows:
     """1F1B with split backwards, in 1F1B's memory: P inputs on every rank (arXiv 2401.10241, section 2.2.1)."""
     return _one_stage(request, ahead=1)
 
 
-@family("zb-h2", is_looped=False, instead="interleaved-zb", splits_backward=True)
+@family("zb-h2", is_looped=False, instead="interleaved-zb", splits_backward=True, stage_inputs=_on_one_stage(2))
 def zb_h2(request: Request) -> Rows:
     """1F1B with split backwards and twice the warm-up: no bubble with 2 P - 1 inputs (arXiv 2401.10241, 2.2.2)."""
     return _one_stage(request, ahead=2)
@@ -30,10 +40,16 @@ def _one_stage(request: Request, ahead: int) -> Rows:
         )
         for rank in range(pp)
     ]
-    return woven(request.placement, orders, [min(ahead * (pp - 1) + 1, request.num_microbatches)] * pp)
+    return woven(request.placement, orders, [most for (most,) in _on_one_stage(ahead)(request)])
 
 
-@family("interleaved-zb", is_looped=True, splits_backward=True)
+def _as_the_first(request: Request) -> HeldInputs | None:
+    """The closed form: every rank holds as much as the first."""
+    held = inputs_in_turn(hops_back=1)(request)
+    return held and [held[0]] * len(held)
+
+
+@family("interleaved-zb", is_looped=True, splits_backward=True, stage_inputs=_as_the_first)
 def interleaved_zb(request: Request) -> Rows:
     """Depth-first with split backwards and half its warm-up, ZB-H1 with loops (PyTorch: InterleavedZeroBubble)."""
     whole = alternate(request, hops_back=1)

@@ -117,8 +117,8 @@ class Question:
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Schedules that may be chosen."""
-        return self.limits.families or self._offered
+        """Schedules that may be chosen; those that are searched for one by one take long, and have to be asked for."""
+        return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
