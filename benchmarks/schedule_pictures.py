@@ -7,7 +7,9 @@ from typing import Any
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, balance, lower, offload
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates
 from pipeloom.words import count
 
 
@@ -36,10 +38,60 @@ def _family(name: str, pp: int, num_microbatches: int, loops: int = 1, **sizes: 
     return Picture(name, f"{name}: {', '.join(words)}", make, UniformCosts(1 / loops, 2 / loops))
 
 
+def _changed(page: str, title: str, schedule: Callable[[], Schedule], **costs: Any) -> Picture:
+    return Picture(page, title, schedule, UniformCosts(**({"forward_s": 1.0, "backward_s": 2.0} | costs)))
+
+
+def _swapped() -> Schedule:
+    plain = make_schedule("breadth-first", pp=1, loops=6, num_microbatches=4)
+    return add_stage_swaps(add_updates(lower(plain), "at once"), max_resident=2)
+
+
+_PLAIN = {"pp": 4, "num_microbatches": 8}
 PICTURES = (
-    _family("gpipe", pp=4, num_microbatches=8),
-    _family("1f1b", pp=4, num_microbatches=8),
-    _family("breadth-first", pp=4, loops=4, num_microbatches=8),
-    _family("depth-first", pp=4, loops=2, num_microbatches=8),
+    _family("gpipe", **_PLAIN),
+    _family("1f1b", **_PLAIN),
+    _family("breadth-first", **_PLAIN, loops=4),
+    _family("depth-first", **_PLAIN, loops=2),
     _family("hybrid", pp=4, loops=2, num_microbatches=12, group_size=6),
+    _family("zb-h1", **_PLAIN),
+    _family("zb-h2", pp=4, num_microbatches=12),
+    _family("interleaved-zb", **_PLAIN, loops=2),
+    _family("zb-v", **_PLAIN, loops=2),
+    _family("v-half", **_PLAIN, loops=2),
+    _family("v-min", **_PLAIN, loops=2),
+    _family("dualpipe-v", pp=4, num_microbatches=10, loops=2),
+    _family("zb-1p", **_PLAIN),
+    _family("zb-2p", pp=4, num_microbatches=12),
+    _changed(
+        "balanced",
+        "1f1b, balanced: 8 ranks, 12 micro-batches; swaps take a forward",
+        lambda: balance(make_schedule("1f1b", pp=8, num_microbatches=12)),
+        swap_s=1.0,
+    ),
+    _changed(
+        "offload",
+        "1f1b, at most 3 inputs on a rank, the others on the host: 4 ranks, 8 micro-batches",
+        lambda: offload(make_schedule("1f1b", **_PLAIN), budget_bytes=[3.0] * 4),
+        offload_s=1.0,
+    ),
+    _changed(
+        "recompute",
+        "1f1b, keep 2 3 2 1: 4 ranks, 8 micro-batches",
+        lambda: make_schedule("1f1b", **_PLAIN, keep=(2, 3, 2, 1)),
+    ),
+    _changed(
+        "slices",
+        "1f1b in four token slices: 4 ranks, 4 micro-batches",
+        lambda: make_schedule("1f1b", pp=4, num_microbatches=4, num_slices=4),
+        forward_s=0.25,
+        backward_s=0.5,
+    ),
+    _changed(
+        "swapping",
+        "six stages through one device with room for two: 4 micro-batches",
+        _swapped,
+        move=Amounts(weights=1.0, gradient=1.0, state=2.0),
+        update_s=1.0,
+    ),
 )

@@ -252,6 +252,22 @@ AXES = {
         {"schedule__prefetch": 2},
         "schedule.prefetch has no effect with layout.shard none; it takes optimizer or gradients or full",
     ),
+    "partners on one rank": (
+        {"schedule__balance": True, "layout__pp": 1},
+        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    ),
+    "offloading what nobody says": (
+        {"schedule__offload": True},
+        "schedule.offload moves what schedule.activation_gb has no room for; say how much that is",
+    ),
+    "a limit that nothing keeps": (
+        {"schedule__activation_gb": 2.0},
+        "schedule.activation_gb has no effect without schedule.balance or schedule.offload",
+    ),
+    "a limit of nothing": (
+        {"schedule__activation_gb": 0.0, "schedule__balance": True},
+        "schedule.activation_gb must be above 0, found 0.0",
+    ),
 }
 
 

@@ -253,6 +253,3 @@ def test_nothing_is_fastest_where_nothing_fits():
 def test_loops_divide_the_layers():
     assert loop_counts(12, 4) == [1, 3]
     assert loop_counts(12, 5) == []
-
-
-# ------------------------------------------------------------------------------------------------------- BPipe's case

@@ -5,7 +5,10 @@ import re
 import pytest
 
 from pipeloom.catalog import load_software
+from pipeloom.generate import Choice
 from pipeloom.predict.fast import predict
+from pipeloom.predict.moving import Moving
+from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate
 from reproduction import bpipe, bpipe_cases, bpipe_tables, tables
@@ -65,7 +68,7 @@ def test_the_page_shows_the_data():
 
 def test_the_balanced_schedule_keeps_the_order_and_the_time_of_1f1b():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
-    costs = bpipe.costs_of(run, software, is_near=True)
+    costs = bpipe.costs_of(bpipe.paired(run), software)
     plain, balanced = bpipe.plain(run), bpipe.balanced(run, costs)
     assert balanced.partners == (7, 6, 5, 4, 3, 2, 1, 0)
     kinds = (Kind.FORWARD, Kind.BACKWARD)
@@ -77,7 +80,7 @@ def test_the_balanced_schedule_keeps_the_order_and_the_time_of_1f1b():
 
 def test_no_rank_of_a_balanced_step_holds_more_than_five_micro_batches():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
-    costs = bpipe.costs_of(run, software, is_near=True)
+    costs = bpipe.costs_of(bpipe.paired(run), software)
     balanced = bpipe.balanced(run, costs)
     _, curves = bpipe.held_curves(run, software, balanced, simulate(balanced, costs))
     each = max(bpipe.kept_bytes(run, software))
@@ -92,6 +95,16 @@ def test_a_step_without_bpipe_is_what_the_project_predicts():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
     assert step.seconds == pytest.approx(predict(run, bpipe_cases.CLUSTER, software).step_time_s)
+
+
+def test_a_balanced_step_is_what_the_project_simulates():
+    run, software = bpipe.paired(bpipe.run_of(GPT_96B, TWO)), bpipe.program_of(GPT_96B, PROGRAM)
+    choice = Choice(family="1f1b", pp=run.pp, num_microbatches=run.num_microbatches)
+    own = simulate_step(run, bpipe_cases.CLUSTER, software, Order(choice=choice, moving=Moving(balance=True)))
+    step = bpipe.steps(GPT_96B, PROGRAM, TWO)["bpipe"]
+    assert step.seconds == pytest.approx(own.prediction.step_time_s)
+    assert step.fits
+    assert own.prediction.fits
 
 
 def test_costs_come_from_calibrations_on_other_models():
@@ -155,7 +168,7 @@ def test_the_largest_published_gain_is_not_reached():
 
 def test_it_hangs_on_three_gigabytes():
     row = find(fused(GPT_96B), "selective", 2)
-    assert float(row["1f1b_fullest_gb"]) - bpipe_cases.CLUSTER.device.memory_bytes / 1e9 == pytest.approx(3.2, abs=0.1)
+    assert float(row["1f1b_fullest_gb"]) - bpipe_cases.CLUSTER.device.memory_bytes / 1e9 == pytest.approx(3.1, abs=0.1)
     lack = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
     assert sum(held > bpipe_cases.CLUSTER.device.memory_bytes for held in lack.rank_bytes) == 1
     assert best_balanced(fused(GPT_96B, SMALL)) is None
@@ -193,7 +206,8 @@ def test_balancing_levels_memory_and_costs_no_time():
     row = find(fused(GPT_96B), "selective", 2)
     levels = [float(row[f"{order}_fullest_gb"]) - float(row[f"{order}_emptiest_gb"]) for order in bpipe_tables.ORDERS]
     assert levels == pytest.approx([25.2, 6.5], abs=0.3)
-    assert all(row["1f1b_mfu"] == row["bpipe_mfu"] for row in ROWS if GPT_96B.name == row["case"])
+    for row in ROWS:
+        assert float(row["bpipe_mfu"]) == pytest.approx(float(row["1f1b_mfu"]), rel=1e-3)
     for row in fused(GPT_96B):
         if row["recompute"] == "none" or (row["micro_batch"], row["recompute"]) == ("4", "selective"):
             assert row["bpipe_fits"] == "no"
@@ -209,8 +223,15 @@ def test_what_is_not_known_decides():
     twelve = best_plain(fused(next(case for case in cases("96B") if case.pp == 12)))
     assert twelve["micro_batch"] == "2"
     wide = [case for case in bpipe_cases.CASES if case.tp == 8]
-    assert not any(case.is_near for case in wide)
-    assert [best_balanced(rows) for case in wide for rows in (fused(case), flash(case))].count(None) == 5
+    runs = [bpipe.run_of(case, TWO) for case in wide]
+    assert [bpipe.paired(run) for run in runs] == runs
+    assert [
+        (case.shape.heads, round(gain(rows), 2), round(gain(counted), 2))
+        for case in wide
+        for rows, counted in [(fused(case), fused(case, COUNTED))]
+        if best_balanced(rows) is not None
+    ] == [(88, 1.07, 1.17)]
+    assert max(gain(flash(case)) or 0 for case in wide) < 1
     small = {case.batch: case for case in cases("96B") if case.pp == 8 and case.tp == 4}
     gains = [gain(fused(small[batch])) for batch in sorted(small)]
     assert gains == sorted(gains)
@@ -244,7 +265,7 @@ def test_over_nvlink_nothing_waits_and_over_infiniband_only_what_was_not_made_fo
     assert 0.11 < min(shares) <= max(shares) < 0.2
     assert all(float(row["swap_ms"]) > float(row["forward_ms"]) for row in far)
     more = [float(a["fullest_gb"]) - float(b["fullest_gb"]) for a, b in zip(far, near, strict=True)]
-    assert more == pytest.approx([3.1, 3.1, 6.0, 12.7], abs=0.2)
+    assert more == pytest.approx([3.6, 3.7, 6.7, 12.6], abs=0.5)
     assert float(far[3]["fullest_gb"]) * 1e9 > bpipe_cases.CLUSTER.device.memory_bytes
     losses = [float(row["slower"]) for row in wrong]
     assert 0.035 < min(losses) <= max(losses) < 0.125

@@ -9,11 +9,13 @@ from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.memory import layer_activation_bytes
+from pipeloom.cost.moving import swap_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.predict.memory import held_bytes, recomputed_bytes
+from pipeloom.layout import paired_order
+from pipeloom.predict.memory import held_bytes
 from pipeloom.report.memory import HeldBytes, MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Schedule, balance, lower
 from pipeloom.schedule.recompute import recompute_beyond
@@ -83,11 +85,21 @@ def run_of(case: Case, setting: Setting) -> Run:
     )
 
 
-def costs_of(run: Run, software: Software, *, is_near: bool) -> StageCosts:
+def paired(run: Run) -> Run:
+    """The run with partners on one node, where there is room for that."""
+    if 2 * run.tp > CLUSTER.devices_per_node:
+        return run
+    return replace(run, pipeline_order=paired_order(partners_of(run)))
+
+
+def partners_of(run: Run) -> tuple[int, ...]:
+    """For each rank its partner."""
+    return tuple(range(run.pp - 1, -1, -1))
+
+
+def costs_of(run: Run, software: Software) -> StageCosts:
     """Seconds of all actions, with those of moving what a micro-batch keeps to the partner or back."""
-    use, kept = software.efficiency, kept_bytes(run, software)
-    sharing = 1 if is_near else CLUSTER.sharing(run.tp)
-    swap_s = tuple(CLUSTER.p2p_s(size, is_inside=is_near, sharing=sharing, efficiency=use.p2p) for size in kept)
+    swap_s = swap_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
     return replace(stage_costs(run, CLUSTER, software), swap_s=swap_s)
 
 
@@ -106,19 +118,15 @@ def balanced(run: Run, costs: StageCosts) -> Schedule:
     return balance(plain(run), seconds_of=costs.seconds, partners=partners_of(run))
 
 
-def partners_of(run: Run) -> tuple[int, ...]:
-    """For each rank its partner."""
-    return tuple(range(run.pp - 1, -1, -1))
-
-
 def recomputed(run: Run, software: Software, costs: StageCosts) -> Schedule:
     """1F1B with as many micro-batches recomputed as it takes to fit, on the ranks that are short of memory.
 
     Raises:
         UserError: some rank has too little room with all of them recomputed.
     """
-    room, kept = input_room(run, software, costs), kept_bytes(run, software)
-    return recompute_beyond(plain(run), room, kept, recomputed_bytes(run, software))
+    schedule = plain(run)
+    held = held_bytes(run, software, schedule)
+    return recompute_beyond(schedule, input_room(run, software, costs), held.input_bytes, held.recomputed_bytes)
 
 
 def input_room(run: Run, software: Software, costs: StageCosts) -> tuple[float, ...]:
@@ -177,10 +185,11 @@ def core_bytes(run: Run, software: Software) -> float:
 def steps(case: Case, program: str, setting: Setting) -> dict[str, Step | None]:
     """A configuration in every order; ``None`` where recomputing everything would not make it fit."""
     run, software = run_of(case, setting), program_of(case, program)
-    costs = costs_of(run, software, is_near=case.is_near)
+    costs, pairs = costs_of(run, software), paired(run)
+    near = costs_of(pairs, software)
     found: dict[str, Step | None] = {
         "1f1b": stepped(run, software, plain(run), costs),
-        "bpipe": stepped(run, software, balanced(run, costs), costs),
+        "bpipe": stepped(pairs, software, balanced(pairs, near), near),
     }
     try:
         found["short"] = stepped(run, software, recomputed(run, software, costs), costs)

@@ -16,8 +16,6 @@ MICROBATCHES = (1, 2, 4)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 ATTENTION: tuple[Attention, ...] = ("fused-softmax", "flash2")
 SEQ = 2048
-NEAR = True
-"""Partners are on one node, and swap over NVLink; otherwise over InfiniBand."""
 
 
 def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
@@ -64,11 +62,6 @@ class Case:
         shape = self.shape
         sizes = f"{shape.layers} x {shape.hidden}, {shape.heads} heads"
         return f"{self.model}: {sizes}, tp {self.tp}, pp {self.pp}, batch {self.batch}"
-
-    @property
-    def is_near(self) -> bool:
-        """Whether a node has room for a pair of ranks."""
-        return 2 * self.tp <= CLUSTER.devices_per_node
 
 
 GPT_96B = Case("96B", gpt(80, 9984, 104), 4, 8)

@@ -9,14 +9,25 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.schedule import Schedule, balance
-from reproduction.bpipe import balanced, costs_of, input_room, kept_bytes, partners_of, plain, run_of, stepped
+from reproduction.bpipe import (
+    balanced,
+    costs_of,
+    input_room,
+    kept_bytes,
+    paired,
+    partners_of,
+    plain,
+    run_of,
+    stepped,
+)
 from reproduction.bpipe_cases import CLUSTER, GPT_96B, LLAMA_65B, PROGRAM, Case, Setting, program_of
 from reproduction.machine import Row
 
 
 def message_s(run: Run, software: Software) -> float:
-    """Seconds of one message between stages of two nodes; a blocking program has them in its compute."""
-    return stage_costs(run, CLUSTER, replace(software, is_blocking=False)).transfer_s
+    """Seconds of the slowest message between stages; a blocking program has them in its compute."""
+    costs = stage_costs(run, CLUSTER, replace(software, is_blocking=False))
+    return max(costs.over_s(boundary) for boundary in range(run.num_stages - 1))
 
 
 LINK_POINTS = (
@@ -34,16 +45,16 @@ def link_rows() -> list[Row]:
 
 
 def _links_of(case: Case, setting: Setting) -> Iterator[Row]:
-    run, software = run_of(case, setting), program_of(case, PROGRAM)
-    near, far = (costs_of(run, software, is_near=is_near) for is_near in (True, False))
-    whole = stepped(run, software, plain(run), near)
-    made: dict[str, tuple[Schedule | None, StageCosts]] = {
-        "NVLink": (balanced(run, near), near),
-        "InfiniBand": (balanced(run, far), far),
-        "InfiniBand, made for NVLink": (balanced(run, near), far),
-        "InfiniBand, what the memory takes": (within(run, software, far), far),
+    apart, software = run_of(case, setting), program_of(case, PROGRAM)
+    near, far = (costs_of(run, software) for run in (paired(apart), apart))
+    made: dict[str, tuple[Schedule | None, Run, StageCosts]] = {
+        "NVLink": (balanced(apart, near), paired(apart), near),
+        "InfiniBand": (balanced(apart, far), apart, far),
+        "InfiniBand, made for NVLink": (balanced(apart, near), apart, far),
+        "InfiniBand, what the memory takes": (within(apart, software, far), apart, far),
     }
-    for link, (schedule, real) in made.items():
+    for link, (schedule, run, real) in made.items():
+        whole = stepped(run, software, plain(run), real)
         found = None if schedule is None else stepped(run, software, schedule, real)
         yield {
             "case": case.name,

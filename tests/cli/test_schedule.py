@@ -305,3 +305,15 @@ def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
     assert schedule_json(capsys, str(file), "--slices", "2")["rows"] == [["0F0", "0F0.1", "0B0.1", "0B0"]]
     assert main(["schedule", "1f1b", "--slices", "0"]) == 2
     assert "the number of token slices must be at least 1, found 0" in capsys.readouterr().err
+
+
+def test_stages_that_visit_the_device(capsys):
+    sizes = ["breadth-first", "--pp", "1", "--loops", "8", "--resident", "2"]
+    found = schedule_json(capsys, *sizes, "--stage-swap", "8")
+    assert found["num_swaps_in"] == [14]
+    assert found["makespan"] == 8 * 8 * 3 + 2 * 8  # the first load and the last store
+    updated = schedule(capsys, *sizes, "--update", "in-the-next-step", "--stage-swap", "1")
+    assert "0SWAP_IN 1SWAP_IN 0UPDATE 0F0" in updated
+    assert "stages swapped in  14 (by rank)" in updated
+    assert "--stage-swap has no effect without --resident" in refusal(capsys, "gpipe", "--stage-swap", "1")
+    assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")

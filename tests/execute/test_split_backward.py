@@ -10,7 +10,6 @@ from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
 from replicas import Cluster
 from small_run import small_run, write_text
-from swapping import swap_newest
 from toy import Toy, make_executor, objective, reference, worst_difference
 from transformers import TransformerCluster, complete, differences
 
@@ -28,6 +27,7 @@ from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import TOLERANCES
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from swapping import swap_newest
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
 DELAYS = (0, 1, None)

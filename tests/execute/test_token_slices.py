@@ -83,9 +83,17 @@ def sliced_differences(tmp_path, model, layout, schedule_config, swap=None):
     return compare(found, reference_gradients(config, batch))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("slices", [UNEVEN, 4])
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["grouped-rotary", "learned"])
+@pytest.mark.parametrize(
+    ("model", "slices", "recompute"),
+    [
+        (LLAMA, UNEVEN, "none"),
+        (LLAMA, 4, "selective"),
+        (LLAMA, UNEVEN, "full"),
+        (GPT2, UNEVEN, "selective"),
+        (GPT2, 4, "full"),
+    ],
+    ids=["grouped-rotary", "grouped-rotary-core", "grouped-rotary-layers", "learned-core", "learned-layers"],
+)
 @pytest.mark.parametrize("family", TRAINING)
 def test_gradients_equal_those_of_whole_sequences(tmp_path, family, model, slices, recompute):
     loops = 2 if FAMILIES[family].is_looped else 1

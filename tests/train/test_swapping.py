@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ from pipeloom.schedule import Kind
 from pipeloom.schedule.stage_swaps import stage_stays
 from pipeloom.train.data import load_data
 from pipeloom.train.export import export
-from pipeloom.train.pipeline import Pipeline, forward_schedule, training_schedule
+from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
 from pipeloom.train.swapping import piece_bytes, stage_amounts, stage_sizes
 from pipeloom.train.trainer import Trainer
 
-STEPS = 4
+STEPS = 3
 
 
 def config_of(folder, budget=None, *, dtype="float32", tied=False, clip=0.5, loops=10, **checkpoint):
@@ -94,12 +94,11 @@ def weights(folder):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_model_of_four_budgets_trains_to_the_same_bits(tmp_path, dtype):
     configs = {}
-    for tied in (False, True):
-        for clip in (0.5, float("inf")):
-            part = 0.25 if not tied else 0.3
-            for budget in (None, part):
-                name = f"tied {tied} clip {clip} {budget}"
-                configs[name] = config_of(tmp_path, budget, dtype=dtype, tied=tied, clip=clip)
+    cases = product((False, True), (0.5, float("inf"))) if dtype == "float32" else ((False, float("inf")), (True, 0.5))
+    for tied, clip in cases:
+        for budget in (None, 0.3 if tied else 0.25):
+            name = f"tied {tied} clip {clip} {budget}"
+            configs[name] = config_of(tmp_path, budget, dtype=dtype, tied=tied, clip=clip)
     found = train_all(tmp_path, configs)
     for plain, swapped in list(pairwise(configs))[::2]:
         assert metrics(tmp_path / swapped) == metrics(tmp_path / plain)
@@ -223,4 +222,3 @@ def test_an_evaluation_moves_weights_alone(tmp_path):
     (row,) = forward_schedule(config, 2).rows
     assert len(stage_stays(row)) == config.layout.num_stages
     assert all(not stay.taken for stay in stage_stays(row))
-    assert Pipeline is not None

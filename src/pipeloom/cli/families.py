@@ -98,7 +98,7 @@ def lines(pp: int, num_microbatches: int, loops: int) -> Iterator[Line]:
 
 
 def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
-    for name, family in FAMILIES.items():
+    for name, family in sorted(FAMILIES.items(), key=lambda item: (item[1].is_found, item[1].splits_backward)):
         if not family.has_backward:
             continue
         plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=loops if family.is_looped else 1)

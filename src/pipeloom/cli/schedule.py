@@ -244,12 +244,12 @@ def _one_row_a_line(tree: dict[str, Any]) -> str:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
-    may_be_zero = ("transfer", "gather", "reduce", "swap")
+    may_be_zero = ("transfer", "gather", "reduce", "swap", "stage_swap")
     for name in ("forward", "backward", *may_be_zero):
         value = getattr(options, name)
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
             least = "at least" if name in may_be_zero else "above"
-            problems.append(f"--{name} must be {least} 0, found {value:g}")
+            problems.append(f"--{name.replace('_', '-')} must be {least} 0, found {value:g}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
     swaps = options.balance or options.offload

@@ -94,12 +94,12 @@ def order_of(config: RunConfig) -> Order:
         residency=schedule.known_residency,
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
+        swapping=_swapping(config),
         moving=Moving(
             balance=schedule.balance,
             offload=schedule.offload,
             activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
         ),
-        swapping=_swapping(config),
     )
 
 

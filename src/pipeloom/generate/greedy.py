@@ -15,10 +15,10 @@ import numpy as np
 
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.generate.family import FAMILIES, Choice, Request, Rows, family
-from pipeloom.generate.weave import Clock, Woven, of_inputs, weave
+from pipeloom.generate.weave import Clock, Woven, made_of, of_inputs, weave
 from pipeloom.schedule import PLACEMENTS, Placement, Row, Schedule
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.kernels.listing import listing
+from pipeloom.schedule.kernels import clocked
 
 Aim = Literal["step", "rank"]
 """What is to be short: the whole step; or the longest time from a rank's first action to its last, which is how fast
@@ -197,30 +197,11 @@ def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: boo
         keeps_room: whether a forward leaves room for an input of each later stage of its rank: that always comes to an
             end. Without, there is more room, and some rows end in a deadlock.
     """
-    placement, clock = task.placement, task.clock
-    stages = np.array([placement.stages_of(rank) for rank in range(placement.num_ranks)], np.int32)
-    reserve = np.zeros(placement.num_stages)
-    for own in stages if keeps_room else []:
-        reserve[own] = np.cumsum(clock.kept[own][::-1])[::-1] - clock.kept[own]
-    size = 3 * stages.shape[1] * task.num_microbatches
-    kind, stage, microbatch, starts = kernel(listing, placement.num_ranks * size)(
-        stages,
-        np.array(placement.rank_by_stage, np.int32),
-        task.num_microbatches,
-        clock.seconds,
-        clock.over_s,
-        clock.kept,
-        clock.pending,
-        reserve,
-        np.array(task.budgets, np.float64),
-        np.array(rule, np.int64),
-        patience,
-    )
-    if (starts < 0).any():
-        return None
-    whole = Row(kind, stage, microbatch, np.zeros_like(kind))
-    parts = [slice(rank * size, (rank + 1) * size) for rank in range(placement.num_ranks)]
-    return Woven(tuple(whole.take(part) for part in parts), tuple(starts[part] for part in parts))
+    placement = task.placement
+    state = clocked.begin(placement.num_ranks, placement.num_stages, task.num_microbatches)
+    run = kernel(clocked.listing, state.kind.size)
+    run(task.clock.world(placement, task.budgets), state, np.array(rule, np.int64), patience, keeps_room)
+    return made_of(state)
 
 
 @family("zb-1p", is_looped=False, instead="interleaved-zb", splits_backward=True, is_found=True)

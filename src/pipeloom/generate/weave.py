@@ -8,7 +8,6 @@ and where it has no room for another input.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.generate.family import Rows
 from pipeloom.schedule import Kind, Placement, Row
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.kernels.weave import weave as run
+from pipeloom.schedule.kernels import clocked
 from pipeloom.schedule.row import CODE, Columns
 
 Floats = NDArray[np.float64]
@@ -49,13 +48,15 @@ class Clock:
         one = np.ones(num_stages)
         return cls(seconds=np.ones((3, num_stages)), over_s=0 * one, kept=one, pending=one)
 
-    def reserve(self, placement: Placement) -> Floats:
-        """For each stage the room that its forward leaves for the later stages of its rank before its turn."""
-        if not self.pulls:
-            return np.full(placement.num_stages, np.inf)
-        owner = np.array(placement.rank_by_stage)
-        numbers = np.arange(len(owner))
-        return np.array([self.kept[(owner == owner[stage]) & (numbers > stage)].sum() for stage in numbers])
+    def world(self, placement: Placement, room: Sequence[float]) -> clocked.World:
+        """With the ranks and their room."""
+        stages = np.array([placement.stages_of(rank) for rank in range(placement.num_ranks)], np.int32)
+        reserve = np.zeros(placement.num_stages)
+        for own in stages:
+            reserve[own] = np.cumsum(self.kept[own][::-1])[::-1] - self.kept[own]
+        owner = np.array(placement.rank_by_stage, np.int32)
+        limits = np.array(room, np.float64)
+        return clocked.World(stages, owner, self.seconds, self.over_s, self.kept, self.pending, reserve, limits)
 
     def changed(self, patience: float, *, pulls: bool) -> "Clock":
         """The same with another patience, with forwards before their turn or without."""
@@ -89,26 +90,25 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
     """
     clock = clock or Clock.unit(placement.num_stages)
     columns = Columns.of(orders)
-    kind, stage, microbatch, starts = kernel(run, 2 * len(columns.kind))(
-        *columns[:3],
-        columns.first,
-        np.array(placement.rank_by_stage, np.int32),
-        int(columns.microbatch.max(initial=0)) + 1,
-        clock.seconds,
-        clock.over_s,
-        clock.kept,
-        clock.pending,
-        np.array(room, np.float64),
-        clock.patience,
-        clock.reserve(placement),
-    )
-    if (starts < 0).any():
+    state = clocked.begin(placement.num_ranks, placement.num_stages, int(columns.microbatch.max(initial=0)) + 1)
+    is_done = np.zeros(len(columns.kind), np.bool_)
+    order = clocked.Order(*columns[:3], columns.first, columns.first[:-1].copy(), is_done)
+    run = kernel(clocked.weave, state.kind.size)
+    run(clock.world(placement, room), state, order, clock.patience, clock.pulls)
+    made = made_of(state)
+    if made is None:
         message = f"the order waits for itself, or needs more room than {list(room)}"
         raise ScheduleError("acyclic", message, rank=None, slot=None, window="")
-    whole = Row(kind, stage, microbatch, np.zeros_like(kind))
-    first = (columns.first + columns.first // 2).tolist()
-    parts = [slice(begin, end) for begin, end in pairwise(first)]
-    return Woven(tuple(whole.take(part) for part in parts), tuple(starts[part] for part in parts))
+    return made
+
+
+def made_of(state: clocked.State) -> Woven | None:
+    """The rows that were run; ``None`` where a rank came to no end."""
+    if (state.starts < 0).any():
+        return None
+    columns = zip(state.kind, state.stage, state.microbatch, strict=True)
+    rows = tuple(Row(kind, stage, microbatch, np.zeros_like(kind)) for kind, stage, microbatch in columns)
+    return Woven(rows, tuple(state.starts))
 
 
 def woven(placement: Placement, orders: Sequence[Row], most_inputs: Sequence[int], *, pulls: bool = False) -> Rows:

@@ -39,8 +39,8 @@ class Order:
         residency: stages gathered at once where weights are sharded at all times.
         prefetch: visits of stages by which a gather starts early.
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
-        moving: what leaves ranks between forward and backward.
         swapping: how the model is swapped through one device; ``None`` keeps it there.
+        moving: what leaves ranks between forward and backward.
     """
 
     choice: Choice
@@ -48,8 +48,8 @@ class Order:
     residency: int = 2
     prefetch: int = 1
     gradient_buffers: int | None = None
-    moving: Moving = field(default_factory=Moving)
     swapping: Swapping | None = None
+    moving: Moving = field(default_factory=Moving)
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,11 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
     schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    terms = step_terms(run, cluster, software, max(costs.backward_s))
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     if order.moving.is_any:
         placed = Placed(run, cluster, software)
         schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
-    terms, kept_here = step_terms(run, cluster, software, max(costs.backward_s)), schedule
     if order.swapping is not None:
         schedule = swapped_schedule(schedule, run, software, order.swapping)
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
@@ -213,7 +213,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     priced = price(costs)
     trace = simulate(schedule, priced, links)
     more_s = drain_s(run, software, costs)
-    memory = memory_by_rank(run, software, kept_here, _receive_buffers(software, order), trace)
+    memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
     if order.swapping is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = trace.end_s + more_s

@@ -50,6 +50,7 @@ def saved_bytes(config: RunConfig) -> tuple[list[int], list[int]]:
     """For each stage what it keeps of a micro-batch: what autograd saves and nobody else holds; the input alone.
 
     Every stage runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is in it.
+    There attention is written out, so where a device has a kernel for it that is not recomputed, it saves less.
 
     Args:
         config: resolved.

@@ -1,0 +1,302 @@
+"""What rows that are made on a clock have in common: what stages take and keep, and how far ranks have come."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeloom.schedule.kernels.types import Bools, Floats, Ints, Longs
+from pipeloom.schedule.kernels.waits import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+
+NEVER = np.inf
+EXACT = 1 + 1e-12
+"""Room for what rounding adds."""
+
+
+class World(NamedTuple):
+    """What stages take and keep, and what ranks have room for.
+
+    Attributes:
+        stages: [rank, number] -> stage, ascending.
+        owner: for each stage its rank.
+        seconds: [0, stage] of forwards, [1, stage] of first halves of backwards, [2, stage] of second halves.
+        over_s: for each boundary the seconds of moving a tensor over it; 0 on one rank.
+        kept: for each stage what a micro-batch keeps there from its forward to the end of the first half.
+        pending: for each stage what it keeps from there to the end of the second half.
+        reserve: for each stage the room that later stages of its rank need.
+        room: for each rank how much it can keep.
+    """
+
+    stages: Ints
+    owner: Ints
+    seconds: Floats
+    over_s: Floats
+    kept: Floats
+    pending: Floats
+    reserve: Floats
+    room: Floats
+
+
+class State(NamedTuple):
+    """How far ranks have come.
+
+    Attributes:
+        kind, stage, microbatch, starts: [rank, slot] the actions that were run; a start of -1 for none yet.
+        count: for each rank how many.
+        end: [0, stage, micro-batch] of forwards, [1, ...] of first halves; ``NEVER`` before.
+        waiting: for each rank the slot after which its first halves still wait for the second.
+        clock, held: for each rank when it is free, and what it keeps.
+        is_blocked: for each rank whether it waits for something of which nobody knows when it comes.
+    """
+
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    starts: Floats
+    count: Longs
+    end: Floats
+    waiting: Longs
+    clock: Floats
+    held: Floats
+    is_blocked: Bools
+
+
+def begin(num_ranks: int, num_stages: int, num_microbatches: int) -> State:
+    """Nothing has been run yet."""
+    shape = num_ranks, 3 * num_stages // num_ranks * num_microbatches
+    return State(
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32),
+        np.zeros(shape, np.int32),
+        np.full(shape, -1.0),
+        np.zeros(num_ranks, np.int64),
+        np.full((2, num_stages, num_microbatches), NEVER),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks),
+        np.zeros(num_ranks),
+        np.zeros(num_ranks, np.bool_),
+    )
+
+
+def earliest(state: State) -> int:
+    """The rank that is free first of those that go on; -1 for none."""
+    rank = -1
+    for other in range(state.count.size):
+        goes_on = state.count[other] < state.kind.shape[1] and not state.is_blocked[other]
+        if goes_on and (rank < 0 or state.clock[other] < state.clock[rank]):
+            rank = other
+    return rank
+
+
+def has_pending(state: State, rank: int) -> bool:
+    """Whether a second half waits; ``waiting`` then points to the first half before it, the oldest."""
+    while state.waiting[rank] < state.count[rank] and state.kind[rank, state.waiting[rank]] != BACKWARD_INPUT:
+        state.waiting[rank] += 1
+    return state.waiting[rank] < state.count[rank]
+
+
+def ready_at(half: int, stage: int, microbatch: int, end: Floats, over_s: Floats) -> float:
+    """When what a forward (0) or a first half (1) uses has come to its rank; ``NEVER`` while nobody knows."""
+    if half == 0:
+        return 0.0 if stage == 0 else end[0, stage - 1, microbatch] + over_s[stage - 1]
+    ready = end[0, stage, microbatch]
+    if stage + 1 < end.shape[1]:
+        ready = max(ready, end[1, stage + 1, microbatch] + over_s[stage])
+    return ready
+
+
+def run(world: World, state: State, rank: int, half: int, stage: int, microbatch: int) -> None:
+    """Run a forward (0), a first half (1) or a second half (2) now."""
+    slot, now = state.count[rank], state.clock[rank]
+    kind = FORWARD if half == 0 else BACKWARD_INPUT if half == 1 else BACKWARD_WEIGHT
+    state.kind[rank, slot], state.stage[rank, slot], state.microbatch[rank, slot] = kind, stage, microbatch
+    state.starts[rank, slot] = now
+    state.count[rank] += 1
+    state.clock[rank] = now + world.seconds[half, stage]
+    if half == 2:
+        state.held[rank] -= world.pending[stage]
+        return
+    state.held[rank] += world.kept[stage] if half == 0 else world.pending[stage] - world.kept[stage]
+    state.end[half, stage, microbatch] = state.clock[rank]
+    neighbor = stage + 1 if half == 0 else stage - 1
+    if 0 <= neighbor < world.owner.size:
+        state.is_blocked[world.owner[neighbor]] = False
+
+
+def run_pending(world: World, state: State, rank: int) -> None:
+    """Run the second half that has waited longest."""
+    slot = state.waiting[rank]
+    state.waiting[rank] += 1
+    run(world, state, rank, 2, state.stage[rank, slot], state.microbatch[rank, slot])
+
+
+def wait(state: State, rank: int, ready: float) -> None:
+    """Stand still until something comes, or until somebody knows when it comes."""
+    if ready == NEVER:
+        state.is_blocked[rank] = True
+    else:
+        state.clock[rank] = ready
+
+
+class Order(NamedTuple):
+    """Rows of forwards and first halves, joined.
+
+    Attributes:
+        kind, stage, microbatch: of every action.
+        first: for each rank the number of its first action; behind them the number of all.
+        place: for each rank its next action.
+        is_done: whether an action was run before its turn.
+    """
+
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    first: Longs
+    place: Longs
+    is_done: Bools
+
+
+def weave(world: World, state: State, order: Order, patience: float, pulls: bool) -> None:
+    """Run rows on a clock, and put a second half wherever a rank would stand still or has no room.
+
+    Every rank runs its row in order. Where the next action cannot start yet, or has no room for its input, the rank
+    runs the second half of its oldest backward that waits for it.
+
+    Args:
+        world: what stages take and keep.
+        state: where nothing has been run; a rank that has not come to its end then had no room, or waits for itself.
+        order: the rows.
+        patience: the least part of a second half's seconds that the next action must be away for it to run first.
+        pulls: whether a rank that would stand still runs the next forward of its first stage before its turn.
+    """
+    while True:
+        rank = earliest(state)
+        if rank < 0:
+            return
+        while order.place[rank] < order.first[rank + 1] and order.is_done[order.place[rank]]:
+            order.place[rank] += 1
+        node, now, is_pending = order.place[rank], state.clock[rank], has_pending(state, rank)
+        if node == order.first[rank + 1]:
+            if is_pending:
+                run_pending(world, state, rank)
+            else:
+                state.is_blocked[rank] = True
+            continue
+        half = 0 if order.kind[node] == FORWARD else 1
+        ready, is_full = ready_at(half, order.stage[node], order.microbatch[node], state.end, world.over_s), False
+        if half == 0:
+            is_full = state.held[rank] + world.kept[order.stage[node]] > world.room[rank] * EXACT
+        ahead = ahead_of(world, state, order, rank) if pulls and (ready > now or is_full) else -1
+        if ahead >= 0:
+            order.is_done[ahead] = True
+            run(world, state, rank, 0, order.stage[ahead], order.microbatch[ahead])
+        elif is_pending and (is_full or is_far(world, state, rank, ready, patience)):
+            run_pending(world, state, rank)
+        elif is_full:
+            state.is_blocked[rank] = True
+        elif ready > now:
+            wait(state, rank, ready)
+        else:
+            order.place[rank] += 1
+            run(world, state, rank, half, order.stage[node], order.microbatch[node])
+
+
+def is_far(world: World, state: State, rank: int, ready: float, patience: float) -> bool:
+    """Whether what comes then leaves time for the oldest second half."""
+    taken = world.seconds[2, state.stage[rank, state.waiting[rank]]]
+    return ready - state.clock[rank] >= max(patience * taken, 1e-12 * taken)
+
+
+def ahead_of(world: World, state: State, order: Order, rank: int) -> int:
+    """The next forward of a rank's first stage if it can run before its turn, with room for later stages; else -1."""
+    for node in range(order.place[rank] + 1, order.first[rank + 1]):
+        here = order.stage[node]
+        if order.is_done[node] or order.kind[node] != FORWARD or here != world.stages[rank, 0]:
+            continue
+        has_room = state.held[rank] + world.kept[here] + world.reserve[here] <= world.room[rank] * EXACT
+        ready = ready_at(0, here, order.microbatch[node], state.end, world.over_s)
+        return node if has_room and ready <= state.clock[rank] else -1
+    return -1
+
+
+BACKWARD_FIRST, IN_TURN, FORWARD_FIRST = range(3)
+LATER_FIRST, OLDER_FIRST, EARLIER_FIRST = range(3)
+
+
+def listing(world: World, state: State, rule: Longs, patience: float, keeps_room: bool) -> None:
+    """Run what goes first on a list of priorities.
+
+    A rank that is free runs the best forward or first half that it can; where there is none, or no room, it runs the
+    oldest second half.
+
+    Args:
+        world: what stages take and keep.
+        state: where nothing has been run; a rank that has not come to its end then had no room.
+        rule: what goes first of forwards and backwards; of the forwards; of the backwards; and, where a rank has run
+            all forwards of its first stage, of forwards and backwards.
+        patience: the least part of a second half's seconds that anything else must be away for it to run first.
+        keeps_room: whether a forward leaves room for an input of each later stage of its rank, so that a micro-batch
+            that is under way always comes to the end.
+    """
+    num_microbatches = state.end.shape[2]
+    done = np.zeros((2, world.owner.size), np.int64)
+    was_forward = np.zeros(state.count.size, np.bool_)
+    while True:
+        rank = earliest(state)
+        if rank < 0:
+            return
+        best = np.full(2, -1)
+        soonest, is_full = find_best(world, state, rank, rule, done, best, keeps_room)
+        is_tail = done[0, world.stages[rank, 0]] == num_microbatches
+        half = choose(best, rule[3] if is_tail else rule[0], was_forward[rank])
+        if half >= 0:
+            here = best[half]
+            done[half, here] += 1
+            was_forward[rank] = half == 0
+            run(world, state, rank, half, here, done[half, here] - 1)
+        elif has_pending(state, rank) and (is_full or is_far(world, state, rank, soonest, patience)):
+            run_pending(world, state, rank)
+        else:
+            wait(state, rank, soonest)
+
+
+def find_best(
+    world: World, state: State, rank: int, rule: Longs, done: Longs, best: Longs, keeps_room: bool
+) -> tuple[float, bool]:
+    """Write the stages of the best forward and first half that can run to ``best``.
+
+    Returns:
+        When the next one that cannot run yet is ready, and whether a forward is that has no room.
+    """
+    soonest, is_full, now = NEVER, False, state.clock[rank]
+    for here in world.stages[rank]:
+        for half in range(2):
+            turn = done[half, here]
+            if turn == state.end.shape[2]:
+                continue
+            ready = ready_at(half, here, turn, state.end, world.over_s)
+            more = world.kept[here] + (world.reserve[here] if keeps_room else 0.0)
+            if half == 0 and ready < NEVER and state.held[rank] + more > world.room[rank] * EXACT:
+                is_full = is_full or ready <= now
+            elif ready > now:
+                soonest = min(soonest, ready)
+            elif best[half] < 0 or goes_first(rule[1 + half], here, best[half], turn, done[half, best[half]]):
+                best[half] = here
+    return soonest, is_full
+
+
+def goes_first(order: int, stage: int, other: int, microbatch: int, other_microbatch: int) -> bool:
+    """Whether a stage's next action goes before that of another stage, which comes earlier in the model."""
+    if order == LATER_FIRST:
+        return stage > other
+    if order == OLDER_FIRST:
+        return microbatch < other_microbatch or (microbatch == other_microbatch and stage > other)
+    return stage < other
+
+
+def choose(best: Longs, order: int, was_forward: bool) -> int:
+    """0 for the forward, 1 for the backward, -1 where there is neither."""
+    if best[0] < 0 or best[1] < 0:
+        return 0 if best[0] >= 0 else 1 if best[1] >= 0 else -1
+    if order == IN_TURN:
+        return 1 if was_forward else 0
+    return 1 if order == BACKWARD_FIRST else 0

@@ -1,0 +1,77 @@
+"""What stages keep, counted on meta tensors, and the schedule that a run makes of it."""
+
+from functools import partial
+
+import pytest
+from small_run import small_run
+
+from pipeloom.config import ScheduleConfig, TrainingConfig
+from pipeloom.errors import UserError
+from pipeloom.execute.launch import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.layout import Layout
+from pipeloom.schedule import Kind
+from pipeloom.train.data import load_data
+from pipeloom.train.moving import saved_bytes
+from pipeloom.train.pipeline import Pipeline, training_schedule
+from pipeloom.train.session import resolve
+
+LAYOUT = {"pp": 2, "loops": 1, "num_microbatches": 4}
+
+
+def resolved(folder, schedule=None, dtype="float32", **layout):
+    given = small_run(
+        folder,
+        layout=Layout(**LAYOUT | layout),
+        schedule=ScheduleConfig(**{"family": "gpipe"} | (schedule or {})),
+        training=TrainingConfig(dtype=dtype, stall_timeout_s=20),
+    )
+    return resolve(given, load_data(given.data, 0))
+
+
+def _live(configs, rendezvous, rank, size):
+    world, found = join_forked(rendezvous, rank, size, "cpu", 60), []
+    for config in configs:
+        data, pipeline = load_data(config.data, 0), Pipeline(config, world)
+        windows = data.train.batch(0, config.layout.batch_size)
+        found.append(pipeline.train_step(pipeline.batch(windows)).held.live_bytes)
+        pipeline.close()
+    world.leave()
+    return found
+
+
+def test_what_ranks_hold_is_nearly_what_was_counted_on_meta_tensors(tmp_path):
+    configs = [
+        resolved(tmp_path, dtype=dtype, recompute=recompute)
+        for dtype in ("float32", "bfloat16", "float64")
+        for recompute in ("none", "full", "selective")
+    ]
+    import torch._dynamo  # noqa: F401  once here, not once in every worker
+
+    for config, by_rank in zip(configs, zip(*run_workers(partial(_live, configs), 2), strict=True), strict=True):
+        counted, _ = saved_bytes(config)
+        shares = [held / (4 * nbytes) for held, nbytes in zip(by_rank, counted, strict=True)]
+        least = 0.85 if config.layout.recompute == "none" else 0.99  # a kernel of attention keeps less than its parts
+        assert least < min(shares) <= max(shares) <= 1
+
+
+def test_a_narrow_type_keeps_less_and_recomputation_least(tmp_path):
+    wide, narrow = (saved_bytes(resolved(tmp_path, dtype=dtype))[0][0] for dtype in ("float32", "bfloat16"))
+    again = saved_bytes(resolved(tmp_path, recompute="full"))[0][0]
+    assert again < narrow < wide
+
+
+def test_a_limit_is_kept_or_refused(tmp_path):
+    whole, inputs = saved_bytes(resolved(tmp_path))
+    assert inputs[0] == 0 < inputs[1] < whole[1]
+    room = {"offload": True, "activation_gb": 3.1 * max(whole) / 1e9}
+    rows = training_schedule(resolved(tmp_path, room)).rows
+    assert whole[1] > whole[0]
+    assert rows[1].is_kind(Kind.OFFLOAD).any()
+    with pytest.raises(UserError, match="cannot be kept by moving what backwards need"):
+        training_schedule(resolved(tmp_path, room | {"activation_gb": 0.9 * max(whole) / 1e9}))
+
+
+def test_without_a_wish_nothing_moves(tmp_path):
+    rows = training_schedule(resolved(tmp_path)).rows
+    assert not any(row.is_kind(Kind.EVICT, Kind.OFFLOAD).any() for row in rows)
