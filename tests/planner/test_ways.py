@@ -41,7 +41,7 @@ def deep(ask):
 CASES = {
     "balance": (ONE_BY_ONE, {"cluster": with_memory(2.7)}),
     "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.8)}),
-    "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(0.0, 100e9))}),
+    "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(latency_s=0.0, bytes_per_s=100e9))}),
     "slices": ({"pp": (8,), "tp": (1,)}, {"global_batch": 2, "seq": 4096}),
 }
 
