@@ -69,7 +69,7 @@ def test_what_leaves_and_comes_back_has_a_box_each_and_words_below(tmp_path):
     before, after = (simulate(schedule, UniformCosts(1, 2, swap_s=1)) for schedule in (plain, swapped))
     assert -boxes(before, tmp_path) + boxes(after, tmp_path) == 3 + 3
     text = (tmp_path / "count.svg").read_text(encoding="utf-8")
-    assert "strips below: what is kept for backwards leaves (light); comes back (dark)" in text
+    assert "strips below: to the partner or the host (light); and from there (dark)" in text
 
 
 @pytest.mark.parametrize("name", ["a.bmp", "a", "a.jpg", "png"])
@@ -95,4 +95,13 @@ def test_a_trace_without_compute_can_be_drawn(tmp_path):
 def test_split_backwards_and_forward_only_steps_can_be_drawn(tmp_path):
     split = simulate(parse_schedule("0F0 0I0 0W0\n1F0 1I0 1W0"), UniformCosts(1, 2))
     forwards = simulate(parse_schedule("0F0\n1F0"), UniformCosts(1, 2))
-    assert boxes(split, tmp_path) - boxes(forwards, tmp_path) == 4 + 2  # and two backwards more in the legend
+    assert boxes(split, tmp_path) - boxes(forwards, tmp_path) == 4 + 4  # and two halves of two stages in the legend
+
+
+def test_shades_and_numbers_are_told(tmp_path):
+    sliced = simulate(parse_schedule("0F0 0F0.1 0R0.1 0I0.1 0W0.1 0B0"), UniformCosts(1, 2))
+    file = tmp_path / "sliced.svg"
+    plot_timeline(sliced, [file], title="sliced")
+    text = file.read_text(encoding="utf-8")
+    assert "number: micro-batch.slice, color: stage, light: forward, dark: backward" in text
+    assert "darkest: of the weights, in between: forward again" in text

@@ -1,6 +1,6 @@
 """Pictures of traces. Nothing is computed here but where the ink goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, Action, Kind
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, OWN_LANES
+from pipeloom.schedule.row import Row
 from pipeloom.trace import Span, Trace
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
         axes.set_xlim(0, max(longest, 1e-12))
         if number == 0:
             _add_legend(axes, trace)
-    key = "number: micro-batch, color: stage, light: forward, dark: backward"
+    key = f"number: {_numbered(traces.values())}, color: stage, {_shaded(traces.values())}"
     strips = dict.fromkeys(name for trace in traces.values() for name in _strips(trace))
     if strips:
         key += f"; strip{'s' if len(strips) > 1 else ''} below: {'; '.join(_STRIPS[name] for name in strips)}"
@@ -108,13 +109,40 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
         axes.barh(top, width, left=begin, height=tall, align="edge", color=color, **line)
         if span.action.microbatch is not None and with_labels and width >= shortest:
             place, size = (begin + width / 2, top + tall / 2), 7 if span.lane == COMPUTE_LANE else 5
-            axes.annotate(str(span.action.microbatch), place, color=ink, fontsize=size, ha="center", va="center")
+            axes.annotate(_label(span.action), place, color=ink, fontsize=size, ha="center", va="center")
+
+
+def _label(action: Action) -> str:
+    return str(action.microbatch) + (f".{action.slice}" if action.slice else "")
+
+
+def _numbered(traces: Iterable[Trace]) -> str:
+    """What the numbers in boxes are."""
+    is_sliced = any(trace.spans.row.slice.any() for trace in traces)
+    return "micro-batch.slice" if is_sliced else "micro-batch"
+
+
+def _shaded(traces: Iterable[Trace]) -> str:
+    """What the shades of compute are."""
+    words = {
+        Kind.BACKWARD: "dark: backward",
+        Kind.BACKWARD_INPUT: "darker: gradient of the input",
+        Kind.BACKWARD_WEIGHT: "darkest: of the weights",
+        Kind.RECOMPUTE: "in between: forward again",
+        Kind.UPDATE: "no number: optimizer",
+    }
+    rows = [trace.spans.row for trace in traces]
+    return ", ".join(["light: forward", *(word for kind, word in words.items() if _has(rows, kind))])
+
+
+def _has(rows: Iterable[Row], kind: Kind) -> bool:
+    return any(bool(row.is_kind(kind).any()) for row in rows)
 
 
 _STRIPS = {
     "collectives": "weights gathered (light), gradients reduced (dark)",
-    "out": "what is kept for backwards leaves (light)",
-    "back": "comes back (dark)",
+    "out": "to the partner or the host (light)",
+    "back": "and from there (dark)",
 }
 _STRIP_OF = {
     DATA_PARALLEL_LANE: "collectives",
@@ -137,7 +165,7 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
     import colorsys
 
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
-    if action.kind in (Kind.FORWARD, Kind.UNSHARD, *LOAD_OF):
+    if action.kind in (Kind.FORWARD, Kind.UNSHARD, *LOAD_OF, Kind.SWAP_OUT):
         return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
     lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34, Kind.RECOMPUTE: 0.62}.get(action.kind, 0.42)
     return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
@@ -148,8 +176,8 @@ def _add_legend(axes: "Axes", trace: Trace) -> None:
 
     stages = sorted({span.action.stage for span in trace.compute()})
     shown = stages if len(stages) <= 16 else [stages[0], stages[len(stages) // 2], stages[-1]]
-    has_backward = any(span.action.kind is not Kind.FORWARD for span in trace.compute())
-    kinds = (Kind.FORWARD, Kind.BACKWARD) if has_backward else (Kind.FORWARD,)
+    shades = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    kinds = [kind for kind in shades if _has([trace.spans.row], kind)]
     handles = [
         Patch(color=box_colors(Action(kind, stage, 0), 1 + stages[-1])[0], label=f"{stage}{kind.value}")
         for stage in shown

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import fitting
+from families import TRAINING, fitting
 from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -13,7 +13,7 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import lower
@@ -23,9 +23,6 @@ from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
-
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
-
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
 CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]

@@ -5,10 +5,11 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from families import fitting
+from families import TRAINING, fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 from torch import nn
@@ -29,28 +30,24 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import add_data_parallel, lower
-
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+from pipeloom.schedule import PLACEMENTS, add_data_parallel, lower
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
     configs = []
-    for family in TRAINING:
-        for wanted in ("looped", "v", "linear"):
-            loops, placement = fitting(family, 2, wanted).values()
-            for model in ("llama", "gpt2"):
-                stages = pp * loops
-                sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None
-                configs.append(
-                    small_run(
-                        tmp_path,
-                        model=ModelConfig(family=model, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2),
-                        layout=Layout(pp=pp, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes),
-                        schedule=ScheduleConfig(family=family, placement=placement, receive_buffers=1 + len(model) % 2),
-                    )
-                )
+    placed = [(family, *fitting(family, 2, wanted).values()) for family, wanted in product(TRAINING, PLACEMENTS)]
+    for (family, loops, placement), model in product(dict.fromkeys(placed), ("llama", "gpt2")):
+        stages = pp * loops
+        sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None
+        configs.append(
+            small_run(
+                tmp_path,
+                model=ModelConfig(family=model, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2),
+                layout=Layout(pp=pp, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes),
+                schedule=ScheduleConfig(family=family, placement=placement, receive_buffers=1 + len(model) % 2),
+            )
+        )
     worst = [max(found.values()) for found in differences_over_gloo(configs, pp, 30)]
     assert len(worst) == len(configs)
     assert max(worst) < 1e-9

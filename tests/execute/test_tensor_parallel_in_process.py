@@ -1,14 +1,12 @@
 """All axes at once, every rank in one process: three steps equal the single process."""
 
 import pytest
-from families import fitting
+from families import SOME, fitting
 from transformers import TransformerCluster, differences, schedule_of
 
-from pipeloom.generate import FAMILIES
 from pipeloom.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 RECOMPUTE = ("none", "selective", "full")
 
 
@@ -19,7 +17,7 @@ def worst(family, *, tied=False, model="llama", **sizes):
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 @pytest.mark.parametrize("shard", LEVELS)
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", SOME)
 def test_three_steps_over_eight_ranks_equal_the_single_process(family, shard, num_microbatches):
     sizes = {"pp": 2, "tp": 2, "dp": 2, "shard": shard, "num_microbatches": num_microbatches}
     for number, recompute in enumerate(RECOMPUTE):
@@ -30,7 +28,7 @@ def test_three_steps_over_eight_ranks_equal_the_single_process(family, shard, nu
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 @pytest.mark.parametrize("shard", LEVELS)
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", SOME)
 def test_so_they_do_without_tensor_parallelism(family, shard, num_microbatches):
     sizes = {"pp": 2, "dp": 2, "shard": shard, "num_microbatches": num_microbatches}
     for recompute in RECOMPUTE:
@@ -39,7 +37,7 @@ def test_so_they_do_without_tensor_parallelism(family, shard, num_microbatches):
 
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", SOME)
 def test_and_with_tensor_parallelism_and_copies_or_alone(family, tied, splits):
     sizes = {"tied": tied, "model": "gpt2", "tp": 2, "sequence_parallel": splits, "num_microbatches": 3}
     assert worst(family, pp=3, **sizes) < 1e-9

@@ -4,12 +4,12 @@ from collections import deque
 
 import pytest
 import torch
-from families import fitting
+from families import SOME, fitting
 from transformers import TransformerCluster, differences, plain_steps, tied_schedule
 
 from pipeloom.errors import UserError
 from pipeloom.execute.tied import handover
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import TIED_NAME
 from pipeloom.report.bubble import account_bubble
@@ -17,7 +17,6 @@ from pipeloom.schedule import Kind, lower, parse_schedule
 from pipeloom.trace import from_chrome, merge, to_chrome
 
 LEVELS = ("none", "optimizer", "gradients", "full")
-TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 
 
 def layout_of(family, **sizes):
@@ -36,7 +35,7 @@ CASES = [
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
 @pytest.mark.parametrize(("shard", "pp", "dp", "replicate"), CASES)
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", SOME)
 def test_three_steps_equal_the_single_process(family, shard, pp, dp, replicate, num_microbatches):
     sizes = {"pp": pp, "dp": dp, "replicate": replicate, "shard": shard, "num_microbatches": num_microbatches}
     layout = layout_of(family, **sizes)
@@ -45,7 +44,7 @@ def test_three_steps_equal_the_single_process(family, shard, pp, dp, replicate, 
 
 @pytest.mark.parametrize("placement", ["v", "linear"])
 @pytest.mark.parametrize("shard", LEVELS)
-@pytest.mark.parametrize("family", TRAINING)
+@pytest.mark.parametrize("family", SOME)
 def test_so_they_do_in_every_placement(family, shard, placement):
     layout = layout_of(family, pp=2, dp=2, shard=shard, num_microbatches=3)
     schedule = tied_schedule(layout, family, fitting(family, 2, placement)["placement"])

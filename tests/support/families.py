@@ -5,6 +5,11 @@ import hypothesis.strategies as st
 from pipeloom.generate import FAMILIES
 from pipeloom.schedule import PLACEMENTS
 
+TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
+"""Every family that trains."""
+SOME = ("1f1b", "depth-first", "breadth-first", "zb-h1", "zb-v")
+"""One of each kind, for what does not look at the order: with and without loops, whole and split backwards, on a V."""
+
 
 def fitting(name, loops=1, placement=None):
     """Loops and placement as wanted where the family takes them, otherwise its own."""

@@ -40,7 +40,8 @@ def _one_stage(request: Request, ahead: int) -> Rows:
         )
         for rank in range(pp)
     ]
-    return woven(request.placement, orders, [most for (most,) in _on_one_stage(ahead)(request)])
+    most = min(ahead * (pp - 1) + 1, request.num_microbatches)
+    return woven(request.placement, orders, [most] * pp)
 
 
 def _as_the_first(request: Request) -> HeldInputs | None:
