@@ -28,7 +28,7 @@ class Case:
     flags: str
 
 
-OLD = "--families 1f1b depth-first --shards none optimizer"
+OLD = "--families 1f1b depth-first --shards none optimizer --ways none"
 CASES = (
     Case("8B on 64 H100", "--model llama-3-8b --cluster dgx-h100 --devices 64 --global-batch 256 --seq 8192"),
     Case(
@@ -48,7 +48,7 @@ CASES = (
 
 def main() -> None:
     """Ask every question twice and print the table."""
-    columns = ("layouts", "simulated", "too slow", "too large", "search s", "layouts/s", "answer s", "best")
+    columns = ("layouts", "simulated", "tried", "too slow", "too large", "search s", "layouts/s", "answer s", "best")
     table = Table("question", *columns)
     core = min(os.sched_getaffinity(0))
     for case in CASES:
@@ -56,7 +56,7 @@ def main() -> None:
         answer_s, _ = asked(case, core)
         counts, best = told["counts"], told["layouts"][0]
         layout = f"tp {best['tp']} pp {best['pp']} dp {best['dp']} x {best['loops']}, {best['family']}"
-        numbers = [f"{counts[name]:,}" for name in ("layouts", "simulated", "too_slow", "too_large")]
+        numbers = [f"{counts[name]:,}" for name in ("layouts", "simulated", "tried", "too_slow", "too_large")]
         speed = f"{counts['layouts'] / search_s:,.0f}"
         table.add_row(case.name, *numbers, f"{search_s:.1f}", speed, f"{answer_s:.1f}", layout)
     Console().print(table)

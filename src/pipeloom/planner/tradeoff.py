@@ -36,14 +36,14 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
     """What a method allows, as limits of a question.
 
     Args:
-        name: one of ``METHODS``.
+        name: one of ``METHODS``; none of them moves activations or cuts sequences.
         shape: the model; no pipeline has more ranks or loops than pieces.
     """
-    several = tuple(range(2, shape.layers + 3))
+    several, plain = tuple(range(2, shape.layers + 3)), {"ways": ("none",)}
     if name == "no-pipeline":
-        return {"pp": (1,)}
+        return {"pp": (1,), **plain}
     is_looped = name in ("breadth-first", "depth-first")
-    return {"pp": several, "families": (name,), "loops": several if is_looped else (1,)}
+    return {"pp": several, "families": (name,), "loops": several if is_looped else (1,), **plain}
 
 
 METHODS = ("breadth-first", "depth-first", "1f1b", "gpipe", "no-pipeline")

@@ -48,7 +48,8 @@ class Relief:
         """Seconds of the step, about; infinite where there is no room even so.
 
         Each rank does for a share of its micro-batches what the way costs: the share of what it would hold that it has
-        no room for. Moving is hidden unless a lane is busy for longer than the step takes.
+        no room for. Moving is hidden unless a lane is busy for longer than the step takes, or than it takes to
+        make what has to leave.
         """
         share, leaf = self._share, self.leaf
         if share is None:
@@ -58,9 +59,17 @@ class Relief:
         count, each_s = leaf.cut.run.num_microbatches, self._each_s[bounds.stages]
         more_s = count * (share[:, None] * each_s).sum(axis=1)
         if self.way != "keep":
-            return max(sharded.step_s, float(more_s.max()))
+            return max(sharded.step_s, float(more_s.max())) + self._late_s(share)
         work = bounds.work[0]
         return max(sharded.step_s, float((work.end_s() + more_s).max()) + sharded.after_s)
+
+    def _late_s(self, share: Floats) -> float:
+        """Seconds by which what has to leave before a rank holds the most takes longer than making all of that."""
+        stages, held = self.leaf.cut.time.stages, self.leaf.stage_inputs
+        assert held is not None, "only closed forms are asked"
+        made_s = (held * np.array(self.leaf.cut.time.costs.forward_s)[stages]).sum(axis=1)
+        leaves_s = share * (held * self._each_s[stages]).sum(axis=1)
+        return float(np.maximum(leaves_s - made_s, 0.0).max())
 
     @cached_property
     def _share(self) -> Floats | None:
