@@ -42,6 +42,18 @@ def test_the_answer_for_people(model, capsys, monkeypatch):
     assert "$/1e9" not in out  # nobody publishes a price for these machines
 
 
+@pytest.mark.parametrize("ways", [("none",), ("none", "slices")])
+def test_ways_may_be_limited(model, capsys, ways):
+    asked = [*words(model, seq=8192, **{"global-batch": 2}), "--pp", "4", "--no-explain", "--json", "--ways", *ways]
+    assert main(asked) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["question"]["limits"]["ways"] == list(ways)
+    assert (told["counts"]["tried"] > 0) == (ways != ("none",))
+    first = told["layouts"][0]
+    assert (first["token_slices"] is not None) == (ways != ("none",))
+    assert (first["keep"], first["balance"], first["offload"]) == (None, False, False)
+
+
 def test_the_price_of_tokens(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     asked = [*words(model, cluster="dgx-a100"), "--no-explain"]

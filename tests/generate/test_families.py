@@ -49,7 +49,7 @@ def held_when_fullest(schedule, rank):
     """Inputs by stage the first time that there are most."""
     held, most = dict.fromkeys(schedule.placement.stages_of(rank), 0), []
     for action in schedule.rows[rank]:
-        held[action.stage] += 1 if action.kind is Kind.FORWARD else -1
+        held[action.stage] += {Kind.FORWARD: 1, Kind.BACKWARD_INPUT: 0}.get(action.kind, -1)
         if sum(held.values()) > sum(most):
             most = list(held.values())
     return most

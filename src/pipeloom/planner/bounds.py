@@ -15,7 +15,14 @@ from pipeloom.cost.analytic import stage_costs, stage_layers, stage_parameters, 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import kept_bytes, lent_bytes, logits_bytes, state_bytes, working_bytes
+from pipeloom.cost.memory import (
+    kept_bytes,
+    lent_bytes,
+    logits_bytes,
+    stage_pending_bytes,
+    state_bytes,
+    working_bytes,
+)
 from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
@@ -129,8 +136,14 @@ class Bounds:
 
     @cached_property
     def input_bytes(self) -> Floats:
-        """[rank, number] bytes that a micro-batch keeps on a stage from forward to backward, logits left out."""
-        return np.array(stage_input_bytes(self.run, self.software))[self.stages]
+        """[rank, number] bytes that a micro-batch keeps on a stage from forward to backward, logits left out.
+
+        Where backwards are split, the least that it keeps until the second half.
+        """
+        kept = np.array(stage_input_bytes(self.run, self.software))
+        if self.splits:
+            kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
+        return kept[self.stages]
 
 
 @dataclass(frozen=True)

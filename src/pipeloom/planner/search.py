@@ -105,7 +105,7 @@ def way_of(step: SimulatedStep) -> Way | Literal["none"]:
     return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
 
 
-MOST_TRIED = 8
+MOST_TRIED = 4
 """Layouts that are tried with each way to make room."""
 MOST_OF_A_KIND = 2
 """Of those, layouts that differ only in what does not tell kinds apart."""

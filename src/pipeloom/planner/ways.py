@@ -25,7 +25,7 @@ from pipeloom.predict.moving import Moving
 from pipeloom.predict.step import Order, compute_schedule
 from pipeloom.schedule.balance import pair_ranks
 
-MOST_MOVED = 300
+MOST_MOVED = 200
 """Stage inputs of a rank in a step, up to which things are moved: finding when takes longer than anybody waits."""
 UNDER_WAY = 3
 """Stage inputs that a rank holds at least where it moves some: one that leaves, one that comes, and the one in use."""
