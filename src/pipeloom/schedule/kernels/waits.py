@@ -152,30 +152,22 @@ def find_waits(
     for rank in range(first.size - 1):
         last_compute = -1
         for node in range(first[rank], first[rank + 1]):
+            code, here = kind[node], stage[node]
             count = needs(
-                kind[node],
-                stage[node],
-                microbatch[node],
-                part[node],
-                shape,
-                is_received,
-                is_split,
-                keeper,
-                is_recomputed,
-                found,
+                code, here, microbatch[node], part[node], shape, is_received, is_split, keeper, is_recomputed, found
             )
             for number in range(count):
                 waits[node, number] = node_of[found[number]]
             waits[node, 3] = last_on_lane[lane[node]]
             last_on_lane[lane[node]] = node
-            if kind[node] < SEND_F:
-                if kind[node] != BACKWARD_WEIGHT:  # which does not need the weights
-                    waits[node, 4] = last_unshard[stage[node]]
+            if code < SEND_F:
+                if code != BACKWARD_WEIGHT:  # which does not need the weights
+                    waits[node, 4] = last_unshard[here]
                 last_compute = node
             else:
                 waits[node, 4] = last_compute
-                if kind[node] == UPDATE:
+                if code == UPDATE:
                     last_compute = node
-            if kind[node] == UNSHARD:
-                last_unshard[stage[node]] = node
+            if code == UNSHARD:
+                last_unshard[here] = node
     return waits
