@@ -1,7 +1,7 @@
 """Tables and pictures of ``docs/schedules``: every family of schedules side by side. Run by ``make schedules``."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 
 from rich.console import Console
@@ -14,14 +14,14 @@ from schedule_pictures import PICTURES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "schedules"
 PAGE = FOLDER / "README.md"
-RANKS = (4, 8, 16)
-FACTORS = (1, 2, 4)
+SIZES = tuple((pp, factor * pp) for pp, factor in product((4, 8, 16), (1, 2, 4)))
+"""(ranks, micro-batches) of the tables."""
 LOOPS = 2
 
 
-def tables() -> dict[str, str]:
-    """Every table of the page by name."""
-    return {f"P {pp} M {factor * pp}": "\n".join(_rows(pp, factor * pp)) for pp, factor in product(RANKS, FACTORS)}
+def table_of(pp: int, num_microbatches: int) -> tuple[str, str]:
+    """A table of the page: its name, and what it says."""
+    return f"P {pp} M {num_microbatches}", "\n".join(_rows(pp, num_microbatches))
 
 
 def _rows(pp: int, num_microbatches: int) -> Iterator[str]:
@@ -35,7 +35,7 @@ def _rows(pp: int, num_microbatches: int) -> Iterator[str]:
 def main() -> None:
     """Make the tables and the pictures."""
     console = Console()
-    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), dict(starmap(table_of, SIZES))), encoding="utf-8")
     for picture in PICTURES:
         schedule, costs = picture.schedule(), picture.costs
         trace = simulate(schedule, costs)

@@ -1,24 +1,26 @@
 """docs/schedules: its tables are what the code computes, and every family has its page and its picture."""
 
 import re
-from itertools import product
 
 import pytest
 
 from pipeloom.generate import FAMILIES
-from reproduction.tables import fill
 from schedule_pictures import PICTURES
-from schedules import FACTORS, FOLDER, PAGE, RANKS, tables
+from schedules import FOLDER, PAGE, SIZES, table_of
 
 PAGES = sorted(file.stem for file in FOLDER.glob("*.md") if file != PAGE)
 PARTS = ("**Order.**", "**Bubble.**", "**Memory.**", "**Use it when**", "**Not when**")
 
 
-def test_the_tables_are_computed_again():
-    found = tables()
-    assert len(found) == len(list(product(RANKS, FACTORS)))
-    text = PAGE.read_text(encoding="utf-8")
-    assert fill(text, found) == text
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (4, 16), (8, 8), (16, 16)])
+def test_a_table_is_computed_again(sizes):
+    name, table = table_of(*sizes)
+    assert f"<!-- {name} -->\n{table}\n<!-- end -->" in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_size_has_its_table():
+    found = re.findall(r"^P = (\d+), M = (\d+):$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert tuple((int(pp), int(count)) for pp, count in found) == SIZES
 
 
 def test_every_family_that_trains_has_a_page():
