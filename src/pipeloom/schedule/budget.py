@@ -84,7 +84,12 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budg
         needed = sizes.always[rank] + held.peak(rank)
         if needed > most * (1 + 1e-9):
             problems.append(
-                f"pipeline rank {rank} still needs {needed:.6g}, {needed - most:.3g} more than its {most:.6g}"
+                f"pipeline rank {rank} still needs {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"
             )
     if problems:
         raise UserError(f"the budget cannot be kept by moving what backwards need: {'; '.join(problems)}")
+
+
+def _told(amount: float) -> str:
+    """Bytes, or a few stage inputs."""
+    return f"{amount:,.0f} bytes" if amount >= 10_000 else f"{amount:.4g}"
