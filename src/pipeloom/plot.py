@@ -105,9 +105,10 @@ def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> Non
         begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
         top = span.rank - _ROW_HEIGHT / 2 + below
         color, ink = box_colors(span.action, num_stages)
-        line = {"edgecolor": "white", "linewidth": 0.4 if with_labels else 0.0}
+        is_wide = width >= shortest * (2 if span.action.slice else 1)
+        line = {"edgecolor": "white", "linewidth": 0.4 if with_labels and width >= shortest / 2 else 0.0}
         axes.barh(top, width, left=begin, height=tall, align="edge", color=color, **line)
-        if span.action.microbatch is not None and with_labels and width >= shortest:
+        if span.action.microbatch is not None and with_labels and is_wide:
             place, size = (begin + width / 2, top + tall / 2), 7 if span.lane == COMPUTE_LANE else 5
             axes.annotate(_label(span.action), place, color=ink, fontsize=size, ha="center", va="center")
 
@@ -129,7 +130,7 @@ def _shaded(traces: Iterable[Trace]) -> str:
         Kind.BACKWARD_INPUT: "darker: gradient of the input",
         Kind.BACKWARD_WEIGHT: "darkest: of the weights",
         Kind.RECOMPUTE: "in between: forward again",
-        Kind.UPDATE: "no number: optimizer",
+        Kind.UPDATE: "gray: optimizer",
     }
     rows = [trace.spans.row for trace in traces]
     return ", ".join(["light: forward", *(word for kind, word in words.items() if _has(rows, kind))])
@@ -164,6 +165,8 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
     """Fill and ink of a box, of compute or beside it: the hue tells the stage, the shade the kind."""
     import colorsys
 
+    if action.kind is Kind.UPDATE:
+        return (0.62, 0.62, 0.62), "#222222"
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
     if action.kind in (Kind.FORWARD, Kind.UNSHARD, *LOAD_OF, Kind.SWAP_OUT):
         return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"

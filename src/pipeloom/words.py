@@ -1,6 +1,7 @@
 """Small words for people."""
 
 import re
+from collections.abc import Sequence
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enumerate("KMGT", 1)
                             for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
@@ -10,6 +11,14 @@ def count(number: int, noun: str) -> str:
     """A number with its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def told_passes(keep: Sequence[int] | None, *, balance: bool, offload: bool, slices: int = 1) -> str:
+    """What passes change in a family's schedule: ``, balanced, offloaded``; empty for nothing."""
+    words = [f"keeping {' '.join(map(str, keep))} inputs whole"] if keep is not None else []
+    words += [f"in {slices} token slices"] if slices > 1 else []
+    words += [word for word, is_on in (("balanced", balance), ("offloaded", offload)) if is_on]
+    return "".join(f", {word}" for word in words)
 
 
 def parse_bytes(text: str) -> int:

@@ -31,13 +31,14 @@ class Options:
 
 
 COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
+_WIDE = ("sent", "swaps", "swapped")
+"""Columns that a terminal has no room for."""
 SLICES = 4
 """Token slices of the rows that have some."""
 LEGEND = """\
 bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank holds, in \
-units of what a rank keeps of one micro-batch; gathers: of \
-sharded weights on the busiest rank, one stage gathered at once; sent: in activations of a micro-batch at a stage's \
-border; swapped: in the unit of memory"""
+units of what a rank keeps of one micro-batch; gathers: of sharded weights on the busiest rank, one stage gathered at \
+once; messages: tensors that change rank. --json tells what they carry, and swaps."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _passes(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, S
         yield f"1f1b, {kept - 1} kept", make_schedule("1f1b", keep=(kept - 1,) * pp, **sizes)
     half = -(-num_microbatches * loops // 2)
     if half > 2:
-        yield "breadth-first, half offloaded", offload(wide, budget_bytes=[float(half)] * pp)
+        yield "breadth-first, offloaded", offload(wide, budget_bytes=[float(half)] * pp)
     yield f"1f1b, {SLICES} slices", make_schedule("1f1b", num_slices=SLICES, **sizes)
     yield f"breadth-first, {SLICES} slices", make_schedule("breadth-first", loops=loops, num_slices=SLICES, **sizes)
 
@@ -142,21 +143,15 @@ def _even(values: Sequence[float]) -> int:
     return size if size >= 3 else 1
 
 
-def _says_something(column: str, found: Sequence[Line]) -> bool:
-    """Whether a column tells more than its neighbours."""
-    if column == "sent":
-        return any(line.comparison.sent != line.comparison.messages for line in found)
-    return column not in ("swaps", "swapped") or any(line.comparison.swaps for line in found)
-
-
 def _print(options: Options, found: Sequence[Line]) -> None:
     from rich.console import Console
 
     console = Console()
     ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
     console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards", highlight=False)
-    shown = [number for number, name in enumerate(COLUMNS) if _says_something(name, found)]
+    shown = [number for number, name in enumerate(COLUMNS) if name not in _WIDE]
     rows = table("family", [COLUMNS[number] for number in shown])
+    rows.columns[0].no_wrap = True
     for line in found:
         rows.add_row(line.name, *(line.cells[number] for number in shown))
     console.print(rows)

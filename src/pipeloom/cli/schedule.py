@@ -35,7 +35,7 @@ from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.schedule.swap_stages import UpdatePlace
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
-from pipeloom.words import count
+from pipeloom.words import count, told_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class Options:
     """A family by name, or a file with a schedule as text (one row a line) or as PyTorch's CSV (.csv)."""
     pp: int = 4
     """Pipeline ranks."""
-    loops: int = 1
-    """Stages on each pipeline rank."""
+    loops: int | None = None
+    """Stages on each pipeline rank. None: as many as the family takes, else 1."""
     microbatches: int = 8
     """Micro-batches of a step."""
     slices: int = 1
@@ -276,7 +276,7 @@ def _schedule(options: Options) -> Schedule:
         family=options.family,
         pp=options.pp,
         num_microbatches=options.microbatches,
-        loops=options.loops,
+        loops=_loops(options),
         group_size=options.group_size,
         placement=options.placement,
         keep=options.keep,
@@ -297,6 +297,12 @@ def _schedule(options: Options) -> Schedule:
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 
+def _loops(options: Options) -> int:
+    """As asked for; where nothing is, those of a family that takes one number of them alone."""
+    own = FAMILIES[options.family].loops if options.family in FAMILIES else None
+    return options.loops if options.loops is not None else own or 1
+
+
 def _refuse_family_options(options: Options, file: Path) -> None:
     names = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
     given = [name for name in names if getattr(options, name) != getattr(Options, name)]
@@ -315,8 +321,9 @@ def _is_file(path: Path) -> bool:
 def _title(options: Options, schedule: Schedule) -> str:
     backward = f", backward {options.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
     cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
+    passes = told_passes(options.keep, balance=options.balance, offload=options.offload)
     return (
-        f"{Path(options.family).name}: {count(schedule.num_stages, 'stage')} on "
+        f"{Path(options.family).name}{passes}: {count(schedule.num_stages, 'stage')} on "
         f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
         f"forward {options.forward:g}{backward}"
     )
@@ -346,10 +353,13 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
             "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
             "delay by swaps": f"{delay:g}",
         }
+        if schedule.partners is not None and not any(_counts(schedule, Kind.EVICT)):
+            lines["evictions"] += ": no rank holds enough less than another"
     kinds = {"weight gathers": Kind.UNSHARD, "reductions": Kind.REDUCE_GRAD, "stages swapped in": Kind.SWAP_IN}
     counts = {name: _counts(schedule, kind) for name, kind in kinds.items()}
     again = _counts(schedule, Kind.RECOMPUTE)
-    lines |= {"recomputed": _by_rank(again)} if any(again) else {}
+    if any(again):
+        lines |= {"recomputed": _by_rank(again), "peak kept whole": _by_rank(_peaks_held(schedule, trace))}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
     if any(counts["weight gathers"]) or any(counts["reductions"]):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))

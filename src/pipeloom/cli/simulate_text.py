@@ -15,7 +15,7 @@ from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
 from pipeloom.schedule.action import LOAD_OF
 from pipeloom.schedule.depend import DATA_PARALLEL_LANE, OWN_LANES
-from pipeloom.words import count
+from pipeloom.words import count, told_passes
 
 _PARTS = {
     "compute_s": "compute",
@@ -69,8 +69,10 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
+    order = step.order
+    passes = told_passes(order.choice.keep, balance=order.moving.balance, offload=order.moving.offload)
     console.print(
-        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {step.order.choice.family}: "
+        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {order.choice.family}{passes}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{run.precision}, {_recomputation(run)}{shard}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint_folder import find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
-from pipeloom.words import count, format_bytes
+from pipeloom.words import count, format_bytes, told_passes
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
@@ -83,7 +83,7 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
     layout = config.layout
     what = (
         f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
-        f"{count(layout.num_microbatches, 'micro-batch')}"
+        f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
     )
     step = result.summary.traced_step
     panels = {f"{config.schedule.family}, measured in step {step}: {what}": result.measured}
@@ -103,7 +103,7 @@ def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
-        f"{config.choice().placement_name}{_replicas(config)}\n"
+        f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}",
         flush=True,
@@ -111,6 +111,11 @@ def _announce(config: RunConfig) -> None:
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files below {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
+
+
+def _passes(config: RunConfig) -> str:
+    schedule = config.schedule
+    return told_passes(schedule.keep, balance=schedule.balance, offload=schedule.offload)
 
 
 def _cut(config: RunConfig) -> str:

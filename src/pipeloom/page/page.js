@@ -394,7 +394,7 @@ function timelines(data) {
   legend.style.gridTemplateColumns = `repeat(${num / kinds}, max-content)`;
   const node = section(
     "The step",
-    "A row for each rank, color by stage, forward light and backward dark, the micro-batch in each box.",
+    "A row for each rank, color by stage, forwards light, backwards dark (of halves that of the weights darkest), the micro-batch in each box.",
     timeline.toolbar(),
     timeline.box,
     legend,

@@ -87,7 +87,9 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budg
                 f"pipeline rank {rank} still needs {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"
             )
     if problems:
-        raise UserError(f"the budget cannot be kept by moving what backwards need: {'; '.join(problems)}")
+        raise UserError(
+            f"the budget cannot be kept by moving what backwards need: {'; '.join(problems)}; allow more, or recompute"
+        )
 
 
 def _told(amount: float) -> str:

@@ -56,8 +56,9 @@ def training_schedule(config: RunConfig) -> Schedule:
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     """A forward-only schedule over the same stages, ready to run."""
     sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
-    choice = replace(config.choice(), family="forward-only", **sizes)
-    return _lowered(config, choice)
+    choice = config.choice()  # stages stay where the family of the training has them
+    forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
+    return _lowered(config, forward_only)
 
 
 def _lowered(config: RunConfig, choice: Choice) -> Schedule:
