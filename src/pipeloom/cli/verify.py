@@ -30,8 +30,8 @@ def run(words: list[str]) -> int:
 
     if config.schedule.device_budget is not None:
         raise UserError(
-            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are compared; "
-            "leave it out (the losses of `pipeloom train` are the same with and without it)"
+            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
+            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
         )
     check_processes(config)
     if is_first():
