@@ -78,3 +78,9 @@ def test_a_lost_microbatch_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Stage, "backward", lossy)
     assert main(arguments(tmp_path)) == 1
+
+
+def test_a_device_budget_is_no_question_for_verify(capsys):
+    words = ["--layout.pp", "1", "--layout.loops", "4", "--schedule.device-budget", "20MiB"]
+    assert main(["verify", *words]) == 2
+    assert "expected no schedule.device_budget" in capsys.readouterr().err
