@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.generate import FAMILIES
-from pipeloom.generate.family import Rows, backward, family, forward
-from pipeloom.schedule import Kind
+from pipeloom.layout import Layout
 from pipeloom.toolchain import toolchain_problems
 
 
@@ -49,31 +47,13 @@ def test_missing_headers_are_named(monkeypatch, tmp_path):
     assert any(f"found no Python.h in {tmp_path}" in one for one in toolchain_problems("cpu"))
 
 
-@pytest.fixture
-def split_family():
-    @family("split", is_looped=False)
-    def split(request):
-        """Each backward in two halves."""
-        rows = []
-        for rank in range(request.placement.num_ranks):
-            halves = [
-                backward(rank, m)._replace(kind=kind)
-                for m in range(request.num_microbatches)
-                for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-            ]
-            rows.append([*(forward(rank, m) for m in range(request.num_microbatches)), *halves])
-        return Rows(rows, [request.num_microbatches] * len(rows))
-
-    yield "split"
-    del FAMILIES["split"]
-
-
-def test_a_schedule_that_splits_the_backward_cannot_be_compiled(split_family):
+def test_a_schedule_that_splits_the_backward_is_compiled_and_one_of_slices_is_not():
     config = RunConfig(
-        schedule=ScheduleConfig(family=split_family),
+        layout=Layout(loops=1),
+        schedule=ScheduleConfig(family="zb-h1"),
         training=TrainingConfig(compile=True, compile_backend="aot_eager"),
     )
-    config = replace(config, layout=replace(config.layout, loops=1))
-    (problem,) = config.problems()
-    assert "schedule.family split splits in two; leave training.compile out" in problem
-    assert replace(config, training=TrainingConfig()).problems() == []
+    assert config.problems() == []
+    (problem,) = replace(config, layout=replace(config.layout, token_slices=4)).problems()
+    assert "training.compile" in problem
+    assert "layout.token_slices" in problem

@@ -47,3 +47,10 @@ def test_all_wrong_sizes_are_told_at_once(capsys):
     error = capsys.readouterr().err
     assert "3 problems" in error
     assert "loops must be at least 1, found 0" in error
+
+
+@pytest.mark.parametrize("loops", [1, 3])
+def test_families_that_take_one_number_of_loops_alone_take_theirs(loops, capsys):
+    assert main(["families", "--pp", "2", "--microbatches", "2", "--loops", str(loops), "--json"]) == 0
+    found = {line["name"]: line["loops"] for line in json.loads(capsys.readouterr().out)}
+    assert (found["breadth-first"], found["zb-v"], found["1f1b"]) == (loops, 2, 1)

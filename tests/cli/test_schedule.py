@@ -284,6 +284,26 @@ def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
     assert schedule_json(capsys, *words, "4")["num_evictions"] == [0] * 4
 
 
+def test_a_file_that_swaps_says_so(capsys, tmp_path):
+    file = tmp_path / "saved.txt"
+    words = ["1f1b", "--pp", "4", "--microbatches", "8"]
+    file.write_text(schedule(capsys, *words, "--balance"), encoding="utf-8")
+    lines = schedule(capsys, str(file)).splitlines()
+    assert "# partners           unknown" in lines
+    assert "# evictions          3 0 0 0 (by rank)" in lines
+    assert "# peak with swaps    3 3 2 1 (by rank): without what ranks accept from partners" in lines
+    assert not any("delay by swaps" in line for line in lines)
+    slow = [schedule_json(capsys, str(file), "--swap", seconds)["makespan"] for seconds in ("0", "20")]
+    assert slow[0] < slow[1]
+    file.write_text(schedule(capsys, *words, "--offload", "--budget", "3"), encoding="utf-8")
+    lines = schedule(capsys, str(file)).splitlines()
+    assert "# partners           none" in lines
+    assert "# offloads           3 0 0 0 (by rank)" in lines
+    assert "# peak with swaps    3 3 2 1 (by rank)" in lines
+    file.write_text(schedule(capsys, *words), encoding="utf-8")
+    assert "--swap has no effect: the schedule has no EVICT or OFFLOAD" in refusal(capsys, str(file), "--swap", "2")
+
+
 def test_swaps_that_make_no_sense_are_refused_together(capsys):
     message = refusal(capsys, "1f1b", "--budget", "-1", "--swap", "-2")
     assert "--budget must be at least 0, found -1" in message

@@ -52,10 +52,10 @@ def test_a_wrong_gradient_is_found_and_named(tmp_path, capsys, monkeypatch):
     """Workers are forked, so they run with the sabotaged stage."""
     honest = Stage.backward
 
-    def forgetful(self, microbatch, gradient):
-        if self.index == 2 and microbatch == 3:
+    def forgetful(self, part, gradient):
+        if self.index == 2 and part.microbatch == 3:
             gradient = gradient * 1.001
-        return honest(self, microbatch, gradient)
+        return honest(self, part, gradient)
 
     monkeypatch.setattr(Stage, "backward", forgetful)
     assert main(arguments(tmp_path)) == 1
@@ -70,11 +70,17 @@ def test_a_wrong_gradient_is_found_and_named(tmp_path, capsys, monkeypatch):
 def test_a_lost_microbatch_is_found(tmp_path, monkeypatch):
     honest = Stage.backward
 
-    def lossy(self, microbatch, gradient):
+    def lossy(self, part, gradient):
         for parameter in self.module.parameters():
-            if microbatch == 3:
+            if part.microbatch == 3:
                 parameter.grad = None  # the last micro-batch's gradient instead of the sum
-        return honest(self, microbatch, gradient)
+        return honest(self, part, gradient)
 
     monkeypatch.setattr(Stage, "backward", lossy)
     assert main(arguments(tmp_path)) == 1
+
+
+def test_a_device_budget_is_no_question_for_verify(capsys):
+    words = ["--layout.pp", "1", "--layout.loops", "4", "--schedule.device-budget", "20MiB"]
+    assert main(["verify", *words]) == 2
+    assert "expected no schedule.device_budget" in capsys.readouterr().err

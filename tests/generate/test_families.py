@@ -140,3 +140,8 @@ def test_keep_names_every_rank_and_at_least_one_input():
         "keep must be at least 1 on every rank, found (2, 0)",
         "keep must name the stage inputs of 4 ranks, found 2 numbers",
     ]
+
+
+def test_what_only_goes_forward_keeps_nothing():
+    problems = Choice(family="forward-only", pp=2, num_microbatches=2, keep=(1, 1)).problems()
+    assert problems == ["keep recomputes for backwards, of which forward-only has none; leave it out"]

@@ -59,6 +59,37 @@ def test_what_only_pipeloom_does_is_refused_by_others(tmp_path, target):
     assert "layout.pipeline_order: " in reasons
 
 
+@pytest.mark.parametrize("target", ["torchrun", "slurm"])
+def test_a_run_that_keeps_some_micro_batches_is_handed_over_to_what_starts_pipeloom(tmp_path, target):
+    written = written_for(target, tmp_path, schedule={"keep": [4, 4, 3, 3]})
+    config, problems = read_run_file(next(file for file in written.files if file.suffix == ".toml"))
+    assert problems == []
+    assert config.schedule.keep == (4, 4, 3, 3)
+
+
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+@pytest.mark.parametrize("pipeline", [{"loops": 2}, {"loops": 1}])
+def test_keep_is_refused_by_others_and_is_all_that_is_wrong(tmp_path, target, pipeline):
+    family = "depth-first" if pipeline["loops"] > 1 else "1f1b"
+    schedule = {"family": family, "keep": [2, 2, 1, 1]}
+    (reason,) = reasons_of(target, tmp_path, layout=pipeline, schedule=schedule)
+    assert reason.startswith("schedule.keep: ")
+
+
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+def test_a_model_that_visits_its_device_is_refused_by_others(tmp_path, target):
+    reasons = reasons_of(target, tmp_path, layout={"pp": 1, "loops": 5}, schedule={"device_budget": "64MiB"})
+    assert any(reason.startswith("schedule.device_budget: ") for reason in reasons)
+
+
+def test_the_folder_of_swapped_stages_is_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    schedule = {"device_budget": "64MiB", "swap_folder": "swaps"}
+    written = written_for("torchrun", tmp_path / "out", layout={"pp": 1, "loops": 5}, schedule=schedule)
+    config, _ = read_run_file(written.files[0])
+    assert config.schedule.swap_folder == tmp_path / "swaps"
+
+
 @pytest.mark.parametrize("missing", ["NODE_RANK", "MASTER_ADDR"])
 def test_a_missing_variable_is_named(tmp_path, missing):
     script = written_for("torchrun", tmp_path, layout={"dp": 2}).files[1]

@@ -112,6 +112,16 @@ def test_only_a_way_may_be_asked_for(deep):
     assert {way_of(step) for step in steps} == {"balance"}
 
 
+@pytest.mark.parametrize("way", ["keep", "balance", "slices"])
+def test_layouts_without_a_way_are_told_where_nothing_needs_it(deep, way):
+    limits = ONE_BY_ONE | {"ways": (way,)}
+    plan = make_plan(deep(limits), budget_s=60)
+    assert way_of(plan.best) == "none"
+    assert plan.closest is None
+    assert any(f"None of these layouts has {way}" in sentence for sentence in plan.advice)
+    assert plan.best == search(deep(ONE_BY_ONE | {"ways": ("none",)}), 1).best
+
+
 def test_room_is_not_made_where_everything_fits(deep):
     found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
     assert found.counts.tried == 0

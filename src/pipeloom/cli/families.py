@@ -102,7 +102,8 @@ def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str
     for name, family in sorted(FAMILIES.items(), key=lambda item: (item[1].is_found, item[1].splits_backward)):
         if not family.has_backward:
             continue
-        plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=loops if family.is_looped else 1)
+        own = family.loops or (loops if family.is_looped else 1)
+        plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=own)
         group_size = min(2 * pp, num_microbatches) if family.is_grouped and num_microbatches >= pp else None
         label = name if group_size is None else f"{name}, groups of {group_size}"
         yield label, Choice(**{**asdict(plain), "group_size": group_size}).make()

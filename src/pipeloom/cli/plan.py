@@ -71,7 +71,8 @@ class Options:
     """What is recomputed; none and full together allow some of the layers, too."""
     ways: tuple[Literal["none", "keep", "balance", "offload", "slices"], ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
-    ranks that have room; offload: move to the host), or sequences are cut (slices). none: layouts without."""
+    ranks that have room; offload: move to the host), or sequences are cut (slices). none: layouts without, told as
+    well where the others lead to no layout."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10

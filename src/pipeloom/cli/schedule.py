@@ -137,7 +137,7 @@ def run(words: list[str]) -> int:
     elif form == "json":
         print(_one_row_a_line(to_json(schedule, trace)))
     else:
-        delay = None if schedule is plain else trace.end_s - simulate(plain, costs).end_s
+        delay = None if schedule is plain else trace.end_s - simulate(plain, costs).end_s  # a file's is not known
         _print_text(options, schedule, trace, delay)
     return 0
 
@@ -178,6 +178,9 @@ def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
     for name, pass_name, kind in (("gather", "unshard", Kind.UNSHARD), ("reduce", "reduce-grad", Kind.REDUCE_GRAD)):
         if getattr(options, name) and not any(_counts(schedule, kind)):
             raise UserError(f"--{name} has no effect: the schedule has no {kind}; add --{pass_name} or leave it out")
+    swaps = options.balance or options.offload or schedule.facts.row.is_kind(Kind.EVICT, Kind.OFFLOAD).any()
+    if options.swap != Options.swap and not swaps:
+        raise UserError("--swap has no effect: the schedule has no EVICT or OFFLOAD; leave it out")
     if options.tied is not None and not any(_counts(schedule, Kind.SEND_TIED)):
         raise UserError("--tied has no effect: the first and the last stage are on one rank; leave it out")
 
@@ -188,10 +191,10 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
     ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
     (for each rank, what leaves counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own,
-    and what its partner evicted), ``num_evictions`` and ``num_offloads`` (for each rank), ``partners`` (for each rank
-    the rank to which it evicts, or null), ``num_unshards``, ``num_reductions``, ``num_swaps_in`` and
-    ``exposed_data_parallel`` (for each rank: gathers, reductions, whole stages swapped in, and how long it stands still
-    for collectives), ``gradients_final_at`` (for each stage; null where nothing trains).
+    and what its partner evicted, if partners are known), ``num_evictions`` and ``num_offloads`` (for each rank),
+    ``partners`` (for each rank the rank to which it evicts, or null), ``num_unshards``, ``num_reductions``,
+    ``num_swaps_in`` and ``exposed_data_parallel`` (for each rank: gathers, reductions, whole stages swapped in, and how
+    long it stands still for collectives), ``gradients_final_at`` (for each stage; null where nothing trains).
     """
     summary = summarize(trace)
     return {
@@ -255,7 +258,7 @@ def _option_problems(options: Options) -> list[str]:
         problems.append(f"--budget must be at least 0, found {options.budget:g}")
     for name, needed, is_idle in (
         ("budget", "balance or --offload", not swaps and options.budget is not None),
-        ("swap", "balance or --offload", not swaps and options.swap != Options.swap),
+        ("swap", "balance or --offload", not swaps and options.family in FAMILIES and options.swap != Options.swap),
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
         ("stage-swap", "resident", options.resident is None and options.stage_swap != 0),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
@@ -333,7 +336,7 @@ def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
 
 
 def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float | None) -> None:
-    """Print the rows and what they come to; ``delay`` is what swaps cost, ``None`` without."""
+    """Print the rows and what they come to; ``delay`` is what swaps cost, ``None`` where that is not known."""
     summary = summarize(trace)
     lines = {
         "makespan": f"{summary.makespan_s:g}",
@@ -341,16 +344,9 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
+    lines |= _swap_lines(schedule, trace, is_asked=delay is not None)
     if delay is not None:
-        lines |= {
-            "partners": "none" if schedule.partners is None else _by_rank(schedule.partners),
-            "evictions": _by_rank(_counts(schedule, Kind.EVICT)),
-            "offloads": _by_rank(_counts(schedule, Kind.OFFLOAD)),
-            "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
-            "delay by swaps": f"{delay:g}",
-        }
-        if schedule.partners is not None and not any(_counts(schedule, Kind.EVICT)):
-            lines["evictions"] += ": no rank holds enough less than another"
+        lines["delay by swaps"] = f"{delay:g}"
     kinds = {"weight gathers": Kind.UNSHARD, "reductions": Kind.REDUCE_GRAD, "stages swapped in": Kind.SWAP_IN}
     counts = {name: _counts(schedule, kind) for name, kind in kinds.items()}
     again = _counts(schedule, Kind.RECOMPUTE)
@@ -365,6 +361,26 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
     print(format_schedule(schedule))
     for name, value in lines.items():
         print(f"# {name:<18} {value}")
+
+
+def _swap_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
+    """What moves away in between, if something does or was asked to; a file does not say who accepts it."""
+    evictions, offloads = _counts(schedule, Kind.EVICT), _counts(schedule, Kind.OFFLOAD)
+    if not (is_asked or any(evictions) or any(offloads)):
+        return {}
+    is_unknown = schedule.partners is None and any(evictions)
+    partners = "unknown" if is_unknown else "none"
+    lines = {
+        "partners": partners if schedule.partners is None else _by_rank(schedule.partners),
+        "evictions": _by_rank(evictions),
+        "offloads": _by_rank(offloads),
+        "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
+    }
+    if is_unknown:
+        lines["peak with swaps"] += ": without what ranks accept from partners"
+    elif schedule.partners is not None and not any(evictions):
+        lines["evictions"] += ": no rank holds enough less than another"
+    return lines
 
 
 def _by_rank(values: Sequence[float]) -> str:

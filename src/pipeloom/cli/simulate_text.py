@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
-from pipeloom.cost.shape import Run
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
@@ -56,11 +55,14 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool) -> No
     _print_fit(console, step)
 
 
-def _recomputation(run: Run) -> str:
+def _recomputation(step: SimulatedStep) -> str:
+    run = step.run
     if run.recompute_layers is not None:
         kinds = Counter(run.recompute_layers)
-        return f"recomputation of layers: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
-    return "no recomputation" if run.recompute == "none" else f"{run.recompute} recomputation"
+        return f", recomputation of layers: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
+    if run.recompute == "none":
+        return "" if step.order.choice.keep is not None else ", no recomputation"
+    return f", {run.recompute} recomputation"
 
 
 def _print_headline(console: Console, step: SimulatedStep) -> None:
@@ -75,7 +77,7 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {order.choice.family}{passes}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
-        f"{run.precision}, {_recomputation(run)}{shard}"
+        f"{run.precision}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig, TrainingConfig
+from pipeloom.errors import UserError
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
@@ -27,6 +28,11 @@ def run(words: list[str]) -> int:
     from pipeloom.train.data import load_data
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
+    if config.schedule.device_budget is not None:
+        raise UserError(
+            "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
+            "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
+        )
     check_processes(config)
     if is_first():
         layout, schedule = config.layout, config.schedule

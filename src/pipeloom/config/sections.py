@@ -178,8 +178,8 @@ class TrainingConfig:
     """CPU threads of each process."""
     compile: bool = False
     """Whether torch.compile compiles embedding, layers and head; layers that are alike share the code. Takes a minute
-    or more before the first step, less where it is found on disk. Not for schedules that split the backward,
-    and not with layout.token_slices."""
+    or more before the first step, less where it is found on disk. Not with layout.token_slices, nor with
+    schedule.device_budget."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """inductor: generates code, which takes a C++ compiler on CPUs and a C compiler on CUDA. aot_eager: only traces
     forward and backward, to see whether that works; needs no compiler and gains nothing."""

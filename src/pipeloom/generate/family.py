@@ -190,6 +190,9 @@ class Choice:
     def _keep_problems(self) -> list[str]:
         if self.keep is None:
             return []
+        known = FAMILIES.get(self.family)
+        if known is not None and not known.has_backward:
+            return [f"keep recomputes for backwards, of which {self.family} has none; leave it out"]
         problems = (
             [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
         )

@@ -8,7 +8,7 @@ from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import describe, with_model_sizes
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class Job:
     head_stage: int
     cluster: Cluster
     time_limit: str
+
+    @property
+    def order(self) -> tuple[tuple[Action, ...], ...]:
+        """For each pipeline rank its forwards and backwards, without what is recomputed in between."""
+        return tuple(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) for row in self.schedule.rows)
 
     @property
     def num_nodes(self) -> int:
@@ -90,13 +95,17 @@ class Job:
         return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
 
     def own_problems(self, program: str) -> list[str]:
-        """What only this program does: moving activations away in between, an order of ranks on the devices."""
+        """What only pipeloom does: recomputing some micro-batches, moving things away in between, an order of ranks."""
         schedule, layout = self.config.schedule, self.config.layout
         found = [
             f"schedule.{name}: {program} does not move what backwards need; leave it out"
             for name, is_on in (("balance", schedule.balance), ("offload", schedule.offload))
             if is_on
         ]
+        if schedule.keep is not None:
+            found.append(f"schedule.keep: {program} is told to treat all micro-batches alike; leave it out")
+        if schedule.device_budget is not None:
+            found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
         if layout.pipeline_order is not None:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found

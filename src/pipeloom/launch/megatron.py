@@ -40,7 +40,7 @@ def _group_size(job: Job) -> int:
 def _order_problems(job: Job) -> list[str]:
     layout, schedule = job.config.layout, job.config.schedule
     if layout.pp == 1:
-        microbatches = [action.microbatch or 0 for action in job.schedule.rows[0]]
+        microbatches = [action.microbatch or 0 for action in job.order[0]]
         if microbatches == sorted(microbatches):
             return []
         return [
@@ -50,7 +50,7 @@ def _order_problems(job: Job) -> list[str]:
             )
         ]
     if layout.loops == 1:
-        if is_megatrons(job.schedule.rows, 1, layout.num_microbatches, layout.num_microbatches):
+        if is_megatrons(job.order, 1, layout.num_microbatches, layout.num_microbatches):
             return []
         return [
             (
@@ -72,7 +72,7 @@ def _order_problems(job: Job) -> list[str]:
 
 def _is_same_order(job: Job) -> bool:
     layout = job.config.layout
-    return is_megatrons(job.schedule.rows, layout.loops, layout.num_microbatches, _group_size(job))
+    return is_megatrons(job.order, layout.loops, layout.num_microbatches, _group_size(job))
 
 
 def _shard_problems(job: Job) -> list[str]:

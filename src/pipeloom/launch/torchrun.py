@@ -33,11 +33,12 @@ def _make(job: Job) -> Draft:
 
 def _elsewhere(config: RunConfig) -> RunConfig:
     """The run as it can be started from any folder; the script says where the run folder is."""
-    model, data, checkpoint = config.model, config.data, config.checkpoint
+    model, data, checkpoint, schedule = config.model, config.data, config.checkpoint, config.schedule
     return replace(
         config,
         model=replace(model, file=_absolute(model.file)),
         data=replace(data, path=_absolute(data.path), cache=_absolute(data.cache)),
+        schedule=replace(schedule, swap_folder=_absolute(schedule.swap_folder)),
         checkpoint=replace(checkpoint, resume=_absolute(checkpoint.resume)),
         output=replace(config.output, folder=None),
     )

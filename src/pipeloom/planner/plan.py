@@ -267,12 +267,20 @@ def _advice(
     deadline: float | None,
 ) -> list[str]:
     return [
+        *_advice_on_ways(question, best),
         *_advice_on_pipelines(best, rivals),
         *_advice_on_bubble(best, changes),
         *_advice_on_memory(best),
         *_advice_on_devices(question, best, deadline),
         *_advice_on_kinds(best, rivals),
     ]
+
+
+def _advice_on_ways(question: Question, best: SimulatedStep) -> Iterator[str]:
+    ways = question.limits.ways
+    if ways is not None and way_of(best) not in ways:
+        wanted = " or ".join(ways)
+        yield f"None of these layouts has {wanted}: nothing needs it, or it does not help."
 
 
 def _advice_on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:

@@ -25,7 +25,8 @@ class Limits:
         shards: what data parallelism shares out.
         recompute: what the backward computes again; ``full`` also allows some of the layers.
         sequence_parallel: whether what tensor parallelism leaves whole may or must be split.
-        ways: in which room is made for activations, or sequences are cut; ``none`` is a layout without.
+        ways: in which room is made for activations, or sequences are cut; ``none`` is a layout without, which is also
+            the answer where the others lead to no layout.
     """
 
     tp: tuple[int, ...] | None = None

@@ -192,7 +192,7 @@ class Search:
         return any(_admits(limits, arrangement) for arrangement in self._arrangements)
 
     def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
-        """The best layouts, each of another kind.
+        """The best layouts, each of another kind; without a way, where those that limits allow lead to none.
 
         Args:
             count: how many.
@@ -206,8 +206,9 @@ class Search:
         goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
         open_bound_s = self._prove(goal, deadline)
         if open_bound_s is None and (limits.ways is not None or not limits.names):
-            goal = goal if has_plain else self._goal(count, replace(limits, ways=ways))
-            self._go_further(goal, deadline)
+            asked = goal if has_plain else self._goal(count, replace(limits, ways=ways))
+            self._go_further(asked, deadline)
+            goal = asked if asked.best else goal  # plain layouts, where no way helps or none is needed
         counts = self._counts
         counts.seconds += time.monotonic() - begin
         left = counts.layouts - counts.too_large - counts.simulated

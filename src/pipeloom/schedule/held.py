@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, STAGE_KINDS, Kind
 from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
 
 Bytes = NDArray[np.float64]
@@ -87,13 +88,19 @@ class _Bytes(NamedTuple):
 
     @classmethod
     def of(cls, schedule: Schedule, kept: Kept) -> "_Bytes":
-        row, shares = schedule.facts.row, kept.slice_shares(schedule)
-        whole = np.asarray(kept.whole, np.float64)[row.stage] * shares[row.slice]
-        pending, moved = whole, whole.copy()
+        """Of all rows."""
+        return cls.of_row(schedule, schedule.facts.row, kept)
+
+    @classmethod
+    def of_row(cls, schedule: Schedule, row: Row, kept: Kept) -> "_Bytes":
+        """Of some of the schedule's actions."""
+        shares = kept.slice_shares(schedule)[row.slice]
+        whole = np.asarray(kept.whole, np.float64)[row.stage] * shares
+        pending, moved = whole, whole
         if len(kept.pending):
-            pending = np.asarray(kept.pending, np.float64)[row.stage] * shares[row.slice]
+            pending = np.asarray(kept.pending, np.float64)[row.stage] * shares
         if schedule.facts.is_recomputed.any():
-            is_keyed = ~row.is_kind(*STAGE_KINDS)
+            is_keyed, moved = ~row.is_kind(*STAGE_KINDS), whole.copy()
             moved[is_keyed] = kept.moved(schedule)[tuple(array[is_keyed] for array in row.arrays[1:])]
         return cls(whole, pending, moved)
 
@@ -108,8 +115,7 @@ def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
     is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
     if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
-    first = schedule.facts.columns.first
-    whole, pending, moved = (array[first[rank] : first[rank + 1]] for array in _Bytes.of(schedule, kept))
+    whole, pending, moved = _Bytes.of_row(schedule, row, kept)
     change = moved * row.is_kind(Kind.FORWARD) + (whole - moved) * row.is_kind(Kind.RECOMPUTE)
     change -= whole * row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     change += pending * (row.is_kind(Kind.BACKWARD_INPUT).astype(float) - row.is_kind(Kind.BACKWARD_WEIGHT))

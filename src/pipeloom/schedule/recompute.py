@@ -67,6 +67,8 @@ def _dropped(
 
     Once something is recomputed, the largest part has to have room for its return.
     """
+    if not end_of:
+        return set()
     room *= 1 + 1e-12
     for spare in (0.0, max(kept[action.stage] - left[action.stage] for action in end_of)):
         again: set[Action] = set()
