@@ -17,7 +17,7 @@ from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import SwapPost
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Action, Kind, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, lower, parse_schedule, split_backward
 from pipeloom.schedule.action import SWAP_KINDS
 from swapping import swap_newest, swapping_schedules
 
@@ -75,6 +75,18 @@ def test_what_is_held_is_what_the_simulation_says(family, loops):
     for schedule in (plain, swap_newest(plain, keep=2, kind=Kind.OFFLOAD)):
         expected = peaks(schedule, UniformCosts(1, 2), sizes)
         assert [result.held.live_bytes for result in run(schedule)] == expected
+
+
+@pytest.mark.parametrize("kind", [None, Kind.OFFLOAD])
+def test_what_waits_for_the_second_half_of_a_backward_counts(kind):
+    schedule = lower(split_backward(make_schedule("1f1b", pp=2, num_microbatches=6), None))
+    schedule = schedule if kind is None else swap_newest(schedule, keep=1, kind=kind)
+    toy = Toy(2, 6)
+    executors = executors_of(schedule, toy, toy.modules())
+    results = run_in_process(executors, toy.inputs(), objective)
+    for result, executor in zip(results, executors, strict=True):
+        assert result.held.live_bytes >= result.held.pending_bytes > 0
+        assert executor._swaps._live._now == 0
 
 
 def test_what_a_rank_accepts_counts_there():

@@ -11,6 +11,8 @@ from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Kind, balance, offload
+from pipeloom.schedule.balance import find_partners
+from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.simulate import simulate
 
 BREADTH_FIRST = make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)
@@ -110,3 +112,44 @@ def test_a_budget_is_kept_or_refused(plain, is_balanced, data):
     assert compute_rows(found) == compute_rows(plain)
     assert all(held <= most for held, most in zip(peaks(found, costs, sizes), budget, strict=True))
     assert simulate(found, costs).end_s >= simulate(before, costs).end_s
+
+
+V_HALF = make_schedule("v-half", pp=4, num_microbatches=8, loops=2, placement="v")
+
+
+def test_between_the_halves_of_a_backward_only_what_is_pending_counts():
+    pending, costs = [0.4] * 8, UniformCosts(1, 2, swap_s=1, offload_s=1)
+    least = max(peaks(V_HALF, costs, pending=pending))
+    assert least < max(peaks(V_HALF, costs))
+    sizes = {"seconds_of": costs.seconds, "budget_bytes": [least] * 4}
+    assert num_moved(offload(V_HALF, pending_bytes=pending, **sizes), Kind.OFFLOAD) == [0] * 4
+    assert num_moved(balance(V_HALF, pending_bytes=pending, **sizes), Kind.EVICT) == [0] * 4
+    assert sum(num_moved(offload(V_HALF, **sizes), Kind.OFFLOAD)) > 0
+
+
+def test_what_is_pending_stays_within_the_budget_too():
+    pending, costs = [0.4] * 8, UniformCosts(1, 2, offload_s=0.5)
+    budget = [most - 1 for most in peaks(V_HALF, costs, pending=pending)]
+    found = offload(V_HALF, seconds_of=costs.seconds, pending_bytes=pending, budget_bytes=budget)
+    assert sum(num_moved(found, Kind.OFFLOAD)) > 0
+    assert all(held <= most + 1e-9 for held, most in zip(peaks(found, costs, pending=pending), budget, strict=True))
+
+
+def test_pairs_go_by_what_is_pending():
+    """With whole inputs all ranks of V-Min hold as many; less is pending, and then the third one holds least."""
+    v_min = make_schedule("v-min", pp=4, num_microbatches=8, loops=2, placement="v")
+    assert find_partners(v_min) == (3, 2, 1, 0)
+    assert find_partners(v_min, pending_bytes=[0.4] * 8) == (2, 3, 0, 1)
+
+
+def test_pending_bytes_are_one_number_for_each_stage():
+    with pytest.raises(UserError, match="pending_bytes must be 8 numbers"):
+        offload(V_HALF, pending_bytes=[1.0], budget_bytes=[8] * 4)
+
+
+def test_pairs_share_first_and_the_host_takes_what_is_left():
+    moves = Moves(to_partners=True, to_host=True, budget_bytes=[3.0, 2.0, 2.0, 3.0])
+    assert add_moves(ONE_F_ONE_B, moves).rows == offload(balance(ONE_F_ONE_B), budget_bytes=[3, 2, 2, 3]).rows
+    alone = Moves(to_partners=True, budget_bytes=[4.0] * 4)
+    assert add_moves(ONE_F_ONE_B, alone).rows == balance(ONE_F_ONE_B, budget_bytes=[4.0] * 4).rows
+    assert add_moves(ONE_F_ONE_B, Moves()) is ONE_F_ONE_B

@@ -15,8 +15,11 @@ def num_moved(schedule, *kinds):
     return [sum(action.kind in kinds for action in row) for row in schedule.rows]
 
 
-def peaks(schedule, costs, sizes=None):
-    """For each rank the most bytes of stage inputs, its own and accepted ones, in simulation; 1 each by default."""
+def peaks(schedule, costs, sizes=None, pending=()):
+    """For each rank the most bytes of stage inputs, its own and accepted ones, in simulation; 1 each by default.
+
+    Between the halves of a backward as much, or what is ``pending`` of each stage's.
+    """
     zeros = (0.0,) * schedule.num_stages
     held = HeldBytes(
         always_bytes=(0.0,) * schedule.num_ranks,
@@ -26,5 +29,6 @@ def peaks(schedule, costs, sizes=None):
         gradient_bytes=zeros,
         message_bytes=0.0,
         recomputed_bytes=zeros,
+        pending_bytes=tuple(pending),
     )
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]

@@ -11,6 +11,8 @@ from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
 from pipeloom.schedule import Kind
+from pipeloom.schedule.budget import Sizes
+from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.train.data import load_data
 from pipeloom.train.moving import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
@@ -29,12 +31,12 @@ def resolved(folder, schedule=None, dtype="float32", **layout):
     return resolve(given, load_data(given.data, 0))
 
 
-def _live(configs, rendezvous, rank, size):
+def _held(configs, rendezvous, rank, size):
     world, found = join_forked(rendezvous, rank, size, "cpu", 60), []
     for config in configs:
         data, pipeline = load_data(config.data, 0), Pipeline(config, world)
         windows = data.train.batch(0, config.layout.batch_size)
-        found.append(pipeline.train_step(pipeline.batch(windows)).held.live_bytes)
+        found.append(pipeline.train_step(pipeline.batch(windows)).held)
         pipeline.close()
     world.leave()
     return found
@@ -48,9 +50,9 @@ def test_what_ranks_hold_is_nearly_what_was_counted_on_meta_tensors(tmp_path):
     ]
     import torch._dynamo  # noqa: F401  once here, not once in every worker
 
-    for config, by_rank in zip(configs, zip(*run_workers(partial(_live, configs), 2), strict=True), strict=True):
-        counted, _ = saved_bytes(config)
-        shares = [held / (4 * nbytes) for held, nbytes in zip(by_rank, counted, strict=True)]
+    for config, by_rank in zip(configs, zip(*run_workers(partial(_held, configs), 2), strict=True), strict=True):
+        counted = saved_bytes(config).whole
+        shares = [held.live_bytes / (4 * nbytes) for held, nbytes in zip(by_rank, counted, strict=True)]
         least = 0.85 if config.layout.recompute == "none" else 0.99  # a kernel of attention keeps less than its parts
         assert least < min(shares) <= max(shares) <= 1
 
@@ -62,7 +64,7 @@ def test_a_narrow_type_keeps_less_and_recomputation_least(tmp_path):
 
 
 def test_a_limit_is_kept_or_refused(tmp_path):
-    whole, inputs = saved_bytes(resolved(tmp_path))
+    whole, inputs, _ = saved_bytes(resolved(tmp_path))
     assert inputs[0] == 0 < inputs[1] < whole[1]
     room = {"offload": True, "activation_gb": 3.1 * max(whole) / 1e9}
     rows = training_schedule(resolved(tmp_path, room)).rows
@@ -75,3 +77,43 @@ def test_a_limit_is_kept_or_refused(tmp_path):
 def test_without_a_wish_nothing_moves(tmp_path):
     rows = training_schedule(resolved(tmp_path)).rows
     assert not any(row.is_kind(Kind.EVICT, Kind.OFFLOAD).any() for row in rows)
+
+
+def test_what_waits_for_a_second_half_is_what_was_counted_on_meta_tensors(tmp_path):
+    configs = [
+        resolved(tmp_path, {"family": "zb-h1"}, dtype=dtype, recompute=recompute)
+        for dtype, recompute in (("float32", "none"), ("bfloat16", "full"), ("float64", "selective"))
+    ]
+    for config, by_rank in zip(configs, zip(*run_workers(partial(_held, configs), 2), strict=True), strict=True):
+        counted = saved_bytes(config, splits=True).pending
+        assert [held.pending_bytes / held.pending for held in by_rank] == counted
+
+
+@pytest.mark.parametrize("splits_sequence", [False, True])
+def test_tensor_parallel_ranks_keep_less_for_a_second_half(tmp_path, splits_sequence):
+    alone = saved_bytes(resolved(tmp_path), splits=True).pending
+    shared = saved_bytes(resolved(tmp_path, tp=2, sequence_parallel=splits_sequence), splits=True).pending
+    assert all(0.4 * one < half < one for one, half in zip(alone, shared, strict=True))
+
+
+def test_a_budget_counts_what_waits_for_a_second_half_and_no_more(tmp_path):
+    family = {"family": "zb-h2"}
+    found = saved_bytes(resolved(tmp_path, family), splits=True)
+    assert all(0 < waits < whole for waits, whole in zip(found.pending, found.whole, strict=True))
+    plain = training_schedule(resolved(tmp_path, family))
+    held = Sizes.of(plain, input_bytes=found.whole, pending_bytes=found.pending)
+    changes = held.changes(plain, times(plain, nominal_s))
+    room = family | {"offload": True, "activation_gb": 1.001 * max(changes.peak(0), changes.peak(1)) / 1e9}
+    assert training_schedule(resolved(tmp_path, room)).rows == plain.rows
+
+
+def test_slices_count_by_their_lengths(tmp_path):
+    family = {"family": "gpipe", "offload": True}
+    layout = {"pp": 2, "num_microbatches": 4}
+    whole = saved_bytes(resolved(tmp_path)).whole
+    room = family | {"activation_gb": 3.5 * max(whole) / 1e9}
+    moved = []
+    for lengths in ((7, 1), (1, 7)):
+        row = training_schedule(resolved(tmp_path, room, token_slices=lengths, **layout)).rows[1]
+        moved.append(sorted({action.slice for action in row if action.kind is Kind.OFFLOAD}))
+    assert moved[0] != moved[1]

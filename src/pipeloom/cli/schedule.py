@@ -22,15 +22,14 @@ from pipeloom.schedule import (
     add_tied,
     add_unshard,
     add_updates,
-    balance,
     format_schedule,
     format_torch_csv,
     lower,
-    offload,
     parse_schedule,
     parse_torch_csv,
 )
 from pipeloom.schedule.held import Kept, all_changes
+from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.schedule.swap_stages import UpdatePlace
 from pipeloom.simulate import simulate
@@ -171,11 +170,8 @@ _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in g
 
 def _swapped(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
     budget = None if options.budget is None else [options.budget] * schedule.num_ranks
-    if options.balance:
-        schedule = balance(schedule, seconds_of=costs.seconds, budget_bytes=None if options.offload else budget)
-    if options.offload and budget is not None:
-        schedule = offload(schedule, seconds_of=costs.seconds, budget_bytes=budget)
-    return schedule
+    moves = Moves(to_partners=options.balance, to_host=options.offload, budget_bytes=budget)
+    return add_moves(schedule, moves, seconds_of=costs.seconds)
 
 
 def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:

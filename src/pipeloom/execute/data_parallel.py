@@ -32,7 +32,7 @@ class Held:
         pending: (stage, part of the batch) between the halves of their backward.
         pending_bytes: of what they kept for the gradients of the weights.
         live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
-            accepted from ranks that evict; 0 where nobody counts.
+            accepted from ranks that evict, and ``pending_bytes``; 0 where nobody counts.
         swapped_bytes: of whole stages that are swapped and were on the device, or on their way.
     """
 

@@ -401,7 +401,11 @@ class Executor:
         self._use_kept(action, self._stages[action.stage].backward)
 
     def _backward_input(self, action: Action) -> None:
-        self._use_kept(action, self._stages[action.stage].backward_input)
+        stage = self._stages[action.stage]
+        before = stage.pending_bytes
+        self._use_kept(action, stage.backward_input)
+        if self._swaps is not None:
+            self._swaps.after_input_gradient(action, stage.pending_bytes - before)
         self._count_held()
 
     def _use_kept(self, action: Action, run: Callable[[Part, Tensor | None], Tensor | None]) -> None:
@@ -418,6 +422,8 @@ class Executor:
     def _backward_weight(self, action: Action) -> None:
         self._before_gradients(action)
         self._stages[action.stage].backward_weight(_part(action))
+        if self._swaps is not None:
+            self._swaps.after_backward(action)
 
     def _before_gradients(self, action: Action) -> None:
         if self._data_parallel is not None:

@@ -48,7 +48,33 @@ class Pending:
     def size(self) -> int:
         """Bytes that it keeps; memory that several layers share counts once."""
         kept = [*(tensor for one in self.filed for tensor in one.kept), *self.gradients]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in kept)}.values())
+        storages = [tensor.untyped_storage() for tensor in kept]
+        return sum({one._cdata: one.nbytes() for one in storages}.values())  # noqa: SLF001  meta tensors have no address
+
+
+def split_backward_of(
+    module: nn.Module, tensor: Tensor, output: Tensor | GradientEdge, gradient: Tensor
+) -> tuple[Tensor | None, Pending]:
+    """The first half of a module's backward.
+
+    Args:
+        module: its layers defer what they can.
+        tensor: its input.
+        output: what it made of it.
+        gradient: of the output.
+
+    Returns:
+        The gradient of the input, if that takes one, and what waits for the second half.
+    """
+    leaves = [leaf for leaf in leaves_of(module) if leaf.requires_grad]
+    with filing(leaves) as filed:
+        wanted = (tensor, *leaves) if tensor.requires_grad else tuple(leaves)
+        found = run_backward((output,), (gradient,), False, False, wanted, allow_unreachable=True)
+    own = None
+    if tensor.requires_grad:
+        own, *found = found
+    made = [(leaf, one) for leaf, one in zip(leaves, found, strict=True) if one is not None]
+    return own, Pending(filed, [leaf for leaf, _ in made], [one for _, one in made])
 
 
 class Stage:
@@ -204,15 +230,7 @@ class Stage:
         """
         assert self.splits, f"stage {self.index} was not made to split its backward"
         tensor, output, gradient = self._take(part, gradient)
-        leaves = [leaf for leaf in leaves_of(self.module) if leaf.requires_grad]
-        with filing(leaves) as filed:
-            wanted = (tensor, *leaves) if tensor.requires_grad else tuple(leaves)
-            found = run_backward((output,), (gradient,), False, False, wanted, allow_unreachable=True)
-        own = None
-        if tensor.requires_grad:
-            own, *found = found
-        made = [(leaf, one) for leaf, one in zip(leaves, found, strict=True) if one is not None]
-        pending = Pending(filed, [leaf for leaf, _ in made], [one for _, one in made])
+        own, pending = split_backward_of(self.module, tensor, output, gradient)
         self._pending[part] = pending
         self.pending_bytes += pending.size
         return self._made(part, own)

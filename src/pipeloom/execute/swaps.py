@@ -90,7 +90,7 @@ class ProcessSwapLanes:
 
 
 class Live:
-    """Bytes that are held for backwards, now and at most; lanes' threads count, too."""
+    """Bytes that are held for backwards, both halves of them, now and at most; lanes' threads count, too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -271,8 +271,14 @@ class Swaps:
         self._parcels.pop(_key(action), None)
 
     def after_backward(self, action: Action) -> None:
-        """A part is done, or what is left of it is for the second half of its backward."""
+        """A part is done, or what its forward kept is not needed any more."""
         self._live.add(-self._held.pop(_key(action), 0))
+
+    def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
+        """The first half of a part's backward left so much for the second one, after which ``after_backward`` comes."""
+        if self._counts:
+            self._live.add(pending_bytes)
+            self._held[_key(action)] = pending_bytes
 
     def start(self, action: Action) -> Collective:
         """Start what an action does, on its lane."""

@@ -10,8 +10,10 @@ from pipeloom.cost.moving import offload_seconds, swap_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import held_bytes
-from pipeloom.schedule import Schedule, balance, offload
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.balance import find_partners
+from pipeloom.schedule.budget import SizesGiven
+from pipeloom.schedule.moves import Moves, add_moves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,34 +61,19 @@ def with_moves(
     """
     run, cluster, software = placed
     held = held_bytes(run, software, schedule)
-    sizes, again, shares = held.input_bytes, held.recomputed_bytes, held.slice_shares
+    sizes = SizesGiven(
+        input_bytes=held.input_bytes,
+        recomputed_bytes=held.recomputed_bytes,
+        pending_bytes=held.pending_bytes,
+        slice_shares=held.slice_shares,
+    )
     room = None if moving.activation_bytes is None else [moving.activation_bytes] * schedule.num_ranks
+    moves = Moves(to_partners=moving.balance, to_host=moving.offload, budget_bytes=room)
+    partners = None
     if moving.balance:
-        partners = find_partners(
-            schedule,
-            seconds_of=price(costs).seconds,
-            input_bytes=sizes,
-            recomputed_bytes=again,
-            slice_shares=shares,
-        )
-        costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, sizes))
-        schedule = balance(
-            schedule,
-            seconds_of=price(costs).seconds,
-            input_bytes=sizes,
-            recomputed_bytes=again,
-            slice_shares=shares,
-            budget_bytes=None if moving.offload else room,
-            partners=partners,
-        )
+        partners = find_partners(schedule, seconds_of=price(costs).seconds, **vars(sizes))
+        costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, held.input_bytes))
     if moving.offload and room is not None:
-        costs = replace(costs, offload_s=offload_seconds(run, cluster, sizes))
-        schedule = offload(
-            schedule,
-            seconds_of=price(costs).seconds,
-            input_bytes=sizes,
-            recomputed_bytes=again,
-            slice_shares=shares,
-            budget_bytes=room,
-        )
-    return schedule, costs
+        costs = replace(costs, offload_s=offload_seconds(run, cluster, held.input_bytes))
+    seconds_of = price(costs).seconds
+    return add_moves(schedule, moves, sizes=sizes, seconds_of=seconds_of, partners=partners), costs

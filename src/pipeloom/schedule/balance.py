@@ -25,6 +25,7 @@ def balance(
     seconds_of: SecondsOf = nominal_s,
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
+    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
     slice_shares: Sequence[float] = (),
     budget_bytes: Sequence[float] | None = None,
@@ -48,6 +49,8 @@ def balance(
             transfer takes one.
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
         recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
+        pending_bytes: the same between the halves of a backward that is split; ``None`` for as much as before. It does
+            not move.
         always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
         slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
@@ -64,7 +67,14 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    sizes = Sizes.of(
+        schedule,
+        input_bytes=input_bytes,
+        recomputed_bytes=recomputed_bytes,
+        pending_bytes=pending_bytes,
+        always_bytes=always_bytes,
+        slice_shares=slice_shares,
+    )
     pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
     balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
@@ -78,6 +88,7 @@ def find_partners(
     seconds_of: SecondsOf = nominal_s,
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
+    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
     slice_shares: Sequence[float] = (),
 ) -> tuple[int, ...]:
@@ -86,9 +97,15 @@ def find_partners(
     Raises:
         UserError: arguments have a wrong length.
     """
-    return _partners(
-        schedule, seconds_of, Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    sizes = Sizes.of(
+        schedule,
+        input_bytes=input_bytes,
+        recomputed_bytes=recomputed_bytes,
+        pending_bytes=pending_bytes,
+        always_bytes=always_bytes,
+        slice_shares=slice_shares,
     )
+    return _partners(schedule, seconds_of, sizes)
 
 
 def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes) -> tuple[int, ...]:

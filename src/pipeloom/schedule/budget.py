@@ -10,6 +10,17 @@ from pipeloom.schedule.held import Bytes, Changes, Kept, all_changes
 from pipeloom.schedule.schedule import Schedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class SizesGiven:
+    """What callers of the passes may say about sizes: arguments of ``balance`` and ``offload``, see there."""
+
+    input_bytes: Sequence[float] | None = None
+    recomputed_bytes: Sequence[float] | None = None
+    pending_bytes: Sequence[float] | None = None
+    always_bytes: Sequence[float] | None = None
+    slice_shares: Sequence[float] = ()
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How large the things are that ranks hold.
@@ -17,6 +28,7 @@ class Sizes:
     Attributes:
         inputs: for each stage what a micro-batch keeps from forward to backward.
         recomputed: the same where it is recomputed, until it is.
+        pending: the same between the halves of a backward that is split; empty for as much as before.
         always: for each rank what it holds besides.
         shares: of each token slice in what a micro-batch keeps; empty where they are alike.
     """
@@ -24,18 +36,21 @@ class Sizes:
     inputs: tuple[float, ...]
     recomputed: tuple[float, ...]
     always: tuple[float, ...]
+    pending: tuple[float, ...] = ()
     shares: tuple[float, ...] = ()
 
     @classmethod
     def of(
         cls,
         schedule: Schedule,
-        input_bytes: Sequence[float] | None,
-        recomputed_bytes: Sequence[float] | None,
-        always_bytes: Sequence[float] | None,
+        *,
+        input_bytes: Sequence[float] | None = None,
+        recomputed_bytes: Sequence[float] | None = None,
+        pending_bytes: Sequence[float] | None = None,
+        always_bytes: Sequence[float] | None = None,
         slice_shares: Sequence[float] = (),
     ) -> "Sizes":
-        """Those that a caller names; 1 for each stage, and nothing for the rest, where it does not.
+        """Those that a caller names, see ``balance``.
 
         Raises:
             UserError: there are more or fewer than stages or ranks, or one of them is negative or infinite.
@@ -45,12 +60,13 @@ class Sizes:
             checked("input_bytes", input_bytes if input_bytes is not None else [1.0] * stages, stages),
             checked("recomputed_bytes", recomputed_bytes if recomputed_bytes is not None else [0.0] * stages, stages),
             checked("always_bytes", always_bytes if always_bytes is not None else [0.0] * ranks, ranks),
+            checked("pending_bytes", pending_bytes, stages) if pending_bytes is not None else (),
             checked("slice_shares", slice_shares, schedule.num_slices) if slice_shares else (),
         )
 
     @property
     def _kept(self) -> Kept:
-        return Kept(self.inputs, recomputed=self.recomputed, shares=self.shares)
+        return Kept(self.inputs, self.pending, self.recomputed, self.shares)
 
     def changes(self, schedule: Schedule, clock: tuple[Seconds, Seconds]) -> Changes:
         """When ranks hold how much more or less between forwards and backwards, for themselves and for partners."""

@@ -18,6 +18,7 @@ def offload(
     seconds_of: SecondsOf = nominal_s,
     input_bytes: Sequence[float] | None = None,
     recomputed_bytes: Sequence[float] | None = None,
+    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
     slice_shares: Sequence[float] = (),
 ) -> Schedule:
@@ -36,6 +37,8 @@ def offload(
             forwards, and a transfer takes one.
         input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
         recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
+        pending_bytes: the same between the halves of a backward that is split; ``None`` for as much as before. It does
+            not move.
         always_bytes: for each rank what it holds besides. ``None`` for nothing.
         slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
 
@@ -49,7 +52,14 @@ def offload(
     if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, input_bytes, recomputed_bytes, always_bytes, slice_shares)
+    sizes = Sizes.of(
+        schedule,
+        input_bytes=input_bytes,
+        recomputed_bytes=recomputed_bytes,
+        pending_bytes=pending_bytes,
+        always_bytes=always_bytes,
+        slice_shares=slice_shares,
+    )
     budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
     moved = sizes.moved(schedule)
 

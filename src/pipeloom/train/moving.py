@@ -1,15 +1,21 @@
 """Which of a run's activations move to another rank or to the host: passes over its schedule, and what they go by."""
 
+from typing import NamedTuple
+
 import torch
 
 from pipeloom.config import RunConfig
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Parcel
+from pipeloom.execute.stage import split_backward_of
 from pipeloom.execute.weights import master_dtype
 from pipeloom.model import TensorParallel, build_stage, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
+from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
-from pipeloom.schedule import Schedule, balance, offload
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.budget import SizesGiven
+from pipeloom.schedule.moves import Moves, add_moves
 
 _GIGA = 1e9
 
@@ -35,32 +41,48 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
     settings = config.schedule
     if not swaps_anything(config):
         return schedule
-    whole, inputs = saved_bytes(config)
-    sizes = {"input_bytes": whole, "recomputed_bytes": inputs}
+    splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
+    saved = saved_bytes(config, splits=splits)
     room = None if settings.activation_gb is None else [settings.activation_gb * _GIGA] * schedule.num_ranks
-    if settings.balance:
-        schedule = balance(schedule, **sizes, budget_bytes=None if settings.offload else room)
-    if settings.offload:
-        assert room is not None, "offloading needs a limit"
-        schedule = offload(schedule, **sizes, budget_bytes=room)
-    return schedule
+    moves = Moves(to_partners=settings.balance, to_host=settings.offload, budget_bytes=room)
+    sizes = SizesGiven(
+        input_bytes=saved.whole,
+        recomputed_bytes=saved.inputs,
+        pending_bytes=saved.pending if splits else None,
+        slice_shares=[n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)],
+    )
+    return add_moves(schedule, moves, sizes=sizes)
 
 
-def saved_bytes(config: RunConfig) -> tuple[list[int], list[int]]:
-    """For each stage what it keeps of a micro-batch: what autograd saves and nobody else holds; the input alone.
+class SavedBytes(NamedTuple):
+    """For each stage what it keeps of a micro-batch.
+
+    Attributes:
+        whole: what autograd saves and nobody else holds.
+        inputs: the input alone.
+        pending: what waits for the second half of a backward that is split; empty where none is.
+    """
+
+    whole: list[int]
+    inputs: list[int]
+    pending: list[int]
+
+
+def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
+    """What stages keep.
 
     Every stage runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is in it.
     There attention is written out, so where a device has a kernel for it that is not recomputed, it saves less.
 
     Args:
         config: resolved.
+        splits: whether backwards run in two halves.
     """
     layout, dtype = config.layout, getattr(torch, config.training.dtype)
     assert layout.partition is not None, "the layout is not resolved"
     parallel = TensorParallel(_Rank(layout.tp), layout.sequence_parallel)
     tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
-    whole: list[int] = []
-    inputs: list[int] = []
+    found = SavedBytes([], [], [])
     for number, pieces in enumerate(stage_pieces(layout.partition)):
         module = build_stage(
             config.model,
@@ -72,6 +94,8 @@ def saved_bytes(config: RunConfig) -> tuple[list[int], list[int]]:
             parallel=parallel,
         )
         module.set_recompute(layout.recompute_by_layer(config.model.num_layers))
+        if splits:
+            defer(module)
         parcel = Parcel(owns_input=number > 0)
         given = tensor.detach().requires_grad_(tensor.is_floating_point())
         with parcel.saving():
@@ -80,10 +104,12 @@ def saved_bytes(config: RunConfig) -> tuple[list[int], list[int]]:
                 wide = output.flatten(0, 1).to(master_dtype(dtype))
                 output = summed_cross_entropy(wide, torch.zeros(len(wide), dtype=torch.int64, device="meta"))
         parcel.close(given, output)
-        whole.append(parcel.nbytes)
-        inputs.append(given.nbytes if number > 0 else 0)
+        found.whole.append(parcel.nbytes)
+        found.inputs.append(given.nbytes if number > 0 else 0)
+        if splits:
+            found.pending.append(split_backward_of(module, given, output, torch.ones_like(output))[1].size)
         tensor = output
-    return whole, inputs
+    return found
 
 
 class _Rank(Single):

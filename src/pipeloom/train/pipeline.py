@@ -256,7 +256,7 @@ class Pipeline:
         """The profile, on the rank that has one, with the seconds of moving what stages keep."""
         if not swaps_anything(self._config):
             return profile
-        whole, _ = saved_bytes(self._config)
+        whole = saved_bytes(self._config).whole
         own = time_swaps(self.schedule, self._place.pipeline, self._wires, self._world, whole)
         every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
         if profile is None or every is None:
