@@ -5,11 +5,11 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
-from families import TRAINING, fitting
+from families import SOME, TRAINING, fitting
 from gloo import differences_over_gloo
 from small_run import small_run
 from torch import nn
@@ -36,8 +36,9 @@ from pipeloom.schedule import PLACEMENTS, add_data_parallel, lower
 @pytest.mark.parametrize("pp", [2, 4])
 def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
     configs = []
-    placed = [(family, *fitting(family, 2, wanted).values()) for family, wanted in product(TRAINING, PLACEMENTS)]
-    for (family, loops, placement), model in product(dict.fromkeys(placed), ("llama", "gpt2")):
+    wanted = [*product(TRAINING, ["looped"]), *product(SOME, PLACEMENTS)]
+    placed = dict.fromkeys((family, *fitting(family, 2, placement).values()) for family, placement in wanted)
+    for (family, loops, placement), model in zip(placed, cycle(("llama", "gpt2"))):
         stages = pp * loops
         sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None
         configs.append(
