@@ -87,8 +87,7 @@ def _transformer_differences(tmp_path, model, layout, schedule_config):
     return compare(found, reference_gradients(config, batch))
 
 
-@pytest.mark.parametrize("partition", [None, "uneven"])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model", "partition"), [("llama", None), ("gpt2", "uneven")])
 @pytest.mark.parametrize("placement", ["looped", "v", "linear"])
 @pytest.mark.parametrize("family", TRAINING)
 def test_transformers_equal_the_single_process(tmp_path, family, placement, model, partition):

@@ -15,7 +15,7 @@ def worst(family, *, tied=False, model="llama", **sizes):
     return differences(TransformerCluster(layout, schedule_of(layout, family, tied=tied), model, tied=tied))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 5])
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("family", SOME)
 def test_three_steps_over_eight_ranks_equal_the_single_process(family, shard, num_microbatches):
@@ -26,7 +26,7 @@ def test_three_steps_over_eight_ranks_equal_the_single_process(family, shard, nu
             assert worst(family, tied=tied, recompute=recompute, sequence_parallel=splits, **sizes) < 1e-9
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8])
+@pytest.mark.parametrize("num_microbatches", [1, 5])
 @pytest.mark.parametrize("shard", LEVELS)
 @pytest.mark.parametrize("family", SOME)
 def test_so_they_do_without_tensor_parallelism(family, shard, num_microbatches):

@@ -40,7 +40,7 @@ def leaves(draw, programs=PROGRAMS, *, splits=False):
     return draw(st.sampled_from(list(islice(cut.leaves(), 400))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(leaves() | leaves(st.just("pipeloom"), splits=True))
 def test_bounds_are_never_above_what_is_simulated(leaf):
     chosen = None if leaf is None else settle(leaf)

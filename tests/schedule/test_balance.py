@@ -73,7 +73,7 @@ def test_bytes_that_are_always_held_decide_who_is_full():
     assert balanced.partners[3] == 2
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(any_schedules())
 def test_a_balanced_schedule_computes_in_the_same_order_and_time_and_no_pair_is_fuller(plain):
     balanced = balance(plain)
@@ -88,7 +88,7 @@ def test_a_balanced_schedule_computes_in_the_same_order_and_time_and_no_pair_is_
     assert without == [list(row) for row in lower(plain).rows]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(any_schedules(), st.data())
 def test_a_budget_is_kept_or_refused(plain, data):
     costs = StageCosts(

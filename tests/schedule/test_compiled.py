@@ -119,7 +119,7 @@ def taken_rules(schedule):
             return
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_the_fast_check_accepts_what_the_rules_accept(data):
     schedule = data.draw(schedules())

@@ -91,7 +91,7 @@ def test_what_is_offloaded_already_is_refused():
         offload(offload(ONE_F_ONE_B, budget_bytes=[3] * 4), budget_bytes=[3] * 4)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=40)
 @given(any_schedules(), st.booleans(), st.data())
 def test_a_budget_is_kept_or_refused(plain, is_balanced, data):
     costs = StageCosts(

@@ -61,8 +61,7 @@ def balance(
         The schedule with evictions, loads and ``partners``, at the level with communication.
 
     Raises:
-        UserError: the schedule evicts already, arguments have a wrong length, or the budget cannot be kept: which
-            ranks, and what is missing.
+        UserError: it evicts already, arguments have a wrong length, or the budget cannot be kept: who lacks what.
     """
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")

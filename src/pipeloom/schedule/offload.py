@@ -1,6 +1,7 @@
 """What backwards need later waits in the memory of the host: only as much as a budget takes, where it costs no time."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Kind
@@ -61,19 +62,21 @@ def offload(
         slice_shares=slice_shares,
     )
     budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
-    moved = sizes.moved(schedule)
-
-    def plan(clock: Clock) -> list[Plan]:
-        held = sizes.changes(schedule, clock)
-        return [
-            make_room(
-                row_clock(schedule, rank, clock, held.of(rank), sizes=moved, out=Kind.OFFLOAD, seconds_of=seconds_of),
-                most - sizes.always[rank],
-                allows_late=True,
-            )
-            for rank, most in enumerate(budget)
-        ]
-
-    found = settle(schedule, seconds_of, Kind.OFFLOAD, plan)
+    found = settle(schedule, seconds_of, Kind.OFFLOAD, partial(_plans, schedule, seconds_of, sizes, budget))
     refuse_missing(found, seconds_of, sizes, budget)
     return found
+
+
+def _plans(
+    schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budget: Sequence[float], clock: Clock
+) -> list[Plan]:
+    """For each rank what goes to the host and comes back when, on a clock."""
+    held, moved = sizes.changes(schedule, clock), sizes.moved(schedule)
+    return [
+        make_room(
+            row_clock(schedule, rank, clock, held.of(rank), sizes=moved, out=Kind.OFFLOAD, seconds_of=seconds_of),
+            most - sizes.always[rank],
+            allows_late=True,
+        )
+        for rank, most in enumerate(budget)
+    ]
