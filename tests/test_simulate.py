@@ -38,11 +38,19 @@ def schedules(draw):
     return make_schedule(name, pp=pp, num_microbatches=count, **fits)
 
 
+def gradient_letters(schedule):
+    """For each stage and micro-batch the half that makes its input's gradient, or the whole; some mix them."""
+    makers = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    actions = (action for row in schedule.rows for action in row if action.kind in makers)
+    return {(action.stage, action.microbatch): action.kind.value for action in actions}
+
+
 def start_times(schedule, costs):
-    """Earliest starts of a compute-level schedule, found rank by rank from what F and B mean."""
-    ends = {}
+    """Earliest starts of a compute-level schedule, found rank by rank from what F, B, I and W mean."""
+    ends, letters = {}, gradient_letters(schedule)
     position, free, starts = [0] * schedule.num_ranks, [0.0] * schedule.num_ranks, {}
     while any(position[rank] < len(row) for rank, row in enumerate(schedule.rows)):
+        before = list(position)
         for rank, row in enumerate(schedule.rows):
             if position[rank] == len(row):
                 continue
@@ -53,12 +61,13 @@ def start_times(schedule, costs):
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 needs = [("I", stage, microbatch)]
             else:
-                is_last = stage == schedule.num_stages - 1
-                needs = [("F", stage, microbatch)] + ([] if is_last else [(action.kind.value, stage + 1, microbatch)])
+                above = letters.get((stage + 1, microbatch))
+                needs = [("F", stage, microbatch)] + ([(above, stage + 1, microbatch)] if above else [])
             if all(need in ends for need in needs):
                 starts[action] = max([free[rank], *(ends[need] for need in needs)])
                 free[rank] = ends[action.kind.value, stage, microbatch] = starts[action] + costs.seconds(action)
                 position[rank] += 1
+        assert position != before, "nothing can start"
     return starts
 
 
@@ -97,7 +106,7 @@ def test_a_lane_runs_one_action_at_a_time_in_the_order_of_its_row(schedule, buff
 def test_nothing_starts_before_what_it_uses_has_arrived(schedule, buffers, transfer):
     trace = simulate(lower(schedule, buffers), OddCosts(transfer))
     span_of = {str(span.action): span for span in trace.spans}
-    owner = schedule.placement.rank_by_stage
+    owner, letters = schedule.placement.rank_by_stage, gradient_letters(schedule)
     for span in trace.compute():
         stage, microbatch = span.action.stage, span.action.microbatch
         if span.action.kind is Kind.FORWARD:
@@ -105,7 +114,7 @@ def test_nothing_starts_before_what_it_uses_has_arrived(schedule, buffers, trans
         elif span.action.kind is Kind.BACKWARD_WEIGHT:
             source, letter = stage, "I"
         else:
-            source, letter = stage + 1, span.action.kind.value
+            source, letter = stage + 1, letters.get((stage + 1, microbatch))
             assert span.start_s >= span_of[f"{stage}F{microbatch}"].end_s
         if not 0 <= source < schedule.num_stages:
             continue
