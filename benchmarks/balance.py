@@ -35,6 +35,7 @@ from pipeloom.generate import make_schedule
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Schedule, balance, lower, offload
 from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace, merge
 from side_by_side.results import Target, load_noted, machine, wide_console
@@ -210,15 +211,8 @@ def peaks(ran: Sequence[Ran]) -> list[int]:
 
 def predicted_peaks(case: Case, schedule: Schedule, swap_s: float) -> list[float]:
     """For each rank the most that its schedule holds in simulation, in bytes."""
-    zeros, size = (0.0,) * case.pp, float(case.kept_bytes + case.message.nbytes)
-    held = HeldBytes(
-        always_bytes=zeros,
-        input_bytes=(size,) * case.pp,
-        working_bytes=zeros,
-        gathered_bytes=zeros,
-        gradient_bytes=zeros,
-        message_bytes=0.0,
-    )
+    size = float(case.kept_bytes + case.message.nbytes)
+    held = HeldBytes(always_bytes=(0.0,) * case.pp, kept=KeptBytes([size] * case.pp))
     costs = UniformCosts(case.forward_s, case.backward_s, swap_s=swap_s, offload_s=swap_s)
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]
 

@@ -8,6 +8,7 @@ from pipeloom.report.bubble import account_bubble
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.report.summary import communication
 from pipeloom.schedule import format_schedule, format_torch_csv, parse_schedule
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
 EARLY = "0F0 0EVICT0 0F1 0F2 0LOAD0 0B2 0B1 0B0"
@@ -57,14 +58,7 @@ def test_stages_have_their_own_swaps():
 
 def test_what_is_evicted_is_not_in_memory():
     schedule = parse_schedule(EARLY)
-    held = HeldBytes(
-        always_bytes=(100.0,),
-        input_bytes=(10.0,),
-        working_bytes=(0.0,),
-        gathered_bytes=(0.0,),
-        gradient_bytes=(0.0,),
-        message_bytes=0.0,
-    )
+    held = HeldBytes(always_bytes=(100.0,), kept=KeptBytes([10.0]))
     (curve,) = memory_over_time(schedule, simulate(schedule, UniformCosts(1, 2, swap_s=1.5)), held)
     # 0F0 0-1, evicted 1-2.5; 0F1 1-2, 0F2 2-3; loaded 3-4.5; 0B2 3-5, 0B1 5-7, 0B0 7-9
     assert curve.points == ((0, 110), (1, 120), (2, 130), (2.5, 120), (3, 130), (5, 120), (7, 110), (9, 100))

@@ -3,6 +3,7 @@
 Every step is simulated with costs that were fixed on other runs; nothing here was fitted to either paper.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
@@ -103,9 +104,9 @@ def costs_of(run: Run, software: Software) -> StageCosts:
     return replace(stage_costs(run, CLUSTER, software), swap_s=swap_s)
 
 
-def kept_bytes(run: Run, software: Software) -> tuple[float, ...]:
+def kept_bytes(run: Run, software: Software) -> Sequence[float]:
     """For each stage what a micro-batch keeps from forward to backward; all of it moves."""
-    return held_bytes(run, software, plain(run)).input_bytes
+    return held_bytes(run, software, plain(run)).kept.whole
 
 
 def plain(run: Run) -> Schedule:
@@ -125,8 +126,8 @@ def recomputed(run: Run, software: Software, costs: StageCosts) -> Schedule:
         UserError: some rank has too little room with all of them recomputed.
     """
     schedule = plain(run)
-    held = held_bytes(run, software, schedule)
-    return recompute_beyond(schedule, input_room(run, software, costs), held.input_bytes, held.recomputed_bytes)
+    kept = held_bytes(run, software, schedule).kept
+    return recompute_beyond(schedule, input_room(run, software, costs), kept.whole, kept.recomputed)
 
 
 def input_room(run: Run, software: Software, costs: StageCosts) -> tuple[float, ...]:

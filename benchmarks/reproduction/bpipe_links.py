@@ -9,6 +9,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.schedule import Schedule, balance
+from pipeloom.schedule.held import KeptBytes
 from reproduction.bpipe import (
     balanced,
     costs_of,
@@ -79,6 +80,6 @@ def within(run: Run, software: Software, costs: StageCosts) -> Schedule | None:
     room, kept = input_room(run, software, costs), kept_bytes(run, software)
     whole, pairs = plain(run), partners_of(run)
     try:
-        return balance(whole, seconds_of=costs.seconds, input_bytes=kept, budget_bytes=room, partners=pairs)
+        return balance(whole, KeptBytes(kept), seconds_of=costs.seconds, budget_bytes=room, partners=pairs)
     except UserError:
         return None

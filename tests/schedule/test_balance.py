@@ -13,6 +13,7 @@ from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Kind, Level, add_unshard, balance, lower, parse_schedule
 from pipeloom.schedule.balance import pair_ranks
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
 
@@ -101,7 +102,7 @@ def test_a_budget_is_kept_or_refused(plain, data):
     before = peaks(plain, costs, sizes)
     budget = [data.draw(st.integers(int(most / 2), 2 * int(most) + 4)) for most in before]
     try:
-        balanced = balance(plain, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
+        balanced = balance(plain, seconds_of=costs.seconds, kept=KeptBytes(sizes), budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
         return
@@ -137,7 +138,7 @@ def test_slow_transfers_move_less_rather_than_stall():
     [
         ({"partners": [1, 0, 2, 2]}, "partners must pair ranks 0..3"),
         ({"partners": [1, 0]}, "partners must pair ranks 0..3"),
-        ({"input_bytes": [1, 2]}, "input_bytes must be 4 numbers of at least 0, found"),
+        ({"kept": KeptBytes([1, 2])}, "kept whole must be 4 numbers of at least 0, found"),
         ({"budget_bytes": [1, 2, 3, -1]}, "budget_bytes must be 4 numbers of at least 0, found"),
         ({"always_bytes": [float("nan")] * 4}, "always_bytes must be 4 numbers"),
     ],

@@ -28,7 +28,7 @@ from pipeloom.schedule import (
     parse_schedule,
     parse_torch_csv,
 )
-from pipeloom.schedule.held import Kept, all_changes
+from pipeloom.schedule.held import KeptBytes, all_changes
 from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.schedule.swap_stages import UpdatePlace
@@ -225,7 +225,7 @@ def _counts(schedule: Schedule, kind: Kind) -> list[int]:
 
 def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
     """For each rank the most stage inputs that it holds, its own and accepted ones."""
-    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, Kept([1.0] * schedule.num_stages))
+    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, KeptBytes())
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 

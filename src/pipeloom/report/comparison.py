@@ -6,6 +6,7 @@ from pipeloom.cost.costs import Costs
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Kind, Schedule, add_unshard, lower
 from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.spans import Spans
 
@@ -48,15 +49,7 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     trace = simulate(schedule, costs)
     ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
-    none = (0.0,) * schedule.num_stages
-    one_each = HeldBytes(
-        always_bytes=(0.0,) * schedule.num_ranks,
-        input_bytes=(1 / loops,) * schedule.num_stages,
-        working_bytes=none,
-        gathered_bytes=none,
-        gradient_bytes=none,
-        message_bytes=0.0,
-    )
+    one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
     curves = memory_over_time(schedule, trace, one_each)
     lowered = lower(schedule)
     gathered = add_unshard(lowered, residency=1, prefetch=0)

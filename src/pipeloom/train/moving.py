@@ -14,7 +14,7 @@ from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.budget import SizesGiven
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.moves import Moves, add_moves
 
 _GIGA = 1e9
@@ -45,13 +45,9 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
     saved = saved_bytes(config, splits=splits)
     room = None if settings.activation_gb is None else [settings.activation_gb * _GIGA] * schedule.num_ranks
     moves = Moves(to_partners=settings.balance, to_host=settings.offload, budget_bytes=room)
-    sizes = SizesGiven(
-        input_bytes=saved.whole,
-        recomputed_bytes=saved.inputs,
-        pending_bytes=saved.pending if splits else None,
-        slice_shares=[n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)],
-    )
-    return add_moves(schedule, moves, sizes=sizes)
+    shares = [n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)]
+    kept = KeptBytes(saved.whole, saved.pending, saved.inputs, shares)
+    return add_moves(schedule, moves, kept)
 
 
 class SavedBytes(NamedTuple):
