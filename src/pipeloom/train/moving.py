@@ -9,13 +9,14 @@ from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import split_backward_of
 from pipeloom.execute.weights import master_dtype
-from pipeloom.model import TensorParallel, build_stage, stage_pieces
+from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.moves import Moves, add_moves
+from pipeloom.train.stages import stage_of
 
 _GIGA = 1e9
 
@@ -80,15 +81,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
     tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
     found = SavedBytes([], [], [])
     for number, pieces in enumerate(stage_pieces(layout.partition)):
-        module = build_stage(
-            config.model,
-            pieces,
-            max_positions=config.data.seq_len,
-            seed=config.training.seed,
-            dtype=dtype,
-            device="meta",
-            parallel=parallel,
-        )
+        module = stage_of(config, pieces, "meta", parallel=parallel)
         module.set_recompute(layout.recompute_by_layer(config.model.num_layers))
         if splits:
             defer(module)

@@ -38,13 +38,13 @@ from pipeloom.model import (
     TensorParallel,
     TensorSlice,
     Transformer,
-    build_stage,
     stage_pieces,
 )
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 from pipeloom.train.moving import moving, saved_bytes, swaps_anything
+from pipeloom.train.stages import stage_of
 from pipeloom.train.swapping import lend_matrix, make_host_lanes, make_store, with_swaps
 
 
@@ -317,15 +317,7 @@ class Pipeline:
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, stage: int, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        module = build_stage(
-            self._config.model,
-            self._pieces[stage],
-            max_positions=self._config.data.seq_len,
-            seed=self._config.training.seed,
-            dtype=dtype,
-            device=device,
-            parallel=self._parallel,
-        )
+        module = stage_of(self._config, self._pieces[stage], device, dtype=dtype, parallel=self._parallel)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             compile_pieces(module, self._config.training.compile_backend)
