@@ -10,7 +10,7 @@ from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.memory import layer_activation_bytes
-from pipeloom.cost.moving import swap_seconds
+from pipeloom.cost.moves import evict_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -100,8 +100,8 @@ def partners_of(run: Run) -> tuple[int, ...]:
 
 def costs_of(run: Run, software: Software) -> StageCosts:
     """Seconds of all actions, with those of moving what a micro-batch keeps to the partner or back."""
-    swap_s = swap_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
-    return replace(stage_costs(run, CLUSTER, software), swap_s=swap_s)
+    evict_s = evict_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
+    return replace(stage_costs(run, CLUSTER, software), evict_s=evict_s)
 
 
 def kept_bytes(run: Run, software: Software) -> Sequence[float]:
@@ -166,7 +166,7 @@ def stepped(run: Run, software: Software, schedule: Schedule, costs: StageCosts)
     seconds = trace.end_s + drain_s(run, software, costs) + terms.total_s
     again = sum(num_of(schedule, Kind.RECOMPUTE))
     moved = num_of(schedule, Kind.EVICT, Kind.LOAD)
-    moving_s = max(count * swap_s for count, swap_s in zip(moved, costs.swap_s, strict=True))
+    moving_s = max(count * evict_s for count, evict_s in zip(moved, costs.evict_s, strict=True))
     return Step(run, seconds, max(slots), most, sum(moved), again, moving_s)
 
 

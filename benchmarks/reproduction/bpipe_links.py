@@ -64,7 +64,7 @@ def _links_of(case: Case, setting: Setting) -> Iterator[Row]:
             "micro_batch": str(setting.micro_batch),
             "link": link,
             "kept_gb": f"{kept_bytes(run, software)[1] / 1e9:.2f}",
-            "swap_ms": f"{real.swap_s[1] * 1e3:.1f}",
+            "swap_ms": f"{real.evict_s[1] * 1e3:.1f}",
             "message_ms": f"{message_s(run, software) * 1e3:.2f}",
             "forward_ms": f"{real.forward_s[1] * 1e3:.1f}",
             "slower": "" if found is None else f"{found.seconds / whole.seconds - 1:.4f}",

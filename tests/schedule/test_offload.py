@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
-from swaps import compute_rows, num_moved, peaks
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
@@ -73,7 +73,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
 
 
 def test_what_partners_accept_counts():
-    costs = UniformCosts(1, 2, swap_s=1, offload_s=0.5)
+    costs = UniformCosts(1, 2, evict_s=1, offload_s=0.5)
     plain = make_schedule("1f1b", pp=8, num_microbatches=32)
     balanced = balance(plain, seconds_of=costs.seconds)
     both = offload(balanced, budget_bytes=[4, 4, 4, 4, 4, 5, 5, 5], seconds_of=costs.seconds)
@@ -99,7 +99,7 @@ def test_a_budget_is_kept_or_refused(plain, is_balanced, data):
         tuple(data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)),
         tuple(data.draw(st.integers(1, 8)) for _ in range(plain.num_stages)),
         transfer_s=data.draw(st.sampled_from([0, 0.5])),
-        swap_s=(1.0,) * plain.num_stages,
+        evict_s=(1.0,) * plain.num_stages,
         offload_s=tuple(data.draw(st.sampled_from([0, 0.25, 1, 3])) for _ in range(plain.num_stages)),
     )
     sizes = [data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)]
@@ -119,7 +119,7 @@ V_HALF = make_schedule("v-half", pp=4, num_microbatches=8, loops=2, placement="v
 
 
 def test_between_the_halves_of_a_backward_only_what_is_pending_counts():
-    pending, costs = [0.4] * 8, UniformCosts(1, 2, swap_s=1, offload_s=1)
+    pending, costs = [0.4] * 8, UniformCosts(1, 2, evict_s=1, offload_s=1)
     least = max(peaks(V_HALF, costs, pending=pending))
     assert least < max(peaks(V_HALF, costs))
     sizes = {"seconds_of": costs.seconds, "budget_bytes": [least] * 4}

@@ -23,7 +23,7 @@ from pipeloom.cost.software import Software
 from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Schedule
-from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
@@ -122,7 +122,7 @@ def _memory(
     only_head = KeptBytes([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
     most_held = partial(most_in_row, schedule)
-    if swaps_anything(schedule):
+    if moves_anything(schedule):
         most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
@@ -187,9 +187,9 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def swaps_anything(schedule: Schedule) -> bool:
+def moves_anything(schedule: Schedule) -> bool:
     """Whether what backwards need leaves a rank in between."""
-    return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
+    return bool(schedule.facts.row.is_kind(*MOVE_KINDS).any())
 
 
 def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:

@@ -25,8 +25,8 @@ class Comparison:
         gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
         messages: tensors that change rank in a step: activations on the way forward, gradients on the way back.
         sent: what they carry, in units of a micro-batch's activations at the border of a stage.
-        swaps: transfers out and back of what ranks keep, to a partner or to the host.
-        swapped: what they carry, in the unit of ``memory``.
+        moves: transfers out and back of what ranks keep, to a partner or to the host.
+        moved: what they carry, in the unit of ``memory``.
     """
 
     bubble_overhead: float
@@ -35,8 +35,8 @@ class Comparison:
     gathers: int
     messages: int
     sent: float
-    swaps: int
-    swapped: float
+    moves: int
+    moved: float
 
 
 def compare(schedule: Schedule, costs: Costs) -> Comparison:
@@ -54,7 +54,7 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     lowered = lower(schedule)
     gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
-    swaps = _count(lowered, *LOAD_OF, *LOAD_OF.values())
+    moves = _count(lowered, *LOAD_OF, *LOAD_OF.values())
     return Comparison(
         bubble_overhead=trace.num_ranks * (trace.end_s - trace.start_s) / sum(map(_needed_s, ranks)) - 1,
         own_overhead=max(
@@ -64,8 +64,8 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
         messages=messages,
         sent=messages / schedule.num_slices,
-        swaps=swaps,
-        swapped=swaps / loops / schedule.num_slices,
+        moves=moves,
+        moved=moves / loops / schedule.num_slices,
     )
 
 

@@ -27,7 +27,7 @@ from pipeloom.train.data import load_data
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
-from pipeloom.train.swapping import piece_bytes, stage_amounts, stage_sizes
+from pipeloom.train.stage_swaps import piece_bytes, stage_amounts, stage_sizes
 from pipeloom.train.trainer import Trainer
 
 STEPS = 3

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.moving import offload_seconds, swap_seconds
+from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import held_bytes
@@ -65,7 +65,7 @@ def with_moves(
     partners = None
     if moving.balance:
         partners = find_partners(schedule, kept, seconds_of=price(costs).seconds)
-        costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, kept.whole))
+        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
     if moving.offload and room is not None:
         costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.whole))
     seconds_of = price(costs).seconds

@@ -15,7 +15,7 @@ from pipeloom.schedule.budget import Sizes
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.train.data import load_data
-from pipeloom.train.moving import saved_bytes
+from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.session import resolve
 

@@ -21,7 +21,7 @@ from pipeloom.train.stages import stage_of
 _GIGA = 1e9
 
 
-def swaps_anything(config: RunConfig) -> bool:
+def moves_anything(config: RunConfig) -> bool:
     """Whether a run's schedule may move activations."""
     return config.schedule.balance or config.schedule.offload
 
@@ -40,7 +40,7 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
         UserError: ranks need more than ``schedule.activation_gb``.
     """
     settings = config.schedule
-    if not swaps_anything(config):
+    if not moves_anything(config):
         return schedule
     splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
     saved = saved_bytes(config, splits=splits)
