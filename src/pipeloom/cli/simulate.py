@@ -98,7 +98,7 @@ def order_of(config: RunConfig) -> Order:
         moving=Moving(
             balance=schedule.balance,
             offload=schedule.offload,
-            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+            activation_bytes=schedule.activation_bytes,
         ),
     )
 
