@@ -87,7 +87,10 @@ class SliceModel:
         self._pair_s = _pair_s(self._run, self._cluster, software)
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
-        """What the stages take for a slice of some tokens behind others, and its messages."""
+        """What the stages take for a slice of some tokens behind others, and its messages.
+
+        Attention's core has no weights: what it takes for the tokens before belongs to the first half of a backward.
+        """
         alone = self._alone(length)
         sides = [
             tuple(
@@ -98,7 +101,8 @@ class SliceModel:
                 self._factor, (alone.forward_s, alone.backward_s), self._pair_s, strict=True
             )
         ]
-        return replace(alone, forward_s=sides[0], backward_s=sides[1])
+        weight_s = tuple(factor * seconds for factor, seconds in zip(self._factor[1], alone.weight_s, strict=True))
+        return replace(alone, forward_s=sides[0], backward_s=sides[1], weight_s=weight_s)
 
     def costs(self, whole: StageCosts, lengths: Sequence[int]) -> SliceCosts:
         """Costs of the actions of a schedule of slices.
