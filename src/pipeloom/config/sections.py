@@ -87,7 +87,7 @@ class ScheduleConfig:
     family: str = "breadth-first"
     """Family of schedules; `pipeloom schedule --help` lists them."""
     group_size: int | None = None
-    """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
+    """Micro-batches that go through one local stage before the next; hybrid only. None: pp / slices, rounded up."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     keep: tuple[int, ...] | None = None

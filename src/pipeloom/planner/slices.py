@@ -1,4 +1,4 @@
-"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.4), for any number of rounds.
+"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.3), for any number of rounds.
 
 A rank runs all slices of a step, and the last rank begins when the first slice has come through the others. With P
 ranks, R rounds over a sequence (micro-batches x loops) and slices of t_i seconds, forward and backward, a step takes
