@@ -7,8 +7,6 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs
-from pipeloom.cost.measured import MeasuredPieces, PieceKey
-from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind
@@ -56,20 +54,6 @@ def test_what_concerns_a_stage_is_not_sliced():
     assert costs.seconds(Action(Kind.UNSHARD, 2)) == 1.0
     assert costs.seconds(Action(Kind.EVICT, 2, 0, 1)) == 2.0
     assert costs.seconds(Action(Kind.RECV_F, 2, 0, 1)) < costs.seconds(Action(Kind.RECV_F, 2, 0, 0)) < whole.transfer_s
-
-
-def test_tokens_before_a_slice_are_in_the_first_half_of_its_backward():
-    """Whatever a cluster has measured of whole sequences makes both halves longer or shorter alike."""
-    counted = piece_seconds(RUN, CLUSTER, SOFTWARE)
-    both = {name: tuple(0.3 * s for s in getattr(counted, name)) for name in ("embedding", "layer", "head")}
-    cluster = replace(CLUSTER, name="measured", pieces=(MeasuredPieces(key=PieceKey.of(RUN), **both),))
-    slices = SliceModel(RUN, cluster, SOFTWARE)
-    plain, first, last = model().stage_costs(1024, 0), slices.stage_costs(1024, 0), slices.stage_costs(1024, 3072)
-    for stage in range(4):
-        half_s = plain.half_s(stage) * first.backward_s[stage] / plain.backward_s[stage]
-        assert first.half_s(stage) == last.half_s(stage) == pytest.approx(half_s)
-        inputs_s = [one.seconds(Action(Kind.BACKWARD_INPUT, stage, 0)) for one in (first, last)]
-        assert 0 < inputs_s[0] < inputs_s[1]
 
 
 def test_a_table_of_seconds_is_that_of_the_slowest_rank():
