@@ -99,9 +99,9 @@ def test_few_micro_batches_of_a_zero_bubble_schedule_take_the_way_there_and_back
     run = replace(RUN, pp=4, schedule="zb-2p", global_batch=2)
     found = predict(run, A100, PROGRAM)
     costs = found.costs
-    input_s = [seconds * (1 - costs.weight_share) for seconds in costs.backward_s]
+    input_s = [seconds - costs.half_s(stage) for stage, seconds in enumerate(costs.backward_s)]
     there_and_back_s = sum(costs.forward_s) + sum(input_s) + costs.forward_s[-1] + input_s[-1]
-    assert found.pipeline_s == pytest.approx(there_and_back_s + costs.weight_share * costs.backward_s[0])
+    assert found.pipeline_s == pytest.approx(there_and_back_s + costs.half_s(0))
 
 
 def test_a_schedule_that_no_family_makes_is_refused():
