@@ -27,8 +27,9 @@ from pipeloom.simulate import simulate
 from pipeloom.validate.rows import Row as Measured
 from pipeloom.validate.rows import read_rows
 from reproduction.machine import Row
-from reproduction.tables import percent, table
+from reproduction.tables import FOLDER, percent, table
 
+PAGE = FOLDER / "zero_bubble.md"
 TABLE = Path(__file__).parents[3] / "shared" / "data" / "measured.csv"
 """Of measured training steps, beside the repository."""
 SET = "zero-bubble-2401.10241"
@@ -325,9 +326,7 @@ def _pace(rows: Sequence[Row]) -> str:
         own = [row for row in rows if row["model"] == model and row["profile"] == "own"]
         times = {(row["schedule"], row["micro_batches"]): float(row["measured_s"]) for row in own}
         pace_s = [(times[schedule, "64"] - times[schedule, "32"]) / 32 for schedule in MEASURED_SCHEDULES]
-        (profile,) = {
-            (float(row["profile_s"]), float(row["message_s"])) for row in own if row["micro_batches"] == "64"
-        }
+        (profile,) = {(float(row["profile_s"]), float(row["message_s"])) for row in own if row["micro_batches"] == "64"}
         known = [profile[0], profile[0] + 2 * profile[1]]
         lines.append([model, *(f"{1e3 * seconds:.1f}" for seconds in [*known, *pace_s])])
     head = ("model", "T_F + T_B + T_W, ms", "with two messages", *(f"{each}, measured" for each in MEASURED_SCHEDULES))
@@ -339,7 +338,9 @@ def _readings(rows: Sequence[Row]) -> str:
     for title, kinds in (("own", ("own",)), ("own or same stages", ("own", "same stages"))):
         lines += [_reading(title, name, [row for row in rows if row["profile"] in kinds]) for name in PREDICTIONS]
     lines.append(_reading("all rows", "modelled", rows))
-    return table(("rows with profile", "seconds", "rows", "mean", "bias", "largest", "within 3 %", "order right"), lines)
+    return table(
+        ("rows with profile", "seconds", "rows", "mean", "bias", "largest", "within 3 %", "order right"), lines
+    )
 
 
 def _reading(title: str, name: str, rows: Sequence[Row]) -> list[str]:
