@@ -12,6 +12,7 @@ launch the kernels of a short slice, what comes on top of ``f(l)`` fills that ti
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import ClassVar
 
 import numpy as np
@@ -147,13 +148,15 @@ class SliceModel:
     def through_s(self, lengths: Seconds, before: Seconds) -> Seconds:
         """From when a slice comes to a rank to when it comes to the next one, there and back: with its messages.
 
+        Of messages that differ the mean counts, for a slice passes all of them.
+
         Args:
             lengths: tokens of each.
             before: tokens before each.
         """
         different, where = np.unique(lengths.astype(np.int64), return_inverse=True)
         alone = [self._alone(length) for length in different.tolist()]
-        message_s = np.array([max(costs.boundary_s, default=costs.transfer_s) for costs in alone])
+        message_s = np.array([fmean(costs.boundary_s or [costs.transfer_s]) for costs in alone])
         return self.seconds(lengths, before) + 2 * message_s[where].reshape(lengths.shape)
 
     def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:
