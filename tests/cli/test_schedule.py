@@ -269,8 +269,8 @@ def test_balance_pairs_the_ranks_and_says_what_they_hold_before_and_after(capsys
     assert answer["makespan"] == plain["makespan"]
     lines = schedule(capsys, *words, "--plot", str(tmp_path / "step.png")).splitlines()
     assert "# peak stage inputs  8 7 6 5 4 3 2 1 (by rank)" in lines
-    assert "# peak with swaps    5 5 5 5 4 5 5 5 (by rank)" in lines
-    assert "# delay by swaps     0" in lines
+    assert "# peak with moves    5 5 5 5 4 5 5 5 (by rank)" in lines
+    assert "# delay by moves     0" in lines
     assert (tmp_path / "step.png").stat().st_size > 10000
 
 
@@ -278,42 +278,42 @@ def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
     words = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--offload", "--budget", "10"]
     answer = schedule_json(capsys, *words)
     assert (answer["peak_held"], answer["num_offloads"], answer["partners"]) == ([10] * 4, [6] * 4, None)
-    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--swap", "0.5", "--budget"]
+    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--move", "0.5", "--budget"]
     answer = schedule_json(capsys, *words, "3", "--offload")
     assert (max(answer["peak_held"]), sum(answer["num_offloads"])) == (3, 0)
     assert schedule_json(capsys, *words, "4")["num_evictions"] == [0] * 4
 
 
-def test_a_file_that_swaps_says_so(capsys, tmp_path):
+def test_a_file_that_moves_says_so(capsys, tmp_path):
     file = tmp_path / "saved.txt"
     words = ["1f1b", "--pp", "4", "--microbatches", "8"]
     file.write_text(schedule(capsys, *words, "--balance"), encoding="utf-8")
     lines = schedule(capsys, str(file)).splitlines()
     assert "# partners           unknown" in lines
     assert "# evictions          3 0 0 0 (by rank)" in lines
-    assert "# peak with swaps    3 3 2 1 (by rank): without what ranks accept from partners" in lines
-    assert not any("delay by swaps" in line for line in lines)
-    slow = [schedule_json(capsys, str(file), "--swap", seconds)["makespan"] for seconds in ("0", "20")]
+    assert "# peak with moves    3 3 2 1 (by rank): without what ranks accept from partners" in lines
+    assert not any("delay by moves" in line for line in lines)
+    slow = [schedule_json(capsys, str(file), "--move", seconds)["makespan"] for seconds in ("0", "20")]
     assert slow[0] < slow[1]
     file.write_text(schedule(capsys, *words, "--offload", "--budget", "3"), encoding="utf-8")
     lines = schedule(capsys, str(file)).splitlines()
     assert "# partners           none" in lines
     assert "# offloads           3 0 0 0 (by rank)" in lines
-    assert "# peak with swaps    3 3 2 1 (by rank)" in lines
+    assert "# peak with moves    3 3 2 1 (by rank)" in lines
     file.write_text(schedule(capsys, *words), encoding="utf-8")
-    assert "--swap has no effect: the schedule has no EVICT or OFFLOAD" in refusal(capsys, str(file), "--swap", "2")
+    assert "--move has no effect: the schedule has no EVICT or OFFLOAD" in refusal(capsys, str(file), "--move", "2")
 
 
-def test_swaps_that_make_no_sense_are_refused_together(capsys):
-    message = refusal(capsys, "1f1b", "--budget", "-1", "--swap", "-2")
+def test_moves_that_make_no_sense_are_refused_together(capsys):
+    message = refusal(capsys, "1f1b", "--budget", "-1", "--move", "-2")
     assert "--budget must be at least 0, found -1" in message
-    assert "--swap must be at least 0, found -2" in message
+    assert "--move must be at least 0, found -2" in message
     assert "--budget has no effect without --balance or --offload" in message
-    assert "--swap has no effect without --balance or --offload" in message
+    assert "--move has no effect without --balance or --offload" in message
     assert "--offload needs --budget" in refusal(capsys, "1f1b", "--offload")
     message = refusal(capsys, "1f1b", "--offload", "--budget", "1")
     assert "the budget cannot be kept" in message
-    assert "pipeline rank 0 still needs 2, 1 more than its 1" in message
+    assert "pipeline rank 0 still holds 2, 1 more than its 1" in message
 
 
 def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
@@ -323,11 +323,13 @@ def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
     file = tmp_path / "whole.txt"
     file.write_text("0F0 0B0\n")
     assert schedule_json(capsys, str(file), "--slices", "2")["rows"] == [["0F0", "0F0.1", "0B0.1", "0B0"]]
+    file.write_text("0F0 0OFFLOAD0 0F0.1 0RELOAD0 0B0.1 0B0\n")  # 0.5 forward, 4 away, 4 back, 1 backward
+    assert schedule_json(capsys, str(file), "--move", "8")["makespan"] == 9.5
     assert main(["schedule", "1f1b", "--slices", "0"]) == 2
     assert "the number of token slices must be at least 1, found 0" in capsys.readouterr().err
 
 
-def test_stages_that_visit_the_device(capsys):
+def test_stages_that_visit_the_device(capsys, tmp_path):
     sizes = ["breadth-first", "--pp", "1", "--loops", "8", "--resident", "2"]
     found = schedule_json(capsys, *sizes, "--stage-swap", "8")
     assert found["num_swaps_in"] == [14]
@@ -335,5 +337,11 @@ def test_stages_that_visit_the_device(capsys):
     updated = schedule(capsys, *sizes, "--update", "in-the-next-step", "--stage-swap", "1")
     assert "0SWAP_IN 1SWAP_IN 0UPDATE 0F0" in updated
     assert "stages swapped in  14 (by rank)" in updated
+    file = tmp_path / "visits.txt"
+    file.write_text(updated, encoding="utf-8")
+    again = schedule(capsys, str(file), "--stage-swap", "1")
+    assert "stages swapped in  14 (by rank): room unknown, so that none waits for it" in again
+    file.write_text("0F0 0B0\n", encoding="utf-8")
+    assert "--stage-swap has no effect: the schedule has no SWAP_IN" in refusal(capsys, str(file), "--stage-swap", "1")
     assert "--stage-swap has no effect without --resident" in refusal(capsys, "gpipe", "--stage-swap", "1")
     assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")

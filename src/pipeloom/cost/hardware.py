@@ -217,6 +217,20 @@ class Cluster:
     pieces: tuple[MeasuredPieces, ...] = ()
     update: MeasuredUpdate | None = None
 
+    @property
+    def host_link(self) -> Link:
+        """``host``, where something is left there.
+
+        Raises:
+            UserError: the cluster's file does not say how fast it is.
+        """
+        if self.host is None:
+            raise UserError(
+                f"the cluster {self.name} does not say how fast a device reaches the memory of its host; add to its "
+                "file a table [host] with latency_us and gb_per_s"
+            )
+        return self.host
+
     def __hash__(self) -> int:
         """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
         return hash(self.name)

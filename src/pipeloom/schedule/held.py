@@ -53,49 +53,58 @@ def peak_of(times: Seconds, more: Bytes) -> float:
     return float(np.cumsum(more[order]).max(initial=0.0))
 
 
-class Kept(NamedTuple):
-    """What a micro-batch keeps on each stage, in bytes or any other unit.
+class KeptBytes(NamedTuple):
+    """For each stage what it keeps of a micro-batch, in bytes or any other unit.
 
     Attributes:
-        whole: from the forward to the end of the backward, or of its first half.
-        pending: between the halves of the backward; empty for as much as before.
+        whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
+        pending: between the halves of the backward; empty for as much as before. It never moves.
         recomputed: from the forward until it is recomputed, where it is; empty for nothing.
         shares: of each token slice in that; empty where they are alike.
     """
 
-    whole: Sequence[float]
+    whole: Sequence[float] = ()
     pending: Sequence[float] = ()
     recomputed: Sequence[float] = ()
     shares: Sequence[float] = ()
 
+    def by_stage(self, schedule: Schedule) -> Bytes:
+        """Of a micro-batch that is neither recomputed nor between two halves."""
+        return np.asarray(self.whole if len(self.whole) else [1.0] * schedule.num_stages, np.float64)
+
     def slice_shares(self, schedule: Schedule) -> Bytes:
         """Of each token slice."""
-        return np.asarray(self.shares or [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+        return shares_of(schedule, self.shares)
 
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
         left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-        whole = np.asarray(self.whole, np.float64)[:, None, None]
+        whole = self.by_stage(schedule)[:, None, None]
         return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
 
 
+def shares_of(schedule: Schedule, shares: Sequence[float]) -> Bytes:
+    """Of each token slice in a micro-batch; equal ones where there are none."""
+    return np.asarray(shares if len(shares) else [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+
+
 class _Bytes(NamedTuple):
-    """For each action that names a micro-batch what its stage keeps of it, by ``Kept``."""
+    """For each action that names a micro-batch what its stage keeps of it, by ``KeptBytes``."""
 
     whole: Bytes
     pending: Bytes
     moved: Bytes
 
     @classmethod
-    def of(cls, schedule: Schedule, kept: Kept) -> "_Bytes":
+    def of(cls, schedule: Schedule, kept: KeptBytes) -> "_Bytes":
         """Of all rows."""
         return cls.of_row(schedule, schedule.facts.row, kept)
 
     @classmethod
-    def of_row(cls, schedule: Schedule, row: Row, kept: Kept) -> "_Bytes":
+    def of_row(cls, schedule: Schedule, row: Row, kept: KeptBytes) -> "_Bytes":
         """Of some of the schedule's actions."""
         shares = kept.slice_shares(schedule)[row.slice]
-        whole = np.asarray(kept.whole, np.float64)[row.stage] * shares
+        whole = kept.by_stage(schedule)[row.stage] * shares
         pending, moved = whole, whole
         if len(kept.pending):
             pending = np.asarray(kept.pending, np.float64)[row.stage] * shares
@@ -105,13 +114,13 @@ class _Bytes(NamedTuple):
         return cls(whole, pending, moved)
 
 
-def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
+def most_in_row(schedule: Schedule, rank: int, kept: KeptBytes) -> float:
     """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
 
     Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
     """
     row = schedule.rows[rank]
-    sizes = {kept.whole[stage] for stage in schedule.placement.stages_of(rank)}
+    sizes = {kept.whole[stage] if len(kept.whole) else 1.0 for stage in schedule.placement.stages_of(rank)}
     is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
     if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
@@ -122,7 +131,7 @@ def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
     return float(np.cumsum(change).max(initial=0.0))
 
 
-def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """What forwards keep until their backwards, on the rank that does both.
 
     Args:
@@ -148,7 +157,7 @@ def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Ke
     return Changes.join(changes + [Changes(ranks[chosen], end_s[chosen], more[chosen]) for chosen, more in ending])
 
 
-def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """What ranks hold for their partners, see ``input_changes``; nothing where the schedule names no partners."""
     row = schedule.facts.row
     moved = _Bytes.of(schedule, kept).moved
@@ -163,6 +172,6 @@ def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept:
     )
 
 
-def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """Both, see ``input_changes``."""
     return Changes.join([changes(schedule, start_s, end_s, kept) for changes in (input_changes, accepted_changes)])

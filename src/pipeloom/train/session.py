@@ -19,7 +19,7 @@ from pipeloom.generate import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.data import Data, load_data
 from pipeloom.train.slices import with_known_slices
-from pipeloom.train.swapping import piece_bytes
+from pipeloom.train.stage_swaps import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
@@ -108,7 +108,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
             model, config.data.seq_len, config.choice().placed(), recompute
         )
     is_grouped = FAMILIES[schedule.family].is_grouped
-    group_size = schedule.group_size or config.choice().smallest_group
+    group_size = schedule.group_size or config.choice().known_group_size
     resume = config.checkpoint.resume
     return replace(
         config,

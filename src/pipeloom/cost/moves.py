@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_way
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.errors import UserError
 
 
-def swap_seconds(
+def evict_seconds(
     run: Run, cluster: Cluster, software: Software, partners: Sequence[int], input_bytes: Sequence[float]
 ) -> tuple[float, ...]:
     """For each stage the seconds of evicting what it keeps for a micro-batch, or of loading it, over the link there is.
@@ -45,17 +44,8 @@ def offload_seconds(run: Run, cluster: Cluster, input_bytes: Sequence[float]) ->
     Raises:
         UserError: the cluster has not so many devices, or does not say how fast they reach the host.
     """
-    hosts = [_host(part) for part in rank_parts(run, cluster)]
+    hosts = [part.host_link for part in rank_parts(run, cluster)]
     owner = placement_of(run).rank_by_stage
     return tuple(
         hosts[rank].latency_s + size / hosts[rank].bytes_per_s for rank, size in zip(owner, input_bytes, strict=True)
     )
-
-
-def _host(part: Cluster) -> Link:
-    if part.host is None:
-        raise UserError(
-            f"the cluster {part.name} does not say how fast a device reaches the memory of its host; "
-            "add a table [host] with latency_us and gb_per_s"
-        )
-    return part.host
