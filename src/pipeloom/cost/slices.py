@@ -133,16 +133,13 @@ class SliceModel:
         stages = [stage for stage, rank in enumerate(owner) if rank == slowest]
         places = list(zip(lengths.astype(int).tolist(), before.astype(int).tolist(), strict=True))
         total = np.zeros(lengths.shape)
+        alone = {length: self._alone(length) for length in {length for length, _ in places}}
         for stage in stages:
-            alone = {length: self._alone(length) for length, _ in places}
-            more_s = np.array([self._more_s(stage, *place) for place in places])
-            for side in (0, 1):
-                sides = {
-                    length: (costs.forward_s[stage], costs.backward_s[stage])[side] for length, costs in alone.items()
-                }
-                total += self._factor[side][stage] * (
-                    np.array([sides[length] for length, _ in places]) + more_s[:, side]
-                )
+            factors = (self._factor[0][stage], self._factor[1][stage])
+            both_s = {length: (costs.forward_s[stage], costs.backward_s[stage]) for length, costs in alone.items()}
+            seconds = np.array([both_s[length] for length, _ in places])
+            seconds += np.array([self._more_s(stage, *place) for place in places])
+            total += seconds @ np.array(factors)
         return total / len(stages)
 
     def through_s(self, lengths: Seconds, before: Seconds) -> Seconds:
@@ -189,25 +186,25 @@ class _Layer:
 
     def __init__(self, run: Run, part: Cluster, software: Software) -> None:
         self._run, self._part, self._software = run, part, software
-        self._alone: dict[int, tuple[Pieces, tuple[float, float]]] = {}
+        self._alone: dict[int, tuple[Run, tuple[float, float]]] = {}
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def more_s(self, length: int, before: int) -> tuple[float, float]:
         """Seconds more for what comes before a slice, forward and backward, beyond those of waiting for the host."""
         known = self._known.get((length, before))
         if known is None:
-            pieces, hidden_s = self._alone.get(length) or self._of_length(length)
-            behind_s = Pieces(pieces.run, self._part, self._software, before=before).attention_s()
-            known = max(0.0, behind_s[0] - hidden_s[0]), max(0.0, behind_s[1] - hidden_s[1])
+            run, free_s = self._alone.get(length) or self._of_length(length)
+            behind_s = Pieces(run, self._part, self._software, before=before).attention_s()
+            known = max(0.0, behind_s[0] - free_s[0]), max(0.0, behind_s[1] - free_s[1])
             self._known[length, before] = known
         return known
 
-    def _of_length(self, length: int) -> tuple[Pieces, tuple[float, float]]:
-        """What a slice of a length has without others before it, and attention's seconds that cost nothing then."""
+    def _of_length(self, length: int) -> tuple[Run, tuple[float, float]]:
+        """The run with sequences of a length, and how long attention may take without making a layer longer."""
         run = replace(self._run, seq=length)
-        pieces = Pieces(run, self._part, self._software)
-        own_s, idle_s = pieces.attention_s(), piece_seconds(run, self._part, self._software).idle_s
-        self._alone[length] = pieces, (own_s[0] + idle_s[0], own_s[1] + idle_s[1])
+        own_s = Pieces(run, self._part, self._software).attention_s()
+        idle_s = piece_seconds(run, self._part, self._software).idle_s
+        self._alone[length] = run, (own_s[0] + idle_s[0], own_s[1] + idle_s[1])
         return self._alone[length]
 
 

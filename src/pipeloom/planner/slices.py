@@ -86,7 +86,7 @@ class LatencyTable:
         self.unit = unit
         self.num_units = num_tokens // unit
         ends, begins = np.tril_indices(self.num_units + 1, -1)
-        places = ((ends - begins) * float(unit), begins * float(unit))
+        places = (((ends - begins) * unit).astype(np.float64), (begins * unit).astype(np.float64))
         self.by_end: Seconds = np.full((self.num_units + 1, self.num_units + 1), np.inf)
         self.by_end[ends, begins] = latency(*places)
         self.through_by_end = self.by_end
