@@ -2,8 +2,10 @@
 
 from functools import cache
 
+import numpy as np
 import pytest
 
+from pipeloom.cost.slices import SliceModel
 from reproduction import terapipe
 from reproduction.tables import FOLDER, fill, read_rows
 
@@ -121,6 +123,15 @@ def test_smooth_products_explain_the_papers_175b_and_tiles_do_not():
     assert leads["published"] == pytest.approx(0.045, abs=0.001)
     assert leads["smooth"] == pytest.approx(0.041, abs=0.001)
     assert leads["in tiles"] <= 0
+
+
+def test_what_comes_before_is_a_small_part_of_the_last_slice():
+    for row in SETTINGS:
+        run = terapipe.run_of(terapipe.SETTINGS[row["setting"]])
+        model = SliceModel(run, terapipe.PRODUCTS[row["products"]], terapipe.MESSAGES[row["messages"]])
+        last = float(row["lengths"].split()[-1])
+        behind_s, alone_s = model.seconds(np.array([last, last]), np.array([terapipe.SEQ - last, 0.0]))
+        assert 0.055 < 1 - alone_s / behind_s < 0.145
 
 
 @pytest.mark.parametrize("products", terapipe.PRODUCTS)
