@@ -81,23 +81,33 @@ def seconds(row, *names):
     return [float(row[f"{name}_s"]) for name in names]
 
 
+EVEN_ANYWAY = {
+    ("13B (5)", "wait", "in tiles"): "512 512 512 512",
+    ("13B (5)", "lanes", "in tiles"): "512 512 512 512",
+    ("175B (9)", "lanes", "in tiles"): " ".join(["64"] * 32),
+}
+"""Where the programme's slices are even."""
+
+
 def test_chosen_slices_beat_whole_sequences_and_even_ones():
-    """But where the programme's are even."""
     assert {row["setting"] for row in SETTINGS} == set(terapipe.SETTINGS)
     assert len(SETTINGS) == len(terapipe.SETTINGS) * len(terapipe.MESSAGES) * len(terapipe.PRODUCTS)
     for row in SETTINGS:
         whole_s, paper_s, even_s, best_s = seconds(row, "whole", "paper_even", "even", "programme")
         assert whole_s / best_s > 1.4
         assert 1 < int(row["even"]) < terapipe.MOST_EVEN
-        if (row["setting"], row["products"]) == ("13B (5)", "in tiles"):
-            assert row["lengths"] == "512 512 512 512"
-            assert best_s == even_s == paper_s
+        assert best_s <= even_s <= paper_s < 1.06 * best_s
+        place = (row["setting"], row["messages"], row["products"])
+        if place in EVEN_ANYWAY:
+            assert row["lengths"] == EVEN_ANYWAY[place]
+            assert best_s == even_s
         else:
             lengths = [int(length) for length in row["lengths"].split()]
             assert lengths == sorted(lengths, reverse=True)
             assert lengths[0] > lengths[-1]
-            assert 1.003 < even_s / best_s < 1.018
-            assert even_s <= paper_s < 1.06 * best_s
+            assert best_s < even_s
+        if row["products"] == "smooth":
+            assert 1.005 < even_s / best_s < 1.016
 
 
 def test_steps_are_as_long_as_published_within_what_the_page_says():
@@ -122,7 +132,7 @@ def test_smooth_products_explain_the_papers_175b_and_tiles_do_not():
     }
     assert leads["published"] == pytest.approx(0.045, abs=0.001)
     assert leads["smooth"] == pytest.approx(0.041, abs=0.001)
-    assert leads["in tiles"] <= 0
+    assert leads["in tiles"] < 0.001
 
 
 def test_what_comes_before_is_a_small_part_of_the_last_slice():

@@ -194,8 +194,8 @@ P3 = replace(
 
 SMOOTH = replace(P3, name="p3.16xlarge without tiles", device=replace(P3.device, num_multiprocessors=0))
 PRODUCTS = {"in tiles": P3, "smooth": SMOOTH}
-"""Products take whole waves of tiles, as the catalog has it, so that multiples of 128 tokens are best; or as many
-seconds for each token, whatever their number."""
+"""Products take whole waves of tiles, as the catalog has it, so that multiples of 64 and 128 tokens are best; or as
+many seconds for each token, whatever their number."""
 
 LANES = replace(OWN, partition="even")
 MESSAGES = {"wait": replace(LANES, name="terapipe", is_blocking=True), "lanes": LANES}
