@@ -251,6 +251,8 @@ def _option_problems(options: Options) -> list[str]:
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
             least = "at least" if name in may_be_zero else "above"
             problems.append(f"--{name.replace('_', '-')} must be {least} 0, found {value:g}")
+    if options.resident is not None and options.resident < 1:
+        problems.append(f"--resident must be at least 1, found {options.resident}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
     moves, swaps_none = options.balance or options.offload, options.resident is None and options.stage_swap != 0
@@ -293,7 +295,7 @@ def _schedule(options: Options) -> Schedule:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {file}: {error}") from error
+        raise UserError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
     schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 

@@ -113,7 +113,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices.
+    """A route between devices.
 
     Attributes:
         latency_s: of one hop.
@@ -191,7 +191,7 @@ class Cluster:
     """Devices in nodes, nodes on a network.
 
     Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. What depends on where devices stand asks
-    ``part`` and ``way``, which answer with a cluster of one kind: here with this one.
+    ``part`` and ``route``, which answer with a cluster of one kind: here with this one.
 
     Attributes:
         name: for people.
@@ -258,7 +258,7 @@ class Cluster:
         del first, num_devices
         return self
 
-    def way(self, first: int, other: int, num_devices: int) -> "Cluster":
+    def route(self, first: int, other: int, num_devices: int) -> "Cluster":
         """The cluster as messages see it that go from each of some devices to one of as many others.
 
         Args:

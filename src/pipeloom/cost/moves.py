@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_way
+from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_route
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 
@@ -26,9 +26,9 @@ def evict_seconds(
     found: list[float] = []
     for rank, size in zip(placement_of(run).rank_by_stage, input_bytes, strict=True):
         other, use = partners[rank], software.efficiency
-        way = rank_way(run, cluster, rank, other)
-        is_inside, sharing = are_near(run, cluster, rank, other), way.sharing(run.tp * run.dp)
-        seconds = way.p2p_s(size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        route = rank_route(run, cluster, rank, other)
+        is_inside, sharing = are_near(run, cluster, rank, other), route.sharing(run.tp * run.dp)
+        seconds = route.p2p_s(size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         found.append(0.0 if other == rank else seconds)
     return tuple(found)
 
