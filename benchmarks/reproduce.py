@@ -22,7 +22,7 @@ from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
 from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
-from reproduction.terapipe import ablation_rows, setting_rows, terapipe_blocks
+from reproduction.terapipe import ablation_rows, curve_rows, setting_rows, terapipe_blocks
 
 TERAPIPE = FOLDER / "terapipe.md"
 
@@ -50,14 +50,14 @@ def main() -> None:
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
     console.print("TeraPipe ...")
-    ablations, settings = ablation_rows(), setting_rows()
-    write_rows("terapipe_ablation", ablations)
-    write_rows("terapipe_settings", settings)
+    sliced = {"ablation": ablation_rows(), "curve": curve_rows(), "settings": setting_rows()}
+    for name, rows in sliced.items():
+        write_rows(f"terapipe_{name}", rows)
     console.print("Zero bubble ...")
     pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
-        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(ablations, settings)),
+        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")
