@@ -18,6 +18,7 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
@@ -253,16 +254,16 @@ def stage_runner(
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
     def run() -> Times:
-        marks = [_now(device)]
+        marks = [now(device)]
         stage.forward(Part(0), tensor, objective if is_last else None, trains=True)
-        marks.append(_now(device))
+        marks.append(now(device))
         if stage.splits:
             stage.backward_input(Part(0), gradient)
-            marks.append(_now(device))
+            marks.append(now(device))
             stage.backward_weight(Part(0))
         else:
             stage.backward(Part(0), gradient)
-        marks.append(_now(device))
+        marks.append(now(device))
         return Times(*(end - begin for begin, end in pairwise(marks)), *[0.0] * (4 - len(marks)))
 
     return run
@@ -270,12 +271,6 @@ def stage_runner(
 
 def _random(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.randn(spec.shape, dtype=spec.dtype, device=device)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _time(run: Run) -> Times:
@@ -330,10 +325,10 @@ class _Exchange:
             return 0.0
         times: list[float] = []
         for _ in range(_MESSAGES):
-            begin = _now(self.world.device)
+            begin = now(self.world.device)
             for is_send in (self._place == 0, self._place != 0):
                 self.finish(self._one_way(is_send=is_send))
-            times.append((_now(self.world.device) - begin) / 2)
+            times.append((now(self.world.device) - begin) / 2)
         return mean(times[_MESSAGES // 4 :])
 
     def _one_way(self, *, is_send: bool) -> Transfer:
@@ -362,7 +357,7 @@ def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> lis
         exchanged = exchange.receive_all()
         run()
         exchanged += exchange.send_all()
-        times.append(_now(world.device) - begin)
+        times.append(now(world.device) - begin)
         for transfer in under_way:
             exchange.finish(transfer)
         under_way = exchanged
