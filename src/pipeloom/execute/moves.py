@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeloom.execute.collectives import Job
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.move_lanes import MoveLanes
-from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.partner import Served, Service, announcement, key_of
 from pipeloom.execute.saved import Packing, Parcel
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Wires, evictions
@@ -65,7 +65,7 @@ class ActivationMoves:
         """With whom an action of some kind works, for people."""
         return "the memory of the host" if kind in (Kind.OFFLOAD, Kind.RELOAD) else f"rank {self.partner}"
 
-    def begin(self) -> list[Collective]:
+    def begin(self) -> list[Service]:
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
         self._parcels.clear()
         self._held.clear()

@@ -1,5 +1,7 @@
 """What a rank does for one that evicts to it, and what the two tell each other."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,18 @@ def _behind(messages: tuple[tuple[int, int], ...]) -> int:
     return messages[-1][1] if messages else 0
 
 
+class Service(NamedTuple):
+    """A job of a step that no action of the rank's row stands for.
+
+    Attributes:
+        what: it is, for people.
+        job: under way.
+    """
+
+    what: str
+    job: Collective
+
+
 class Served:
     """What a rank does for one that evicts to it: no action of its own row, beside its compute.
 
@@ -41,18 +55,19 @@ class Served:
     def __init__(self, wires: Wires, plan: tuple[int, int, int], lanes: MoveLanes, evictor: int) -> None:
         self._wires = wires
         _, self._num_evictions, self._num_loads = plan
+        self._evictor = evictor
         self._device = lanes.device
         self._accepts, self._returns = (lanes.service(f"{name} {evictor}") for name in ("accept for", "return to"))
         self._vault = Vault(waits=lanes.waits)
         self._messages: dict[int, tuple[tuple[int, int], ...]] = {}
 
-    def begin(self, live: Live) -> list[Collective]:
+    def begin(self, live: Live) -> list[Service]:
         """Serve a step."""
         self._vault.begin()
-        return [
-            self._accepts.start(self._vault.watched(self._accept(live))),
-            self._returns.start(self._give_back(live)),
-        ]
+        accepted = self._accepts.start(self._vault.watched(self._accept(live)))
+        returned = self._returns.start(self._give_back(live))
+        whose = f"serving rank {self._evictor}'s"
+        return [Service(f"{whose} evictions", accepted), Service(f"{whose} loads", returned)]
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
