@@ -59,6 +59,11 @@ class _Home:
             self._bytes.record_stream(torch.cuda.default_stream(self._bytes.device))
         self._storage.resize_(0)
 
+    def settle(self) -> None:
+        """Let the host wait for what the current stream copies."""
+        if self._is_cuda:
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
 
 class StageStore:
     """The stages of one rank, each at rest or on the device, and how much of the device they take.
@@ -89,7 +94,8 @@ class StageStore:
             RunError: the budget has no room for it.
         """
         weights.is_swapped = True
-        assert weights.parts, "views have to be made while there is memory"
+        parts = weights.parts  # makes the views, while there is memory
+        assert parts, "a stage has parameters"
         self.add(stage, Content.WEIGHTS, weights.whole)
         self.add(stage, Content.GRADIENT, weights.gradient)
         if weights.shard.untyped_storage()._cdata not in self._home_of:  # noqa: SLF001
@@ -108,6 +114,7 @@ class StageStore:
             file = self._folder / f"stage-{stage}-{len(self._home_of)}.bin"
         home = _Home(tensor, file)
         home.leave(with_values=True)
+        home.settle()
         self._give(size)
         self._homes.setdefault(stage, {}).setdefault(content, []).append(home)
         self._home_of[home.address] = home
@@ -155,10 +162,16 @@ class StageStore:
 
     @contextmanager
     def visit(self, stage: int, held: Content, taken: Content = NOTHING) -> Iterator[None]:
-        """Outside a step, have some of a stage on the device meanwhile."""
+        """Outside a step, have some of a stage on the device meanwhile; after an error nothing of it comes to rest."""
         self.bring(stage, held, held)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.leave(stage, NOTHING)
+            raise
         self.leave(stage, taken)
+        for _, home in self._parts(stage, taken):
+            home.settle()
 
     def forget(self) -> None:
         """After a step that failed: everything is at rest again, as it was there."""
@@ -174,8 +187,10 @@ class StageStore:
             RunError: there is no room.
         """
         self._take(size)
-        yield
-        self._give(size)
+        try:
+            yield
+        finally:
+            self._give(size)
 
     def _parts(self, stage: int, held: Content) -> Iterator[tuple[Content, _Home]]:
         for part, homes in self._homes[stage].items():
