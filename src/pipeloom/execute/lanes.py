@@ -67,10 +67,12 @@ class ThreadLane:
 
     def start(self, job: Job) -> Collective:
         """Queue a job."""
+        return self._put(job, _ThreadCollective())
+
+    def _put(self, job: Job, collective: "_ThreadCollective") -> "_ThreadCollective":
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        collective = _ThreadCollective()
         self._queue.put((job, collective))
         return collective
 
@@ -123,6 +125,48 @@ class _ThreadCollective:
         if self.error is not None:
             raise self.error
         return None
+
+
+class WaitingStreamLane(ThreadLane):
+    """A CUDA stream whose jobs may wait on the host: a thread issues them, and compute is issued meanwhile.
+
+    A job begins when the compute issued before it has ended; compute waits for it as for that of a ``StreamLane``.
+
+    Args:
+        clock: what spans are measured with; marks the current stream.
+        name: of the thread.
+        stream: that the jobs issue their work on.
+    """
+
+    def start(self, job: Job) -> Collective:
+        """Queue a job."""
+        import torch
+
+        behind, collective = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedCollective()
+        return self._put(self._ordered(job, behind, collective), collective)
+
+    def _ordered(self, job: Job, behind: Any, collective: "_IssuedCollective") -> Job:
+        self._stream.wait_event(behind)
+        collective.begin = self._clock.mark()
+        yield from job
+        collective.event = self._stream.record_event()
+
+
+class _IssuedCollective(_ThreadCollective):
+    """A job that a thread issues and the device then orders."""
+
+    event: Any = None
+
+    def is_done(self) -> bool:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """The host waits until it is issued, the current stream until it is done."""
+        if not self.done.wait(timeout_s):
+            return False
+        if self.event is not None:  # none where it failed
+            self.event.wait()
+        return True
 
 
 class StreamLane:

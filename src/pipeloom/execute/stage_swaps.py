@@ -5,6 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from pipeloom.errors import StallError
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Job
 from pipeloom.execute.lanes import Collective, Lane
 from pipeloom.execute.stage_store import StageStore
@@ -30,11 +31,13 @@ class HostLanes:
     """The two lanes between device and host.
 
     Args:
-        to_host, from_host: each runs its jobs in order.
+        to_host: runs its jobs in order.
+        from_host: as well; its jobs may wait on the host.
+        clock: what the spans of both are measured with.
     """
 
-    def __init__(self, to_host: Lane, from_host: Lane) -> None:
-        self.to_host, self.from_host = to_host, from_host
+    def __init__(self, to_host: Lane, from_host: Lane, clock: Clock) -> None:
+        self.to_host, self.from_host, self.clock = to_host, from_host, clock
 
     def close(self) -> None:
         """Let go of the lanes."""
@@ -107,7 +110,7 @@ class StageSwaps:
 
     def _come(self, slot: int) -> Job:
         for out in self.waits[slot]:
-            yield partial(self._until, self._under_way[out])
+            yield partial(self._until, out)
         stay = self._comes[slot]
         self.store.bring(stay.stage, stay.held, stay.brought)
 
@@ -118,14 +121,23 @@ class StageSwaps:
 
     def settle(self) -> None:
         """Wait for the stages that are on their way out."""
-        for slot, collective in self._under_way.items():
+        for slot in self._under_way:
             if slot in self._goes:
-                self._until(collective)
+                self._until(slot)
 
-    def _until(self, out: Collective) -> bool:
+    def _until(self, slot: int) -> bool:
+        """Wait on the host until a stage has left the device.
+
+        On CUDA its memory is free for others no earlier: who takes memory before gets more than the budget says.
+        """
+        out = self._under_way[slot]
         if not out.wait(self._timeout_s):
-            raise StallError(f"waited {self._timeout_s:g} s in vain for a stage to leave the device")
+            raise StallError(
+                f"waited {self._timeout_s:g} s in vain for stage {self._goes[slot].stage} to leave the device; where "
+                "writing it takes longer, as in files on a slow disk, raise training.stall_timeout_s"
+            )
         out.take()
+        self._lanes.clock.wait(out.end)
         return True
 
     def forget(self) -> None:

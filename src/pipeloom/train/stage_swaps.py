@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.lanes import StreamLane, ThreadLane
+from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
 from pipeloom.execute.stage_store import LentMatrix, StageStore
 from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
@@ -128,8 +128,9 @@ def make_store(config: RunConfig) -> tuple[StageStore | None, TemporaryDirectory
 def make_host_lanes(clock: Clock, world: World) -> HostLanes:
     """Lanes between device and host: streams on CUDA, else threads."""
     if world.device.type == "cuda":
-        return HostLanes(StreamLane(clock, world.device.index), StreamLane(clock, world.device.index))
-    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"))
+        from_host = WaitingStreamLane(clock, "from host", torch.cuda.Stream(world.device))
+        return HostLanes(StreamLane(clock, world.device.index), from_host, clock)
+    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"), clock)
 
 
 def lend_matrix(
