@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
@@ -24,16 +25,17 @@ class _Home:
 
     Args:
         tensor: a view of all of the storage, with its first values; taken over.
-        file: where it is at rest, in a new file that is mapped to memory; ``None`` for memory of the host.
+        folder: where it is at rest, in a new file that is mapped to memory; ``None`` for memory of the host.
     """
 
-    def __init__(self, tensor: Tensor, file: Path | None) -> None:
+    def __init__(self, tensor: Tensor, folder: Path | None) -> None:
         self._storage = tensor.untyped_storage()
         self.size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage, 0, (self.size,), (1,))
         self._is_cuda = tensor.device.type == "cuda"
-        if file is not None:
-            self.rest = torch.from_file(str(file), shared=True, size=self.size, dtype=torch.uint8)
+        if folder is not None:
+            with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
+                self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
@@ -70,7 +72,8 @@ class StageStore:
 
     Args:
         budget: most bytes of them on the device at once.
-        folder: where they are at rest, in files; ``None`` for memory of the host, pinned on CUDA.
+        folder: where they are at rest, in files without a name, of which nothing is left however the process ends;
+            ``None`` for memory of the host, pinned on CUDA.
 
     Attributes:
         budget: as given.
@@ -109,10 +112,7 @@ class StageStore:
         """
         size = tensor.untyped_storage().nbytes()
         self._take(size)
-        file = None
-        if self._folder is not None:
-            file = self._folder / f"stage-{stage}-{len(self._home_of)}.bin"
-        home = _Home(tensor, file)
+        home = _Home(tensor, self._folder)
         home.leave(with_values=True)
         home.settle()
         self._give(size)

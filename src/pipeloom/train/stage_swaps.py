@@ -2,8 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
@@ -110,19 +109,22 @@ def check_sizes(sizes: tuple[int, ...], budget: int) -> None:
         )
 
 
-def make_store(config: RunConfig) -> tuple[StageStore | None, TemporaryDirectory[str] | None]:
-    """The store of a run that swaps stages, and the folder of its files if they are in files."""
+def make_store(config: RunConfig) -> StageStore | None:
+    """The store of a run that swaps stages.
+
+    Raises:
+        UserError: its folder cannot be written to.
+    """
     budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
     if budget is None:
-        return None, None
-    if folder is None:
-        return StageStore(budget), None
+        return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = TemporaryDirectory(prefix="stages-", dir=folder)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
-    return StageStore(budget, Path(files.name)), files
+    return StageStore(budget, folder)
 
 
 def make_host_lanes(clock: Clock, world: World) -> HostLanes:
