@@ -271,7 +271,7 @@ class Executor:
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Drop what a failed step left behind. Lanes with threads stay failed: over processes no step can follow."""
         for stage in self._stages.values():
             stage.forget()
         if self._data_parallel is not None:

@@ -52,6 +52,9 @@ class Lane(Protocol):
 class ThreadLane:
     """A thread that runs the jobs: on gloo, a collective is over when somebody has waited for it.
 
+    Behind a job that failed all others fail as it did: the other ranks would not come to them. So an executor over
+    processes ends with its first failure.
+
     Args:
         clock: what spans are measured with.
         name: of the thread.
