@@ -55,16 +55,16 @@ class Alone:
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """Copy."""
         whole.copy_(shard)
-        return _done
+        return already_done
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         """Copy."""
         shard.copy_(whole)
-        return _done
+        return already_done
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:  # noqa: ARG002  it is its own
         """Nothing."""
-        return _done
+        return already_done
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Groups:
     tensor: Group = field(default_factory=Alone)
 
 
-def _done() -> bool:
+def already_done() -> bool:
+    """The end of what is over at once."""
     return True
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeloom.execute.collectives import Job
+from pipeloom.execute.collectives import Job, already_done
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.move_lanes import MoveLanes
 from pipeloom.execute.partner import Served, Service, announcement, key_of
@@ -177,7 +177,7 @@ class ActivationMoves:
             self._live.add(-piece.numel())
             del piece
         self._away.put(key_of(action), memory, self._device)
-        yield _done
+        yield already_done
 
     def _reload(self, action: Action, parcel: Parcel) -> Job:
         yield self._away.until(key_of(action))
@@ -189,7 +189,3 @@ class ActivationMoves:
     def _room_for(self, parcel: Parcel) -> Tensor:
         self._live.add(parcel.nbytes)
         return torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, device=self._device)
-
-
-def _done() -> bool:
-    return True
