@@ -48,7 +48,8 @@ class ActivationMoves:
         self._device, self._counts = lanes.device, counts
         plans = evictions(schedule)
         self._wires = wires[rank] if rank in plans else None
-        self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
+        others = {other: plan for other, plan in plans.items() if plan.partner == rank}
+        self._served = [Served(wires[other], plan, lanes, other) for other, plan in others.items()]
         self._away = Vault(waits=lanes.waits)
         self._parcels: dict[tuple[int, int, int], Parcel] = {}
         self._held: dict[tuple[int, int, int], int] = {}

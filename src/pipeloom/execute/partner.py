@@ -9,7 +9,7 @@ from pipeloom.execute.collectives import Job
 from pipeloom.execute.lanes import Collective
 from pipeloom.execute.move_lanes import MoveLanes
 from pipeloom.execute.vault import Live, Vault
-from pipeloom.execute.wires import Wires
+from pipeloom.execute.wires import Evictions, Wires
 from pipeloom.schedule import Action
 
 _NUM_NUMBERS = 5
@@ -47,14 +47,14 @@ class Served:
 
     Args:
         wires: between the two.
-        plan: this rank, and how often the other one evicts and loads in a step.
+        plan: what the other one does in a step.
         lanes: what this runs on.
         evictor: the other rank.
     """
 
-    def __init__(self, wires: Wires, plan: tuple[int, int, int], lanes: MoveLanes, evictor: int) -> None:
+    def __init__(self, wires: Wires, plan: Evictions, lanes: MoveLanes, evictor: int) -> None:
         self._wires = wires
-        _, self._num_evictions, self._num_loads = plan
+        self._plan = plan
         self._evictor = evictor
         self._device = lanes.device
         self._accepts, self._returns = (lanes.service(f"{name} {evictor}") for name in ("accept for", "return to"))
@@ -81,7 +81,7 @@ class Served:
 
     def _accept(self, live: Live) -> Job:
         wire = self._wires.evict
-        for _ in range(self._num_evictions):
+        for _ in range(self._plan.num_evictions):
             numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
             yield wire.expect(numbers)
             *key, packing, num_messages = numbers.tolist()
@@ -99,7 +99,7 @@ class Served:
 
     def _give_back(self, live: Live) -> Job:
         wire = self._wires.load
-        for _ in range(self._num_loads):
+        for _ in range(self._plan.num_loads):
             numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
             yield wire.expect(numbers)
             key = tuple(numbers.tolist()[:-1])

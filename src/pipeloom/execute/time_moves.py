@@ -32,10 +32,10 @@ def time_moves(
         By stage; without those that move nothing.
     """
     evicted: dict[int, float] = {}
-    for evictor, (partner, _, _) in evictions(schedule).items():
+    for evictor, plan in evictions(schedule).items():
         for stage in _moving(schedule, evictor, Kind.EVICT):
             world.wait_for_all()
-            if rank in (evictor, partner):
+            if rank in (evictor, plan.partner):
                 seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
                 if rank == evictor:
                     evicted[stage] = seconds / 2
