@@ -107,8 +107,8 @@ class _Patient(nn.Module):
         self.module, self.executor = module, None
 
     def forward(self, tensor):
-        for collective in self.executor._collectives.values():
-            assert collective.wait(20)
+        for job in self.executor._jobs.values():
+            assert job.wait(20)
         return self.module(tensor)
 
 

@@ -16,7 +16,7 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.explain import explained
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.needs import awaited_slots, source_of
 from pipeloom.execute.partner import Service
@@ -133,7 +133,7 @@ class Executor:
         }
         if data_parallel is not None:
             self._handlers |= dict.fromkeys(COLLECTIVE_KINDS, self._collect)
-            self._starts: dict[Kind, Callable[[int], Collective]] = {
+            self._starts: dict[Kind, Callable[[int], JobUnderWay]] = {
                 Kind.UNSHARD: data_parallel.unshard,
                 Kind.RESHARD: data_parallel.reshard,
                 Kind.REDUCE_GRAD: data_parallel.reduce,
@@ -189,9 +189,7 @@ class Executor:
             for awaited in self._awaited.get(slot, ()):
                 receive = self._row[awaited]
                 is_tied = receive.kind in TIED_RECEIVE_KINDS
-                yield from self._until_done(
-                    receive, self._transfers[receive] if is_tied else self._collectives[awaited]
-                )
+                yield from self._until_done(receive, self._transfers[receive] if is_tied else self._jobs[awaited])
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
@@ -199,7 +197,7 @@ class Executor:
         held = self._most_held()
         if self._tied is not None:
             self._tied.end()
-        record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
+        record = partial(self._trace, self._marks, self._transfer_times, self._jobs)
         result = StepResult(self._results_of_objective, held, record)
         self._begin([], None)
         self._slot = len(self._row)
@@ -221,9 +219,9 @@ class Executor:
             yield from self._until_done(action, transfer)
             self._take_tied(action, transfer.take())
             self._note(action, transfer)
-        for slot, collective in self._collectives.items():
-            yield from self._until_done(self._row[slot], collective)
-            collective.take()
+        for slot, job in self._jobs.items():
+            yield from self._until_done(self._row[slot], job)
+            job.take()
         for service in self._services:
             yield from self._until_done(service.what, service.job)
         self.check_services()
@@ -292,7 +290,7 @@ class Executor:
         self._results: dict[Action, Tensor] = {}
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
-        self._collectives: dict[int, Collective] = {}
+        self._jobs: dict[int, JobUnderWay] = {}
         self._services: list[Service] = []
         self._held = Held()
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -334,8 +332,8 @@ class Executor:
     def _take_awaited(self) -> None:
         """Take what the action at the current slot waited for."""
         for awaited in self._awaited.get(self._slot, ()):
-            if awaited in self._collectives:
-                self._collectives[awaited].take()
+            if awaited in self._jobs:
+                self._jobs[awaited].take()
             else:
                 receive = self._row[awaited]
                 transfer = self._transfers.pop(receive)
@@ -472,28 +470,28 @@ class Executor:
             self._tied.take(action.kind, tensor)
 
     def _collect(self, action: Action) -> None:
-        self._collectives[self._slot] = self._starts[action.kind](action.stage)
+        self._jobs[self._slot] = self._starts[action.kind](action.stage)
 
     def _move(self, action: Action) -> None:
         assert self._moves is not None
-        self._collectives[self._slot] = self._moves.start(action)
+        self._jobs[self._slot] = self._moves.start(action)
 
     def _swap_stage(self, _: Action) -> None:
         assert self._stage_swaps is not None
-        self._collectives[self._slot] = self._stage_swaps.start(self._slot)
+        self._jobs[self._slot] = self._stage_swaps.start(self._slot)
 
     def _trace(
         self,
         marks: Sequence[tuple[Action, Mark, Mark]],
         transfers: Sequence[tuple[Action, float, float]],
-        collectives: Mapping[int, Collective],
+        jobs: Mapping[int, JobUnderWay],
     ) -> Trace:
         seconds = self._clock.seconds
         spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in marks]
         for action, start_s, end_s in transfers:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
-        for slot, collective in collectives.items():
+        for slot, job in jobs.items():
             action, waits = self._row[slot], self._stage_swaps.waits.get(slot, ()) if self._stage_swaps else ()
-            begin = max(seconds(mark) for mark in (collective.begin, *(collectives[other].end for other in waits)))
-            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(collective.end)))
+            begin = max(seconds(mark) for mark in (job.begin, *(jobs[other].end for other in waits)))
+            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(job.end)))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.collectives import Job, already_done
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
 from pipeloom.execute.partner import Served, Service, announcement, key_of
 from pipeloom.execute.saved import Packing, Parcel
@@ -115,7 +115,7 @@ class ActivationMoves:
             self._live.add(pending_bytes)
             self._held[key_of(action)] = pending_bytes
 
-    def start(self, action: Action) -> Collective:
+    def start(self, action: Action) -> JobUnderWay:
         """Start what an action does, on its lane."""
         return self._lanes[action.kind].start(self._job(action, self._parcels[key_of(action)]))
 

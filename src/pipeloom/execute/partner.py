@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Evictions, Wires
@@ -39,7 +39,7 @@ class Service(NamedTuple):
     """
 
     what: str
-    job: Collective
+    job: JobUnderWay
 
 
 class Served:

@@ -16,7 +16,7 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
@@ -215,7 +215,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
         gather_s = _time_under_load(collectives.clock, lambda: parallel.unshard(stage), load, timeout_s)
     if collectives.has(Kind.REDUCE_GRAD):
 
-        def reduce() -> Collective:
+        def reduce() -> JobUnderWay:
             parallel.begin(trains=True)
             parallel.before_backward(stage)
             return parallel.reduce(stage)
@@ -224,7 +224,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
     return gather_s, reduce_s
 
 
-def _time_under_load(clock: Clock, start: Callable[[], Collective], load: _Load, timeout_s: float) -> float:
+def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load, timeout_s: float) -> float:
     """Median seconds of a collective on its lane, while the rank computes for longer than it takes without."""
 
     def seconds(num_runs: int) -> float:

@@ -7,7 +7,7 @@ from typing import Protocol
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import Collective, Lane
+from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.tied import Tied
 from pipeloom.schedule import Action, Kind, Schedule
@@ -75,7 +75,7 @@ class StageSwaps:
             slot: [needed - first for needed in graph.needed(first + slot) if needed - first in self._goes]
             for slot in self._comes
         }
-        self._under_way: dict[int, Collective] = {}
+        self._under_way: dict[int, JobUnderWay] = {}
 
     def begin(self, tied: Tied | None) -> None:
         """Before a step, with the matrix that embedding and head share if they do."""
@@ -99,14 +99,14 @@ class StageSwaps:
             self._tied.return_gradient()
         self.updates.complete(stage)
 
-    def start(self, slot: int) -> Collective:
+    def start(self, slot: int) -> JobUnderWay:
         """Start the swap that stands in a slot."""
         if slot in self._comes:
-            collective = self._lanes.from_host.start(self._come(slot))
+            job = self._lanes.from_host.start(self._come(slot))
         else:
-            collective = self._lanes.to_host.start(self._go(slot))
-        self._under_way[slot] = collective
-        return collective
+            job = self._lanes.to_host.start(self._go(slot))
+        self._under_way[slot] = job
+        return job
 
     def _come(self, slot: int) -> Job:
         for out in self.waits[slot]:
@@ -142,8 +142,8 @@ class StageSwaps:
 
     def forget(self) -> None:
         """After a step that failed: wait for what is under way, and let every stage rest."""
-        for collective in self._under_way.values():
-            collective.wait(self._timeout_s)
+        for job in self._under_way.values():
+            job.wait(self._timeout_s)
         self._under_way.clear()
         self.store.forget()
 
