@@ -130,7 +130,10 @@ class StageStore:
         return empty.set_(home.rest.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def now(self, stage: int, content: Content, tensor: Tensor) -> Tensor:
-        """A view of some of a stage: itself if it is on the device, else of what is at rest. No swap is under way."""
+        """A view of some of a stage: itself if it is on the device, else of what is at rest.
+
+        The content is not on its way.
+        """
         return tensor if content in self._here[stage] else self.at_rest(tensor)
 
     def amounts(self, stage: int) -> Amounts:
@@ -235,7 +238,11 @@ class LentMatrix:
 
     @contextmanager
     def collected(self) -> Iterator[Tensor]:
-        """The gradient that was collected, on the device meanwhile. No swap is under way."""
+        """The gradient that was collected, on the device meanwhile.
+
+        It is not on its way: the borrower brings it for backwards alone, which are over, and its way out has been waited
+        for.
+        """
         found = self._store.now(self._borrower, Content.LENT_GRADIENT, self.gradient)
         with self._store.room(self.gradient.nbytes if found is not self.gradient else 0):
             yield found.to(self.gradient.device)

@@ -120,7 +120,7 @@ class StageSwaps:
         yield from ()
 
     def settle(self) -> None:
-        """Wait for the stages that are on their way out."""
+        """Wait for the stages that are on their way out; who asks needs none of those that are on their way in."""
         for slot in self._under_way:
             if slot in self._goes:
                 self._until(slot)
