@@ -240,8 +240,8 @@ class LentMatrix:
     def collected(self) -> Iterator[Tensor]:
         """The gradient that was collected, on the device meanwhile.
 
-        It is not on its way: the borrower brings it for backwards alone, which are over, and its way out has been waited
-        for.
+        It is not on its way: the borrower brings it for backwards alone, which are over, and its way out has been
+        waited for.
         """
         found = self._store.now(self._borrower, Content.LENT_GRADIENT, self.gradient)
         with self._store.room(self.gradient.nbytes if found is not self.gradient else 0):
