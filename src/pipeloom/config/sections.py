@@ -117,8 +117,8 @@ class ScheduleConfig:
     and work space come on top; without layout.partition, stages are alike in bytes. None: everything is on the
     device."""
     swap_folder: Path | None = None
-    """Folder for the stages that are not on the device, in files that are removed at the end; with device_budget. None:
-    memory of the host."""
+    """Folder for the stages that are not on the device, in files without a name, of which nothing is left however the
+    run ends; with device_budget. None: memory of the host."""
 
     @property
     def budget_bytes(self) -> int | None:

@@ -15,8 +15,9 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
@@ -223,7 +224,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
         gather_s = _time_under_load(collectives.clock, lambda: parallel.unshard(stage), load, timeout_s)
     if collectives.has(Kind.REDUCE_GRAD):
 
-        def reduce() -> Collective:
+        def reduce() -> JobUnderWay:
             parallel.begin(trains=True)
             parallel.before_backward(stage)
             return parallel.reduce(stage)
@@ -232,7 +233,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
     return gather_s, reduce_s
 
 
-def _time_under_load(clock: Clock, start: Callable[[], Collective], load: _Load, timeout_s: float) -> float:
+def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load, timeout_s: float) -> float:
     """Median seconds of a collective on its lane, while the rank computes for longer than it takes without."""
 
     def seconds(num_runs: int) -> float:
@@ -284,13 +285,6 @@ def time_backward(stage: Stage, part: Part, gradient: Tensor | None, device: tor
 
 def _random(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.randn(spec.shape, dtype=spec.dtype, device=device)
-
-
-def now(device: torch.device) -> float:
-    """Seconds of the host's clock when the device has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _time(run: Run) -> Times:

@@ -10,8 +10,9 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import moved
 from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.data_parallel import DataParallel
-from pipeloom.execute.profile import Profile, Times, now, time_backward, timed
+from pipeloom.execute.profile import Profile, Times, time_backward, timed
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 

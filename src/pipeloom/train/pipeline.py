@@ -104,7 +104,7 @@ class Pipeline:
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
-        self.store, self._files = make_store(config)
+        self.store = make_store(config)
         self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
@@ -287,8 +287,6 @@ class Pipeline:
         self.data_parallel.close()
         if self._host_lanes is not None:
             self._host_lanes.close()
-        if self._files is not None:
-            self._files.cleanup()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.profile import now
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import KeyValueCache, Transformer, build_stage, stage_pieces
