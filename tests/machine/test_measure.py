@@ -9,11 +9,12 @@ from machines import timing
 
 from pipeloom.errors import ConfigError
 from pipeloom.execute.launch import run_workers
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import join_forked
 from pipeloom.machine import links, matmul, measure, memory
 from pipeloom.machine.findings import Timing
 from pipeloom.machine.host import cpu_name, host_memory_bytes, num_devices
-from pipeloom.machine.stopwatch import LEAST, Stopwatch, now, on_device, on_host
+from pipeloom.machine.stopwatch import LEAST, Stopwatch, on_device, on_host
 
 
 def measure_tiny(per_host, rendezvous, rank, size):
