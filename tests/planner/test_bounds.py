@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.planner.plan import with_memory
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.space import arrangements
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
@@ -58,7 +58,7 @@ def test_bounds_are_never_above_what_is_simulated(leaf):
     assert narrowed is not None
     assert narrowed.bound_s <= step_s
     assert settled_bound_s(leaf, chosen) <= step_s
-    assert scheduled_bound_s(leaf, chosen) <= step_s
+    assert unsent_bound_s(leaf, chosen) <= step_s
 
 
 @settings(max_examples=80, deadline=None)

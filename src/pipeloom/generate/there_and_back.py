@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeloom.generate.family import Request, Rows, family
 from pipeloom.generate.order import numbered, up_to
 from pipeloom.generate.weave import woven
-from pipeloom.schedule import Action, Kind, Row
+from pipeloom.schedule import Kind, Row
 
 _PERIOD = 6
 
@@ -68,21 +70,14 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: b
     orders = []
     for rank, times in enumerate(_block(pp, hops)):
         there, back = request.local_stages(rank)
-        events = [
-            (at + _PERIOD * microbatch, Action(kind, stage, microbatch))
-            for at, (kind, stage) in zip(
-                times,
-                (
-                    (Kind.FORWARD, there),
-                    (Kind.FORWARD, back),
-                    (Kind.BACKWARD_INPUT, back),
-                    (Kind.BACKWARD_INPUT, there),
-                ),
-                strict=True,
-            )
-            for microbatch in range(count)
-        ]
-        orders.append(Row.of([action for _, action in sorted(events, key=lambda event: event[0])]))
+        at = np.add.outer(times, _PERIOD * np.arange(count))
+        actions = Row.join(
+            [
+                Row.grid(Kind.FORWARD, [there, back], range(count)),
+                Row.grid(Kind.BACKWARD_INPUT, [back, there], range(count)),
+            ]
+        )
+        orders.append(actions.take(np.argsort(at.reshape(-1))))
     return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
 

@@ -28,7 +28,9 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
-from pipeloom.schedule import Placement, Schedule
+from pipeloom.schedule import Kind, Placement
+from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.row import KINDS
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -219,12 +221,30 @@ class Sharded:
         lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()
         return float(max(pipeline_s, lane_s)) + self.after_s
 
-    def lane_s(self, schedule: Schedule) -> float:
-        """Seconds of the step at least: all gathers and reductions that a schedule has on a rank follow each other."""
-        if not self._has_collectives:
-            return self.after_s
-        each_s = sum(np.array(n) * s for n, s in zip(schedule.collectives, self._collectives_s, strict=True))
-        return float(np.asarray(each_s)[self.bounds.stages].sum(axis=1).max()) + self.after_s
+    def unsent_s(self, graph: Graph) -> float:
+        """Seconds of the step at least, if what waits for what is known but for messages.
+
+        Args:
+            graph: compute actions, gathers and reductions.
+        """
+        row = graph.facts.row
+        return float(graph.times(self._seconds[row.kind, row.stage])[1].max()) + self.after_s
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """[kind, stage] seconds of compute actions, gathers and reductions."""
+        costs, stages = self.bounds.costs, range(self.bounds.placement.num_stages)
+        forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
+        weights_s = np.array([costs.half_s(stage) for stage in stages])
+        found = {
+            Kind.FORWARD: forward_s,
+            Kind.BACKWARD: backward_s,
+            Kind.BACKWARD_INPUT: backward_s - weights_s,
+            Kind.BACKWARD_WEIGHT: weights_s,
+        }
+        if self._has_collectives:
+            found |= dict(zip((Kind.UNSHARD, Kind.REDUCE_GRAD), self._collectives_s, strict=True))
+        return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
     def held_bytes(self, in_flight: Floats | None = None, gathered: int = 1) -> Floats:
         """For each rank the bytes that a device holds at least.

@@ -17,7 +17,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
-from pipeloom.planner.settle import cut_again, scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.sliced import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.planner.ways import Relief, reliefs
@@ -134,10 +134,17 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Settled:
-    """A leaf with everything decided."""
+    """A leaf with everything decided.
+
+    Attributes:
+        leaf: what is decided.
+        candidate: how.
+        is_close: whether its bound is that of its schedule without messages.
+    """
 
     leaf: Leaf
     candidate: Candidate
+    is_close: bool = False
     count = 1
 
     def simulate(self) -> SimulatedStep:
@@ -280,11 +287,12 @@ class Search:
             self._simulate(goal, entry.bound_s, node)
 
     def _simulate(self, goal: "_Goal", bound_s: float, settled: Settled) -> None:
-        """With its schedule at hand it is bounded once more first, which takes less than to simulate it."""
-        closer_s = max(bound_s, scheduled_bound_s(settled.leaf, settled.candidate))
-        if self._prunes and closer_s > bound_s and (closer_s > goal.limit_s or goal.beats(settled, closer_s)):
-            self._push(goal, closer_s, settled)
-            return
+        """Bounded once more first, by its order, which takes less than to add its messages and simulate it."""
+        if self._prunes and not settled.is_close:
+            closer_s = max(bound_s, unsent_bound_s(settled.leaf, settled.candidate))
+            if goal.limit_s < float("inf"):  # there is an answer, which can wait for what promises more
+                self._push(goal, closer_s, replace(settled, is_close=True))
+                return
         self._counts.simulated += 1
         rank = Rank.of(settled.simulate())
         self._simulated.append((rank, settled))
@@ -304,7 +312,8 @@ class Search:
 
     def _attempt(self, goal: "_Goal", attempts: Iterator[Attempt], deadline: float | None) -> None:
         """Try those that promise most, until nothing promises to be the best."""
-        promising = [one for one in attempts if one.estimate_s <= goal.first_s]
+        first_s = goal.first_s
+        promising = [one for one in attempts if one.estimate_s <= first_s]
         tried, of_kind = 0, Counter[Kind]()
         for one in sorted(promising, key=lambda one: one.estimate_s):
             if _is_over(deadline) or tried == MOST_TRIED or one.estimate_s > goal.first_s:

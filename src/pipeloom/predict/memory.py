@@ -1,6 +1,6 @@
 """Memory of each rank of a step: what its row holds at once, and how large those things are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -22,11 +22,11 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
-from pipeloom.schedule import Level, Schedule
+from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.action import SWAP_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Kept, all_changes, most_in_row
+from pipeloom.schedule.held import Kept, Peaks, all_changes, most_in_row
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 
@@ -58,7 +58,10 @@ def memory_by_rank(
         )
         for rank, own in enumerate(stages)
     ]
-    return _memory(run, software, schedule, rooms, trace)
+    most_held = partial(most_in_row, schedule)
+    if swaps_anything(schedule):
+        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
+    return _memory(run, software, rooms, schedule.placement, most_held)
 
 
 class Room(NamedTuple):
@@ -75,16 +78,17 @@ class Room(NamedTuple):
     unreduced: int
 
 
-def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Room) -> tuple[Memory, ...]:
+def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
     """The same of a schedule whose communication is not added yet, for a search that need not add it to see it.
 
     Args:
         run: what is trained.
         software: with what.
-        schedule: compute actions.
+        schedule: compute actions, or the peaks of what they hold.
         room: of every rank.
     """
-    return _memory(run, software, schedule, [room] * schedule.num_ranks)
+    most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_row, schedule)
+    return _memory(run, software, [room] * schedule.placement.num_ranks, schedule.placement, most_held)
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
@@ -110,23 +114,24 @@ def kept_by_stage(run: Run, software: Software) -> list[float]:
 
 
 def _memory(
-    run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
+    run: Run,
+    software: Software,
+    rooms: Sequence[Room],
+    placement: Placement,
+    most_held: Callable[[int, Kept], float],
 ) -> tuple[Memory, ...]:
-    """Memory of each rank with its room."""
+    """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
     kept = _kept(run, software)
-    only_head = Kept([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
+    only_head = Kept([float(stage == head) for stage in range(placement.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
-    most_held = partial(most_in_row, schedule)
-    if swaps_anything(schedule):
-        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
-        stages = schedule.placement.stages_of(rank)
+        stages = placement.stages_of(rank)
         activations = most_held(rank, kept) + working
         logits = most_held(rank, only_head) * kept_logits(run, software)
         if head in stages:
@@ -142,7 +147,7 @@ def _memory(
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages)
+                buffers_bytes=_num_peers(placement, stages)
                 * room.receive_buffers
                 * stage_input_bytes(run)
                 * max(shares),
@@ -204,9 +209,9 @@ def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: Kept) ->
     return all_changes(*timed, kept).peak(rank)
 
 
-def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
+def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
     """Other ranks from which a rank receives."""
-    owner = schedule.placement.rank_by_stage
+    owner = placement.rank_by_stage
     near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, STAGE_KINDS, Kind
 from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
 
@@ -120,6 +121,63 @@ def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
     change -= whole * row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     change += pending * (row.is_kind(Kind.BACKWARD_INPUT).astype(float) - row.is_kind(Kind.BACKWARD_WEIGHT))
     return float(np.cumsum(change).max(initial=0.0))
+
+
+class Peaks(NamedTuple):
+    """What the ranks of a schedule hold at the moments of which one is the fullest, whatever micro-batches keep.
+
+    The states in between hold no more of anything. Where nothing is moved, recomputed or cut into slices, no other
+    moments decide how much memory the schedule takes, and many runs have schedules alike.
+
+    Attributes:
+        placement: stage -> rank.
+        whole: for each rank [moment, number of its stage] micro-batches before the end of the backward, or its first half.
+        pending: the same between the halves of split backwards.
+    """
+
+    placement: Placement
+    whole: tuple[Bytes, ...]
+    pending: tuple[Bytes, ...]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Peaks":
+        """Of a schedule's rows, on which nothing is moved or recomputed."""
+        states = [_states(row, schedule.placement.stages_of(rank)) for rank, row in enumerate(schedule.rows)]
+        return cls(schedule.placement, *zip(*states, strict=True))
+
+    @property
+    def stage_inputs(self) -> tuple[int, ...]:
+        """For each rank the most stage inputs that it holds, ``Schedule.peak_stage_inputs``."""
+        both = zip(self.whole, self.pending, strict=True)
+        return tuple(int((whole + pending).sum(axis=1).max()) for whole, pending in both)
+
+    def most(self, rank: int, kept: Kept) -> float:
+        """The same as ``most_in_row``, of whole sequences."""
+        stages = list(self.placement.stages_of(rank))
+        whole = np.asarray(kept.whole, np.float64)[stages]
+        pending = np.asarray(kept.pending or kept.whole, np.float64)[stages]
+        return float((self.whole[rank] @ whole + self.pending[rank] @ pending).max())
+
+
+def _states(row: Row, stages: Sequence[int]) -> tuple[Bytes, Bytes]:
+    """What a row holds, whole and pending, where its last action added something and the next one is no forward."""
+    local, slots = np.searchsorted(stages, row.stage), np.arange(len(row))
+    states = np.zeros((len(row), 2, len(stages)), np.int32)
+    for half, (begin, ends) in enumerate(_HALVES):
+        states[slots, half, local] = row.is_kind(begin).astype(np.int32) - row.is_kind(*ends)
+    states = np.cumsum(states, axis=0, dtype=np.int32)
+    is_last = ~np.append(row.is_kind(Kind.FORWARD)[1:], False)
+    chosen = states[row.is_kind(Kind.FORWARD, Kind.BACKWARD_INPUT) & is_last]
+    different = dict.fromkeys(state.tobytes() for state in chosen)
+    found = np.frombuffer(b"".join(different), np.int32).reshape(-1, 2, len(stages)).astype(np.float64)
+    return found[:, 0], found[:, 1]
+
+
+_HALVES = (
+    (Kind.FORWARD, (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
+    (Kind.BACKWARD_INPUT, (Kind.BACKWARD_WEIGHT,)),
+)
+"""What begins and what ends that an input is kept: whole, and what of it waits for the second half."""
 
 
 def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
