@@ -26,15 +26,17 @@ from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.launch import run_workers
+from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
-from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World, join_forked
 from pipeloom.generate import make_schedule
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Schedule, balance, lower, offload
-from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.action import MOVE_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace, merge
 from side_by_side.results import Target, load_noted, machine, wide_console
@@ -161,9 +163,9 @@ class _Run:
             rank, edges_of(schedule, outputs), world.device, timedelta(seconds=_TIMEOUT_S)
         )
         wires = make_wires(schedule, rank, world, [range(case.pp)])
-        self._swaps = Swaps(schedule, rank, ProcessSwapLanes(clock, world.device), wires)
+        self._moves = ActivationMoves(schedule, rank, ProcessMoveLanes(clock, world.device), wires)
         stages = {rank: Stage(self._module, rank, outputs[rank], needs_input_gradient=rank > 0)}
-        made = {"outputs": outputs, "transport": self._transport, "clock": clock, "swaps": self._swaps}
+        made = {"outputs": outputs, "transport": self._transport, "clock": clock, "moves": self._moves}
         self._executor = Executor(schedule, rank, stages, **made)
         self._inputs = [case.message] * case.num_microbatches
 
@@ -180,7 +182,7 @@ class _Run:
 
     def close(self) -> None:
         """Let go of threads."""
-        self._swaps.close()
+        self._moves.close()
         self._transport.close()
 
 
@@ -208,25 +210,18 @@ def peaks(ran: Sequence[Ran]) -> list[int]:
     return [max(one.live_bytes) for one in ran]
 
 
-def predicted_peaks(case: Case, schedule: Schedule, swap_s: float) -> list[float]:
+def predicted_peaks(case: Case, schedule: Schedule, evict_s: float) -> list[float]:
     """For each rank the most that its schedule holds in simulation, in bytes."""
-    zeros, size = (0.0,) * case.pp, float(case.kept_bytes + case.message.nbytes)
-    held = HeldBytes(
-        always_bytes=zeros,
-        input_bytes=(size,) * case.pp,
-        working_bytes=zeros,
-        gathered_bytes=zeros,
-        gradient_bytes=zeros,
-        message_bytes=0.0,
-    )
-    costs = UniformCosts(case.forward_s, case.backward_s, swap_s=swap_s, offload_s=swap_s)
+    size = float(case.kept_bytes + case.message.nbytes)
+    held = HeldBytes(always_bytes=(0.0,) * case.pp, kept=KeptBytes([size] * case.pp))
+    costs = UniformCosts(case.forward_s, case.backward_s, evict_s=evict_s, offload_s=evict_s)
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]
 
 
-def swap_seconds(ran: Sequence[Ran]) -> float:
+def evict_seconds(ran: Sequence[Ran]) -> float:
     """Median seconds of what moves in the last step; 0 if nothing does."""
     trace = merge(one.trace for one in ran if one.trace is not None)
-    seconds = [span.end_s - span.start_s for span in trace.spans if span.action.kind in SWAP_KINDS]
+    seconds = [span.end_s - span.start_s for span in trace.spans if span.action.kind in MOVE_KINDS]
     return statistics.median(seconds) if seconds else 0.0
 
 
@@ -260,7 +255,7 @@ def main() -> None:
     table = Table("", *columns, "peak MB by rank", "simulated", title=_title(case))
     plain = step_times(found["1F1B"])
     for name, schedule in case.schedules().items():
-        times, swap_s = step_times(found[name]), swap_seconds(found[name])
+        times, evict_s = step_times(found[name]), evict_seconds(found[name])
         ratios = [ours / theirs for ours, theirs in zip(times, plain, strict=True)]
         table.add_row(
             name,
@@ -268,9 +263,9 @@ def main() -> None:
             f"{min(times) * 1e3:.0f} .. {max(times) * 1e3:.0f}",
             f"{statistics.median(ratios):.3f}",
             f"{min(ratios):.3f} .. {max(ratios):.3f}",
-            f"{swap_s * 1e3:.1f}",
+            f"{evict_s * 1e3:.1f}",
             _megabytes(peaks(found[name])),
-            _megabytes(predicted_peaks(case, schedule, swap_s)),
+            _megabytes(predicted_peaks(case, schedule, evict_s)),
         )
     console.print(table)
     for target in targets_of(case, found):

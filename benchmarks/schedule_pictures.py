@@ -8,8 +8,8 @@ from typing import Any
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Schedule, balance, lower, offload
+from pipeloom.schedule.lower_stage_swaps import add_stage_swaps, add_updates
 from pipeloom.schedule.stage_swaps import Amounts
-from pipeloom.schedule.swap_stages import add_stage_swaps, add_updates
 from pipeloom.words import count
 
 
@@ -67,7 +67,7 @@ PICTURES = (
         "balanced",
         "1f1b, balanced: 8 ranks, 12 micro-batches; swaps take a forward",
         lambda: balance(make_schedule("1f1b", pp=8, num_microbatches=12)),
-        swap_s=1.0,
+        evict_s=1.0,
     ),
     _changed(
         "offload",

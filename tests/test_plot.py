@@ -66,7 +66,7 @@ def test_collectives_that_take_time_have_a_box_each_and_a_word_below(tmp_path):
 def test_what_leaves_and_comes_back_has_a_box_each_and_words_below(tmp_path):
     plain = make_schedule("1f1b", pp=4, num_microbatches=8)
     swapped = balance(plain)
-    before, after = (simulate(schedule, UniformCosts(1, 2, swap_s=1)) for schedule in (plain, swapped))
+    before, after = (simulate(schedule, UniformCosts(1, 2, evict_s=1)) for schedule in (plain, swapped))
     assert -boxes(before, tmp_path) + boxes(after, tmp_path) == 3 + 3
     text = (tmp_path / "count.svg").read_text(encoding="utf-8")
     assert "strips below: to the partner or the host (light); and from there (dark)" in text

@@ -7,7 +7,7 @@ import pytest
 from pipeloom.catalog import load_software
 from pipeloom.generate import Choice
 from pipeloom.predict.fast import predict
-from pipeloom.predict.moving import Moving
+from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate

@@ -8,6 +8,7 @@ from pipeloom.report.bubble import account_bubble
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Action, Kind, add_stage_swaps, add_updates, lower, parse_schedule
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 
@@ -91,16 +92,8 @@ def test_the_same_swap_costs_what_the_row_makes_it_move():
 def test_a_stage_is_held_from_the_start_of_its_swap_in_to_the_end_of_its_swap_out():
     schedule = swapped(3, 1, place="at once")
     costs = UniformCosts(1, 2, move=Amounts(weights=1))
-    none = (0.0,) * 3
-    held = HeldBytes(
-        always_bytes=(1000.0,),
-        input_bytes=none,
-        working_bytes=none,
-        gathered_bytes=none,
-        gradient_bytes=none,
-        message_bytes=0.0,
-        stages=(Amounts(weights=1, gradient=1, state=2),) * 3,
-    )
+    amounts = (Amounts(weights=1, gradient=1, state=2),) * 3
+    held = HeldBytes(always_bytes=(1000.0,), kept=KeptBytes([0.0] * 3), stages=amounts)
     (curve,) = memory_over_time(schedule, simulate(schedule, costs), held)
     # 0 comes 0-1, 1 comes 1-2 and stays, 0 goes at 2; 2 comes 2-3, F1 2-3, F2 3-4, B2 4-6, its update at 6; 2 goes 6-7,
     # 0 comes 7-8; B1 6-8, its update at 8; 1 goes 8-9; B0 8-10, 0 goes 10-11. Stages 1 and 2 hold all that there is.

@@ -3,13 +3,14 @@
 Every step is simulated with costs that were fixed on other runs; nothing here was fitted to either paper.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.memory import layer_activation_bytes
-from pipeloom.cost.moving import swap_seconds
+from pipeloom.cost.moves import evict_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -99,13 +100,13 @@ def partners_of(run: Run) -> tuple[int, ...]:
 
 def costs_of(run: Run, software: Software) -> StageCosts:
     """Seconds of all actions, with those of moving what a micro-batch keeps to the partner or back."""
-    swap_s = swap_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
-    return replace(stage_costs(run, CLUSTER, software), swap_s=swap_s)
+    evict_s = evict_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
+    return replace(stage_costs(run, CLUSTER, software), evict_s=evict_s)
 
 
-def kept_bytes(run: Run, software: Software) -> tuple[float, ...]:
+def kept_bytes(run: Run, software: Software) -> Sequence[float]:
     """For each stage what a micro-batch keeps from forward to backward; all of it moves."""
-    return held_bytes(run, software, plain(run)).input_bytes
+    return held_bytes(run, software, plain(run)).kept.whole
 
 
 def plain(run: Run) -> Schedule:
@@ -125,8 +126,8 @@ def recomputed(run: Run, software: Software, costs: StageCosts) -> Schedule:
         UserError: some rank has too little room with all of them recomputed.
     """
     schedule = plain(run)
-    held = held_bytes(run, software, schedule)
-    return recompute_beyond(schedule, input_room(run, software, costs), held.input_bytes, held.recomputed_bytes)
+    kept = held_bytes(run, software, schedule).kept
+    return recompute_beyond(schedule, input_room(run, software, costs), kept.whole, kept.recomputed)
 
 
 def input_room(run: Run, software: Software, costs: StageCosts) -> tuple[float, ...]:
@@ -165,7 +166,7 @@ def stepped(run: Run, software: Software, schedule: Schedule, costs: StageCosts)
     seconds = trace.end_s + drain_s(run, software, costs) + terms.total_s
     again = sum(num_of(schedule, Kind.RECOMPUTE))
     moved = num_of(schedule, Kind.EVICT, Kind.LOAD)
-    moving_s = max(count * swap_s for count, swap_s in zip(moved, costs.swap_s, strict=True))
+    moving_s = max(count * evict_s for count, evict_s in zip(moved, costs.evict_s, strict=True))
     return Step(run, seconds, max(slots), most, sum(moved), again, moving_s)
 
 

@@ -9,6 +9,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.schedule import Schedule, balance
+from pipeloom.schedule.held import KeptBytes
 from reproduction.bpipe import (
     balanced,
     costs_of,
@@ -63,7 +64,7 @@ def _links_of(case: Case, setting: Setting) -> Iterator[Row]:
             "micro_batch": str(setting.micro_batch),
             "link": link,
             "kept_gb": f"{kept_bytes(run, software)[1] / 1e9:.2f}",
-            "swap_ms": f"{real.swap_s[1] * 1e3:.1f}",
+            "swap_ms": f"{real.evict_s[1] * 1e3:.1f}",
             "message_ms": f"{message_s(run, software) * 1e3:.2f}",
             "forward_ms": f"{real.forward_s[1] * 1e3:.1f}",
             "slower": "" if found is None else f"{found.seconds / whole.seconds - 1:.4f}",
@@ -79,6 +80,6 @@ def within(run: Run, software: Software, costs: StageCosts) -> Schedule | None:
     room, kept = input_room(run, software, costs), kept_bytes(run, software)
     whole, pairs = plain(run), partners_of(run)
     try:
-        return balance(whole, seconds_of=costs.seconds, input_bytes=kept, budget_bytes=room, partners=pairs)
+        return balance(whole, KeptBytes(kept), seconds_of=costs.seconds, budget_bytes=room, partners=pairs)
     except UserError:
         return None

@@ -1,6 +1,6 @@
 """The benchmark of moved activations: all ways compute the same, and what it says of them is theirs."""
 
-from balance import Case, peaks, predicted_peaks, run_case, step_times, swap_seconds, targets_of
+from balance import Case, evict_seconds, peaks, predicted_peaks, run_case, step_times, targets_of
 from pipeloom.schedule import Kind
 
 CASE = Case(num_microbatches=6, forward_s=0.002, backward_s=0.004, kept_bytes=300_000)
@@ -16,7 +16,7 @@ def test_all_ways_make_the_same_gradients_and_two_of_them_move_something():
         True,
         True,
     ]
-    assert [swap_seconds(ran) > 0 for ran in found.values()] == [False, True, True]
+    assert [evict_seconds(ran) > 0 for ran in found.values()] == [False, True, True]
     assert all(len(step_times(ran)) == 1 and step_times(ran)[0] > 0 for ran in found.values())
     assert len(targets_of(CASE, found)) == 2
     each = CASE.kept_bytes + CASE.message.nbytes

@@ -269,8 +269,8 @@ def test_balance_pairs_the_ranks_and_says_what_they_hold_before_and_after(capsys
     assert answer["makespan"] == plain["makespan"]
     lines = schedule(capsys, *words, "--plot", str(tmp_path / "step.png")).splitlines()
     assert "# peak stage inputs  8 7 6 5 4 3 2 1 (by rank)" in lines
-    assert "# peak with swaps    5 5 5 5 4 5 5 5 (by rank)" in lines
-    assert "# delay by swaps     0" in lines
+    assert "# peak with moves    5 5 5 5 4 5 5 5 (by rank)" in lines
+    assert "# delay by moves     0" in lines
     assert (tmp_path / "step.png").stat().st_size > 10000
 
 
@@ -278,38 +278,38 @@ def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
     words = ["breadth-first", "--pp", "4", "--loops", "2", "--microbatches", "8", "--offload", "--budget", "10"]
     answer = schedule_json(capsys, *words)
     assert (answer["peak_held"], answer["num_offloads"], answer["partners"]) == ([10] * 4, [6] * 4, None)
-    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--swap", "0.5", "--budget"]
+    words = ["1f1b", "--pp", "4", "--microbatches", "8", "--balance", "--move", "0.5", "--budget"]
     answer = schedule_json(capsys, *words, "3", "--offload")
     assert (max(answer["peak_held"]), sum(answer["num_offloads"])) == (3, 0)
     assert schedule_json(capsys, *words, "4")["num_evictions"] == [0] * 4
 
 
-def test_a_file_that_swaps_says_so(capsys, tmp_path):
+def test_a_file_that_moves_says_so(capsys, tmp_path):
     file = tmp_path / "saved.txt"
     words = ["1f1b", "--pp", "4", "--microbatches", "8"]
     file.write_text(schedule(capsys, *words, "--balance"), encoding="utf-8")
     lines = schedule(capsys, str(file)).splitlines()
     assert "# partners           unknown" in lines
     assert "# evictions          3 0 0 0 (by rank)" in lines
-    assert "# peak with swaps    3 3 2 1 (by rank): without what ranks accept from partners" in lines
-    assert not any("delay by swaps" in line for line in lines)
-    slow = [schedule_json(capsys, str(file), "--swap", seconds)["makespan"] for seconds in ("0", "20")]
+    assert "# peak with moves    3 3 2 1 (by rank): without what ranks accept from partners" in lines
+    assert not any("delay by moves" in line for line in lines)
+    slow = [schedule_json(capsys, str(file), "--move", seconds)["makespan"] for seconds in ("0", "20")]
     assert slow[0] < slow[1]
     file.write_text(schedule(capsys, *words, "--offload", "--budget", "3"), encoding="utf-8")
     lines = schedule(capsys, str(file)).splitlines()
     assert "# partners           none" in lines
     assert "# offloads           3 0 0 0 (by rank)" in lines
-    assert "# peak with swaps    3 3 2 1 (by rank)" in lines
+    assert "# peak with moves    3 3 2 1 (by rank)" in lines
     file.write_text(schedule(capsys, *words), encoding="utf-8")
-    assert "--swap has no effect: the schedule has no EVICT or OFFLOAD" in refusal(capsys, str(file), "--swap", "2")
+    assert "--move has no effect: the schedule has no EVICT or OFFLOAD" in refusal(capsys, str(file), "--move", "2")
 
 
-def test_swaps_that_make_no_sense_are_refused_together(capsys):
-    message = refusal(capsys, "1f1b", "--budget", "-1", "--swap", "-2")
+def test_moves_that_make_no_sense_are_refused_together(capsys):
+    message = refusal(capsys, "1f1b", "--budget", "-1", "--move", "-2")
     assert "--budget must be at least 0, found -1" in message
-    assert "--swap must be at least 0, found -2" in message
+    assert "--move must be at least 0, found -2" in message
     assert "--budget has no effect without --balance or --offload" in message
-    assert "--swap has no effect without --balance or --offload" in message
+    assert "--move has no effect without --balance or --offload" in message
     assert "--offload needs --budget" in refusal(capsys, "1f1b", "--offload")
     message = refusal(capsys, "1f1b", "--offload", "--budget", "1")
     assert "the budget cannot be kept" in message

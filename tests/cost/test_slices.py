@@ -49,7 +49,7 @@ def test_scores_of_all_slices_are_those_of_the_whole(attention):
 
 
 def test_what_concerns_a_stage_is_not_sliced():
-    whole = replace(stage_costs(RUN, CLUSTER, SOFTWARE), unshard_s=(1.0,) * 4, swap_s=(8.0,) * 4)
+    whole = replace(stage_costs(RUN, CLUSTER, SOFTWARE), unshard_s=(1.0,) * 4, evict_s=(8.0,) * 4)
     costs = model().costs(whole, (3072, 1024))
     assert costs.seconds(Action(Kind.UNSHARD, 2)) == 1.0
     assert costs.seconds(Action(Kind.EVICT, 2, 0, 1)) == 2.0

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from any_moves import move_newest
 from families import fitting
 from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
@@ -27,7 +28,6 @@ from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import TOLERANCES
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
-from swapping import swap_newest
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
 DELAYS = (0, 1, None)
@@ -202,7 +202,7 @@ def test_with_slices_recomputation_of_some_and_what_moves_over_gloo(tmp_path, mo
 
     def moving(config, schedule):
         kind = kind_of[_key(config.layout, config.schedule)]
-        return schedule if kind is None else swap_newest(schedule, 1, kind)
+        return schedule if kind is None else move_newest(schedule, 1, kind)
 
     monkeypatch.setattr("pipeloom.train.pipeline.moving", moving)
     configs = []

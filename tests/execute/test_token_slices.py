@@ -16,14 +16,15 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.lanes import Neighborhood
-from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
+from pipeloom.execute.move_lanes import InProcessMoveLanes
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import SwapPost
+from pipeloom.execute.wires import MovePost
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.schedule import lower
-from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.balance import balance
 from pipeloom.schedule.offload import offload
 from pipeloom.train.batch import Batch
@@ -40,10 +41,13 @@ GPT2 = replace(LLAMA, family="gpt2", num_kv_heads=4)
 
 def swaps_of(schedule):
     """For each rank what moves its activations, if the schedule does."""
-    if not any(row.is_kind(*SWAP_KINDS).any() for row in schedule.rows):
+    if not any(row.is_kind(*MOVE_KINDS).any() for row in schedule.rows):
         return [None] * schedule.num_ranks
-    lanes, wires = Neighborhood(), SwapPost().wires(schedule)
-    return [Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), wires) for rank in range(schedule.num_ranks)]
+    lanes, wires = Neighborhood(), MovePost().wires(schedule)
+    return [
+        ActivationMoves(schedule, rank, InProcessMoveLanes(lanes, HostClock()), wires)
+        for rank in range(schedule.num_ranks)
+    ]
 
 
 def sliced_differences(tmp_path, model, layout, schedule_config, swap=None):

@@ -10,7 +10,7 @@ from pipeloom.generate import make_schedule
 from pipeloom.generate.greedy import Task, best_schedule
 from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import PLACEMENTS, Placement, lower
-from pipeloom.schedule.held import Kept, most_in_row
+from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.simulate import simulate
 
 SECONDS = st.integers(1, 6).map(float)
@@ -50,7 +50,7 @@ def tasks(draw):
 def test_what_is_found_keeps_every_budget_and_takes_the_seconds_that_the_simulator_says(wanted):
     found = best_schedule(wanted)
     for rank, room in enumerate(wanted.budgets):
-        assert most_in_row(found.schedule, rank, Kept(wanted.kept, wanted.pending)) <= room * (1 + 1e-9)
+        assert most_in_row(found.schedule, rank, KeptBytes(wanted.kept, wanted.pending)) <= room * (1 + 1e-9)
     seconds = [i + w for i, w in zip(wanted.input_s, wanted.weight_s, strict=True)]
     share = {w / (i + w) for i, w in zip(wanted.input_s, wanted.weight_s, strict=True)}
     if len(share) == 1 and not any(wanted.boundary_s):

@@ -6,25 +6,20 @@ from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import add_reduce_grad, add_unshard, lower
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
 
 def held(ranks, stages, **sizes):
-    zeros = (0.0,) * stages
-    names = ("input_bytes", "working_bytes", "gathered_bytes", "gradient_bytes")
-    values = {name: tuple(sizes.get(name, zeros)) for name in names}
-    return HeldBytes(
-        always_bytes=tuple(sizes.get("always_bytes", (0.0,) * ranks)),
-        message_bytes=sizes.get("message_bytes", 0.0),
-        **values,
-    )
+    given = {"always_bytes": (0.0,) * ranks, "kept": KeptBytes([0.0] * stages)} | sizes
+    return HeldBytes(**given)
 
 
 def test_one_rank_by_hand():
     # F0 at 0..1, F1 at 1..2, B0 at 2..4, B1 at 4..6; inputs of 10, work of 3, 100 always
     schedule = make_schedule("gpipe", pp=1, num_microbatches=2)
     trace = simulate(schedule, UniformCosts(1.0, 2.0))
-    sizes = held(1, 1, always_bytes=[100.0], input_bytes=[10.0], working_bytes=[3.0])
+    sizes = held(1, 1, always_bytes=[100.0], kept=KeptBytes([10.0]), working_bytes=[3.0])
     (curve,) = memory_over_time(schedule, trace, sizes)
     assert curve.points == ((0.0, 113.0), (1.0, 123.0), (4.0, 113.0), (6.0, 100.0))
     assert (curve.peak_bytes, curve.peak_s) == (123.0, 1.0)
@@ -40,7 +35,7 @@ def test_the_peak_of_stage_inputs_is_what_the_rows_hold(family, communication):
     schedule = make_schedule(family, pp=3, loops=loops, num_microbatches=7)
     schedule = lower(schedule) if communication else schedule
     trace = simulate(schedule, UniformCosts(1.0, 2.0, 0.25))
-    curves = memory_over_time(schedule, trace, held(3, 3 * loops, input_bytes=[1.0] * (3 * loops)))
+    curves = memory_over_time(schedule, trace, held(3, 3 * loops, kept=KeptBytes([1.0] * (3 * loops))))
     assert tuple(curve.peak_bytes for curve in curves) == schedule.peak_stage_inputs
     assert all(curve.points[-1][1] == 0 for curve in curves)
 
@@ -79,7 +74,7 @@ def test_weights_that_are_never_dropped_stay_to_the_end():
 def test_frozen_stages_hold_their_inputs_for_the_forward_only():
     schedule = make_schedule("forward-only", pp=2, num_microbatches=3)
     trace = simulate(schedule, UniformCosts(1.0, 2.0))
-    curves = memory_over_time(schedule, trace, held(2, 2, input_bytes=[5.0, 5.0]))
+    curves = memory_over_time(schedule, trace, held(2, 2, kept=KeptBytes([5.0, 5.0])))
     assert [curve.peak_bytes for curve in curves] == [5, 5]
 
 
@@ -89,5 +84,5 @@ def test_a_trace_that_begins_later_gives_the_same_curve():
     moved = type(trace)(
         tuple(span._replace(start_s=span.start_s + 64, end_s=span.end_s + 64) for span in trace.spans), trace.num_ranks
     )
-    sizes = held(2, 2, input_bytes=[1.0, 2.0], message_bytes=1.0)
+    sizes = held(2, 2, kept=KeptBytes([1.0, 2.0]), message_bytes=1.0)
     assert memory_over_time(schedule, moved, sizes) == memory_over_time(schedule, trace, sizes)

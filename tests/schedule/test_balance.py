@@ -5,14 +5,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
-from swaps import compute_rows, num_moved, peaks
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Kind, Level, add_unshard, balance, lower, parse_schedule
 from pipeloom.schedule.balance import pair_ranks
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
 
@@ -26,8 +27,8 @@ def test_bpipe_stalls_nowhere_and_no_rank_holds_more_than_half_the_pipeline_and_
     plain = one_f_one_b(pp, pp * times)
     balanced = balance(plain)
     assert balanced.partners == tuple(reversed(range(pp)))
-    for swap_s in (0.1, 0.5, 1.0):
-        costs = UniformCosts(1, 2, swap_s=swap_s)
+    for evict_s in (0.1, 0.5, 1.0):
+        costs = UniformCosts(1, 2, evict_s=evict_s)
         assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
         found = peaks(balanced, costs)
         assert max(found) == found[0] == pp / 2 + 1
@@ -47,7 +48,7 @@ def test_with_an_odd_number_of_ranks_the_middle_one_has_no_partner(pp):
     plain = one_f_one_b(pp, 4 * pp)
     balanced = balance(plain)
     assert balanced.partners == tuple(reversed(range(pp)))
-    costs = UniformCosts(1, 2, swap_s=1)
+    costs = UniformCosts(1, 2, evict_s=1)
     assert max(peaks(balanced, costs)) <= (pp + 3) / 2
     assert num_moved(balanced, Kind.EVICT)[pp // 2] == 0
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
@@ -77,7 +78,7 @@ def test_bytes_that_are_always_held_decide_who_is_full():
 @given(any_schedules())
 def test_a_balanced_schedule_computes_in_the_same_order_and_time_and_no_pair_is_fuller(plain):
     balanced = balance(plain)
-    costs = UniformCosts(1, 2, swap_s=1)
+    costs = UniformCosts(1, 2, evict_s=1)
     assert balanced.level is Level.COMMUNICATION
     assert compute_rows(balanced) == compute_rows(plain)
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
@@ -95,13 +96,13 @@ def test_a_budget_is_kept_or_refused(plain, data):
         tuple(data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)),
         tuple(data.draw(st.integers(1, 8)) for _ in range(plain.num_stages)),
         transfer_s=data.draw(st.sampled_from([0, 0.5])),
-        swap_s=tuple(data.draw(st.sampled_from([0.25, 1, 3])) for _ in range(plain.num_stages)),
+        evict_s=tuple(data.draw(st.sampled_from([0.25, 1, 3])) for _ in range(plain.num_stages)),
     )
     sizes = [data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)]
     before = peaks(plain, costs, sizes)
     budget = [data.draw(st.integers(int(most / 2), 2 * int(most) + 4)) for most in before]
     try:
-        balanced = balance(plain, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
+        balanced = balance(plain, seconds_of=costs.seconds, kept=KeptBytes(sizes), budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
         return
@@ -126,7 +127,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
 
 def test_slow_transfers_move_less_rather_than_stall():
     plain = one_f_one_b(8, 32)
-    costs = UniformCosts(1, 2, swap_s=6)
+    costs = UniformCosts(1, 2, evict_s=6)
     balanced = balance(plain, seconds_of=costs.seconds)
     assert simulate(balanced, costs).end_s == simulate(plain, costs).end_s
     assert 5 < max(peaks(balanced, costs)) <= 8
@@ -137,7 +138,7 @@ def test_slow_transfers_move_less_rather_than_stall():
     [
         ({"partners": [1, 0, 2, 2]}, "partners must pair ranks 0..3"),
         ({"partners": [1, 0]}, "partners must pair ranks 0..3"),
-        ({"input_bytes": [1, 2]}, "input_bytes must be 4 numbers of at least 0, found"),
+        ({"kept": KeptBytes([1, 2])}, "kept whole must be 4 numbers of at least 0, found"),
         ({"budget_bytes": [1, 2, 3, -1]}, "budget_bytes must be 4 numbers of at least 0, found"),
         ({"always_bytes": [float("nan")] * 4}, "always_bytes must be 4 numbers"),
     ],
@@ -162,7 +163,7 @@ def test_one_rank_has_nobody():
 
 def test_gathers_may_be_added_before_and_behind():
     plain = make_schedule("depth-first", pp=4, loops=2, num_microbatches=8)
-    costs = UniformCosts(1, 2, swap_s=1)
+    costs = UniformCosts(1, 2, evict_s=1)
     behind = add_unshard(balance(plain), 1, 1)
     before = balance(add_unshard(lower(plain), 1, 1))
     assert compute_rows(behind) == compute_rows(before) == compute_rows(plain)
@@ -175,7 +176,7 @@ def test_split_backwards_and_token_slices_come_back_before_the_input_gradient():
         "0F0 0F0.1 0F1 0F1.1 0F2 0F2.1 0I0.1 0W0.1 0I0 0W0 0I1.1 0I1 0W1.1 0W1 0B2.1 0B2\n"
         "1F0 1F0.1 1I0.1 1W0.1 1I0 1W0 1F1 1F1.1 1I1.1 1I1 1W1.1 1W1 1F2 1F2.1 1B2.1 1B2\n"
     )
-    costs = UniformCosts(1, 2, swap_s=1)
+    costs = UniformCosts(1, 2, evict_s=1)
     balanced = balance(plain)
     assert plain.num_slices == 2
     assert (max(peaks(plain, costs)), max(peaks(balanced, costs))) == (3, 2)

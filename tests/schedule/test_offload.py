@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
-from swaps import compute_rows, num_moved, peaks
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
@@ -12,6 +12,7 @@ from pipeloom.generate import make_schedule
 from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Kind, balance, offload
 from pipeloom.schedule.balance import find_partners
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.simulate import simulate
 
@@ -72,7 +73,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
 
 
 def test_what_partners_accept_counts():
-    costs = UniformCosts(1, 2, swap_s=1, offload_s=0.5)
+    costs = UniformCosts(1, 2, evict_s=1, offload_s=0.5)
     plain = make_schedule("1f1b", pp=8, num_microbatches=32)
     balanced = balance(plain, seconds_of=costs.seconds)
     both = offload(balanced, budget_bytes=[4, 4, 4, 4, 4, 5, 5, 5], seconds_of=costs.seconds)
@@ -98,14 +99,14 @@ def test_a_budget_is_kept_or_refused(plain, is_balanced, data):
         tuple(data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)),
         tuple(data.draw(st.integers(1, 8)) for _ in range(plain.num_stages)),
         transfer_s=data.draw(st.sampled_from([0, 0.5])),
-        swap_s=(1.0,) * plain.num_stages,
+        evict_s=(1.0,) * plain.num_stages,
         offload_s=tuple(data.draw(st.sampled_from([0, 0.25, 1, 3])) for _ in range(plain.num_stages)),
     )
     sizes = [data.draw(st.integers(1, 4)) for _ in range(plain.num_stages)]
-    before = balance(plain, seconds_of=costs.seconds, input_bytes=sizes) if is_balanced else plain
+    before = balance(plain, seconds_of=costs.seconds, kept=KeptBytes(sizes)) if is_balanced else plain
     budget = [data.draw(st.integers(int(most / 3), int(most) + 2)) for most in peaks(before, costs, sizes)]
     try:
-        found = offload(before, seconds_of=costs.seconds, input_bytes=sizes, budget_bytes=budget)
+        found = offload(before, seconds_of=costs.seconds, kept=KeptBytes(sizes), budget_bytes=budget)
     except UserError as error:
         assert "pipeline rank" in str(error)  # noqa: PT017
         return
@@ -118,19 +119,19 @@ V_HALF = make_schedule("v-half", pp=4, num_microbatches=8, loops=2, placement="v
 
 
 def test_between_the_halves_of_a_backward_only_what_is_pending_counts():
-    pending, costs = [0.4] * 8, UniformCosts(1, 2, swap_s=1, offload_s=1)
+    pending, costs = [0.4] * 8, UniformCosts(1, 2, evict_s=1, offload_s=1)
     least = max(peaks(V_HALF, costs, pending=pending))
     assert least < max(peaks(V_HALF, costs))
     sizes = {"seconds_of": costs.seconds, "budget_bytes": [least] * 4}
-    assert num_moved(offload(V_HALF, pending_bytes=pending, **sizes), Kind.OFFLOAD) == [0] * 4
-    assert num_moved(balance(V_HALF, pending_bytes=pending, **sizes), Kind.EVICT) == [0] * 4
+    assert num_moved(offload(V_HALF, kept=KeptBytes(pending=pending), **sizes), Kind.OFFLOAD) == [0] * 4
+    assert num_moved(balance(V_HALF, kept=KeptBytes(pending=pending), **sizes), Kind.EVICT) == [0] * 4
     assert sum(num_moved(offload(V_HALF, **sizes), Kind.OFFLOAD)) > 0
 
 
 def test_what_is_pending_stays_within_the_budget_too():
     pending, costs = [0.4] * 8, UniformCosts(1, 2, offload_s=0.5)
     budget = [most - 1 for most in peaks(V_HALF, costs, pending=pending)]
-    found = offload(V_HALF, seconds_of=costs.seconds, pending_bytes=pending, budget_bytes=budget)
+    found = offload(V_HALF, seconds_of=costs.seconds, kept=KeptBytes(pending=pending), budget_bytes=budget)
     assert sum(num_moved(found, Kind.OFFLOAD)) > 0
     assert all(held <= most + 1e-9 for held, most in zip(peaks(found, costs, pending=pending), budget, strict=True))
 
@@ -139,12 +140,12 @@ def test_pairs_go_by_what_is_pending():
     """With whole inputs all ranks of V-Min hold as many; less is pending, and then the third one holds least."""
     v_min = make_schedule("v-min", pp=4, num_microbatches=8, loops=2, placement="v")
     assert find_partners(v_min) == (3, 2, 1, 0)
-    assert find_partners(v_min, pending_bytes=[0.4] * 8) == (2, 3, 0, 1)
+    assert find_partners(v_min, KeptBytes(pending=[0.4] * 8)) == (2, 3, 0, 1)
 
 
-def test_pending_bytes_are_one_number_for_each_stage():
-    with pytest.raises(UserError, match="pending_bytes must be 8 numbers"):
-        offload(V_HALF, pending_bytes=[1.0], budget_bytes=[8] * 4)
+def test_what_is_pending_is_one_number_for_each_stage():
+    with pytest.raises(UserError, match="kept pending must be 8 numbers"):
+        offload(V_HALF, KeptBytes(pending=[1.0]), budget_bytes=[8] * 4)
 
 
 def test_pairs_share_first_and_the_host_takes_what_is_left():

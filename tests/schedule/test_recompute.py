@@ -12,6 +12,7 @@ from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.generate import make_schedule
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Kind, format_torch_csv, lower, parse_schedule
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.recompute import recompute_beyond
 from pipeloom.simulate import simulate
 
@@ -19,16 +20,7 @@ FAMILIES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("depth-first", 2), ("bre
 
 
 def peaks(schedule, kept, left, costs=None):
-    none = (0.0,) * schedule.num_stages
-    held = HeldBytes(
-        always_bytes=(0.0,) * schedule.num_ranks,
-        input_bytes=tuple(kept),
-        working_bytes=none,
-        gathered_bytes=none,
-        gradient_bytes=none,
-        message_bytes=0.0,
-        recomputed_bytes=tuple(left),
-    )
+    held = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes(kept, recomputed=left))
     trace = simulate(schedule, costs or UniformCosts(1, 2))
     return [curve.peak_bytes for curve in memory_over_time(schedule, trace, held)]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.stage import Stage
-from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.transport import Transport
 from pipeloom.execute.weights import master_dtype
 from pipeloom.schedule import Schedule
@@ -70,7 +70,7 @@ def make_executor(
     modules: Sequence[nn.Module],
     outputs: Sequence[TensorSpec],
     transport: Transport,
-    swaps: Swaps | None = None,
+    moves: ActivationMoves | None = None,
     slices: TokenSlices | None = None,
 ) -> Executor:
     """One rank's executor over its own of all the modules."""
@@ -86,7 +86,7 @@ def make_executor(
         )
         for index in schedule.placement.stages_of(rank)
     }
-    settings = {"transport": transport, "clock": HostClock(), "swaps": swaps, "slices": slices}
+    settings = {"transport": transport, "clock": HostClock(), "moves": moves, "slices": slices}
     return Executor(schedule, rank, stages, outputs=outputs, **settings)
 
 

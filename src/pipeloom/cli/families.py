@@ -30,8 +30,8 @@ class Options:
     """For programs."""
 
 
-COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "swaps", "swapped")
-_WIDE = ("sent", "swaps", "swapped")
+COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "moves", "moved")
+_WIDE = ("sent", "moves", "moved")
 """Columns that a terminal has no room for."""
 SLICES = 4
 """Token slices of the rows that have some."""
@@ -59,7 +59,7 @@ class Line:
     def cells(self) -> tuple[str, ...]:
         """Texts of ``COLUMNS``."""
         found = self.comparison
-        amounts = (found.gathers, found.messages, found.sent, found.swaps, found.swapped)
+        amounts = (found.gathers, found.messages, found.sent, found.moves, found.moved)
         return (
             str(self.loops),
             f"{100 * found.bubble_overhead:.1f} %",
@@ -94,7 +94,7 @@ def lines(pp: int, num_microbatches: int, loops: int) -> Iterator[Line]:
     """
     for name, schedule in [*_schedules(pp, num_microbatches, loops), *_passes(pp, num_microbatches, loops)]:
         forward = 1 / schedule.num_slices
-        costs = UniformCosts(forward, 2 * forward, swap_s=forward, offload_s=forward)
+        costs = UniformCosts(forward, 2 * forward, evict_s=forward, offload_s=forward)
         yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, costs))
 
 

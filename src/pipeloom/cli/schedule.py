@@ -28,10 +28,10 @@ from pipeloom.schedule import (
     parse_schedule,
     parse_torch_csv,
 )
-from pipeloom.schedule.held import Kept, all_changes
+from pipeloom.schedule.held import KeptBytes, all_changes
+from pipeloom.schedule.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.schedule.stage_swaps import Amounts
-from pipeloom.schedule.swap_stages import UpdatePlace
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import count, told_passes
@@ -97,7 +97,7 @@ class Options:
     budget: float | None = None
     """Most stage inputs that a rank may hold at once, what is under way counted at both ends; with --balance or
     --offload. None: as --balance leaves it."""
-    swap: float = 1.0
+    move: float = 1.0
     """Cost of moving what a stage keeps for a micro-batch to a partner or to the host, or back."""
     format: Literal["text", "json", "torch-csv"] = "text"
     """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
@@ -121,13 +121,13 @@ def run(words: list[str]) -> int:
         options.transfer / plain.num_slices,
         options.gather,
         options.reduce,
-        swap_s=options.swap,
-        offload_s=options.swap,
+        evict_s=options.move,
+        offload_s=options.move,
         tied_s=options.tied or 0.0,
         tied_grad_s=options.tied or 0.0,
         move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
     )
-    schedule = _swapped(plain, options, costs)
+    schedule = _moved(plain, options, costs)
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -168,7 +168,7 @@ def _lowered(schedule: Schedule, options: Options) -> Schedule:
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
 
 
-def _swapped(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
+def _moved(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
     budget = None if options.budget is None else [options.budget] * schedule.num_ranks
     moves = Moves(to_partners=options.balance, to_host=options.offload, budget_bytes=budget)
     return add_moves(schedule, moves, seconds_of=costs.seconds)
@@ -178,9 +178,9 @@ def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
     for name, pass_name, kind in (("gather", "unshard", Kind.UNSHARD), ("reduce", "reduce-grad", Kind.REDUCE_GRAD)):
         if getattr(options, name) and not any(_counts(schedule, kind)):
             raise UserError(f"--{name} has no effect: the schedule has no {kind}; add --{pass_name} or leave it out")
-    swaps = options.balance or options.offload or schedule.facts.row.is_kind(Kind.EVICT, Kind.OFFLOAD).any()
-    if options.swap != Options.swap and not swaps:
-        raise UserError("--swap has no effect: the schedule has no EVICT or OFFLOAD; leave it out")
+    moves = options.balance or options.offload or schedule.facts.row.is_kind(Kind.EVICT, Kind.OFFLOAD).any()
+    if options.move != Options.move and not moves:
+        raise UserError("--move has no effect: the schedule has no EVICT or OFFLOAD; leave it out")
     if options.tied is not None and not any(_counts(schedule, Kind.SEND_TIED)):
         raise UserError("--tied has no effect: the first and the last stage are on one rank; leave it out")
 
@@ -225,7 +225,7 @@ def _counts(schedule: Schedule, kind: Kind) -> list[int]:
 
 def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
     """For each rank the most stage inputs that it holds, its own and accepted ones."""
-    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, Kept([1.0] * schedule.num_stages))
+    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, KeptBytes())
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
@@ -243,7 +243,7 @@ def _one_row_a_line(tree: dict[str, Any]) -> str:
 def _option_problems(options: Options) -> list[str]:
     is_torn = options.json and options.format == "torch-csv"
     problems = ["--json and --format torch-csv disagree; choose one"] if is_torn else []
-    may_be_zero = ("transfer", "gather", "reduce", "swap", "stage_swap")
+    may_be_zero = ("transfer", "gather", "reduce", "move", "stage_swap")
     for name in ("forward", "backward", *may_be_zero):
         value = getattr(options, name)
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
@@ -251,14 +251,14 @@ def _option_problems(options: Options) -> list[str]:
             problems.append(f"--{name.replace('_', '-')} must be {least} 0, found {value:g}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
-    swaps = options.balance or options.offload
+    moves = options.balance or options.offload
     if options.offload and options.budget is None:
         problems.append("--offload needs --budget: how many stage inputs a rank may hold")
     if options.budget is not None and not 0 <= options.budget < float("inf"):
         problems.append(f"--budget must be at least 0, found {options.budget:g}")
     for name, needed, is_idle in (
-        ("budget", "balance or --offload", not swaps and options.budget is not None),
-        ("swap", "balance or --offload", not swaps and options.family in FAMILIES and options.swap != Options.swap),
+        ("budget", "balance or --offload", not moves and options.budget is not None),
+        ("move", "balance or --offload", not moves and options.family in FAMILIES and options.move != Options.move),
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
         ("stage-swap", "resident", options.resident is None and options.stage_swap != 0),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
@@ -336,7 +336,7 @@ def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
 
 
 def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float | None) -> None:
-    """Print the rows and what they come to; ``delay`` is what swaps cost, ``None`` where that is not known."""
+    """Print the rows and what they come to; ``delay`` is what moves cost, ``None`` where that is not known."""
     summary = summarize(trace)
     lines = {
         "makespan": f"{summary.makespan_s:g}",
@@ -344,9 +344,9 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
-    lines |= _swap_lines(schedule, trace, is_asked=delay is not None)
+    lines |= _move_lines(schedule, trace, is_asked=delay is not None)
     if delay is not None:
-        lines["delay by swaps"] = f"{delay:g}"
+        lines["delay by moves"] = f"{delay:g}"
     kinds = {"weight gathers": Kind.UNSHARD, "reductions": Kind.REDUCE_GRAD, "stages swapped in": Kind.SWAP_IN}
     counts = {name: _counts(schedule, kind) for name, kind in kinds.items()}
     again = _counts(schedule, Kind.RECOMPUTE)
@@ -363,7 +363,7 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
         print(f"# {name:<18} {value}")
 
 
-def _swap_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
+def _move_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
     """What moves away in between, if something does or was asked to; a file does not say who accepts it."""
     evictions, offloads = _counts(schedule, Kind.EVICT), _counts(schedule, Kind.OFFLOAD)
     if not (is_asked or any(evictions) or any(offloads)):
@@ -374,10 +374,10 @@ def _swap_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str
         "partners": partners if schedule.partners is None else _by_rank(schedule.partners),
         "evictions": _by_rank(evictions),
         "offloads": _by_rank(offloads),
-        "peak with swaps": _by_rank(_peaks_held(schedule, trace)),
+        "peak with moves": _by_rank(_peaks_held(schedule, trace)),
     }
     if is_unknown:
-        lines["peak with swaps"] += ": without what ranks accept from partners"
+        lines["peak with moves"] += ": without what ranks accept from partners"
     elif schedule.partners is not None and not any(evictions):
         lines["evictions"] += ": no rank holds enough less than another"
     return lines

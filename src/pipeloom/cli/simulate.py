@@ -10,11 +10,11 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
-from pipeloom.planner.swap import SwapPlan, plan_swaps, question_of
+from pipeloom.planner.stage_swaps import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe, machine_problems
-from pipeloom.predict.moving import Moving
+from pipeloom.predict.moves import Moving
+from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
-from pipeloom.predict.swap import Swapping
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
 

@@ -36,7 +36,7 @@ class UniformCosts:
             carried by the receive, so that one edge moves one message at a time.
         unshard_s: seconds of gathering one stage's weights; dropping them takes none.
         reduce_s: seconds of reducing one stage's gradient.
-        swap_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
+        evict_s: seconds of evicting what a stage keeps for a micro-batch, and of loading it.
         offload_s: seconds of moving what a stage keeps for a micro-batch to the host, and of bringing it back.
         tied_s: seconds of moving the matrix that embedding and head share; carried by the receive.
         tied_grad_s: seconds of moving the head's gradient for it; carried by the receive.
@@ -51,7 +51,7 @@ class UniformCosts:
     transfer_s: float = 0.0
     unshard_s: float = 0.0
     reduce_s: float = 0.0
-    swap_s: float = 0.0
+    evict_s: float = 0.0
     offload_s: float = 0.0
     tied_s: float = 0.0
     tied_grad_s: float = 0.0
@@ -79,7 +79,7 @@ class UniformCosts:
         """Seconds of what runs beside compute and concerns one stage alone."""
         match kind:
             case Kind.EVICT | Kind.LOAD:
-                return self.swap_s
+                return self.evict_s
             case Kind.OFFLOAD | Kind.RELOAD:
                 return self.offload_s
             case Kind.UNSHARD:
@@ -108,7 +108,7 @@ class StageCosts:
             boundaries have their own.
         unshard_s: for each stage, seconds of gathering its weights; empty where that takes none.
         reduce_s: for each stage, seconds of reducing its gradient; empty where that takes none.
-        swap_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
+        evict_s: for each stage, seconds of evicting what it keeps for a micro-batch, and of loading it; empty where
             that takes none.
         offload_s: the same for moving it to the host, and for bringing it back.
         weight_share: part of a backward that a split leaves to the gradients of the weights, if ``weight_s`` does not
@@ -130,7 +130,7 @@ class StageCosts:
     transfer_s: float = 0.0
     unshard_s: tuple[float, ...] = ()
     reduce_s: tuple[float, ...] = ()
-    swap_s: tuple[float, ...] = ()
+    evict_s: tuple[float, ...] = ()
     offload_s: tuple[float, ...] = ()
     weight_share: float = 0.5
     tied_s: float = 0.0
@@ -180,7 +180,7 @@ class StageCosts:
             case Kind.REDUCE_GRAD:
                 return self.reduce_s[stage] if self.reduce_s else 0.0
             case Kind.EVICT | Kind.LOAD:
-                return self.swap_s[stage] if self.swap_s else 0.0
+                return self.evict_s[stage] if self.evict_s else 0.0
             case Kind.OFFLOAD | Kind.RELOAD:
                 return self.offload_s[stage] if self.offload_s else 0.0
             case Kind.RECV_TIED:

@@ -55,7 +55,7 @@ def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:
     """With a slice's share of what it takes to move a micro-batch's activations away and back."""
     return replace(
         part,
-        swap_s=tuple(seconds * share for seconds in whole.swap_s),
+        evict_s=tuple(seconds * share for seconds in whole.evict_s),
         offload_s=tuple(seconds * share for seconds in whole.offload_s),
     )
 

@@ -16,21 +16,21 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
 from pipeloom.execute.lanes import Collective
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.needs import awaited_slots, source_of
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
-from pipeloom.execute.swaps import Swaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
 from pipeloom.schedule.action import (
     COLLECTIVE_KINDS,
     COMPUTE_LANE_KINDS,
+    MOVE_KINDS,
     RECEIVE_KINDS,
     SEND_KINDS,
     STAGE_SWAP_KINDS,
-    SWAP_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
@@ -82,7 +82,7 @@ class Executor:
         clock: what spans are measured with.
         data_parallel: gathers weights and reduces gradients; ``None`` runs schedules without such actions.
         tied: the matrix that embedding and head share; ``None`` where they share none, or are one stage.
-        swaps: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
+        moves: moves what stages keep, and counts it; ``None`` runs schedules without such actions.
         stage_swaps: moves whole stages between device and host, and updates them; ``None`` as well.
         run_ahead: compute actions that the host may issue before the device has done them, at least 1.
         slices: how micro-batches are cut, where the schedule cuts them.
@@ -102,7 +102,7 @@ class Executor:
         clock: Clock,
         data_parallel: DataParallel | None = None,
         tied: Tied | None = None,
-        swaps: Swaps | None = None,
+        moves: ActivationMoves | None = None,
         stage_swaps: StageSwaps | None = None,
         run_ahead: int = sys.maxsize,
         slices: TokenSlices | None = None,
@@ -116,7 +116,7 @@ class Executor:
         self._clock = clock
         self._data_parallel = data_parallel
         self._tied = tied
-        self._swaps = swaps
+        self._moves = moves
         self._stage_swaps = stage_swaps
         self._run_ahead = run_ahead
         self._slices = slices
@@ -140,8 +140,8 @@ class Executor:
         if tied is not None:
             self._handlers |= dict.fromkeys(TIED_SEND_KINDS, self._send_tied)
             self._handlers |= dict.fromkeys(TIED_RECEIVE_KINDS, self._receive_tied)
-        if swaps is not None:
-            self._handlers |= dict.fromkeys(SWAP_KINDS, self._swap)
+        if moves is not None:
+            self._handlers |= dict.fromkeys(MOVE_KINDS, self._move)
         if stage_swaps is not None:
             self._handlers |= {**dict.fromkeys(STAGE_SWAP_KINDS, self._swap_stage), Kind.UPDATE: stage_swaps.update}
         self._check()
@@ -175,7 +175,7 @@ class Executor:
             self._data_parallel.begin(trains=any(action.kind in ADDS_TO_GRADIENT for action in self._row))
         if self._tied is not None:
             self._tied.begin(self._handover)
-        self._services = [] if self._swaps is None else self._swaps.begin()
+        self._services = [] if self._moves is None else self._moves.begin()
         if self._stage_swaps is not None:
             self._stage_swaps.begin(self._tied)
         for slot, action in enumerate(self._row):
@@ -206,8 +206,8 @@ class Executor:
         held = self._held
         if self._data_parallel is not None:
             held = held.most(self._data_parallel.most_held)
-        if self._swaps is not None:
-            held = held.most(Held(live_bytes=self._swaps.most_bytes))
+        if self._moves is not None:
+            held = held.most(Held(live_bytes=self._moves.most_bytes))
         if self._stage_swaps is not None:
             held = held.most(Held(swapped_bytes=self._stage_swaps.store.peak_bytes))
         return held
@@ -246,8 +246,8 @@ class Executor:
             return f"rank {self.rank} is {place}"
         peer = self._lane[waits_for].peer
         others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
-        if waits_for.kind in SWAP_KINDS and self._swaps is not None:
-            others = self._swaps.other_end(waits_for.kind)
+        if waits_for.kind in MOVE_KINDS and self._moves is not None:
+            others = self._moves.other_end(waits_for.kind)
         elif waits_for.kind in STAGE_SWAP_KINDS:
             others = "the host"
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
@@ -260,8 +260,8 @@ class Executor:
             self._data_parallel.forget()
         if self._tied is not None:
             self._tied.forget()
-        if self._swaps is not None:
-            self._swaps.forget()
+        if self._moves is not None:
+            self._moves.forget()
         if self._stage_swaps is not None:
             self._stage_swaps.forget()
         self._begin([], None)
@@ -378,15 +378,15 @@ class Executor:
 
     def _parcel(self, action: Action) -> Parcel | None:
         """What takes what autograd saves in a forward, if somebody has to know it."""
-        if self._swaps is None:
+        if self._moves is None:
             return None
         forward = action._replace(kind=Kind.FORWARD)
-        return self._swaps.parcel(action, owns_input=self._source[forward] is not None)
+        return self._moves.parcel(action, owns_input=self._source[forward] is not None)
 
     def _count_held(self, forward: Action | None = None) -> None:
         """Note what is held now, after a forward that keeps it or after the first half of a backward."""
-        if forward is not None and self._swaps is not None:
-            self._swaps.after_forward(forward)
+        if forward is not None and self._moves is not None:
+            self._moves.after_forward(forward)
         stages = self._stages.values()
         now = Held(
             stage_inputs=-(-sum(stage.num_held for stage in stages) // self.schedule.num_slices),
@@ -404,26 +404,26 @@ class Executor:
         stage = self._stages[action.stage]
         before = stage.pending_bytes
         self._use_kept(action, stage.backward_input)
-        if self._swaps is not None:
-            self._swaps.after_input_gradient(action, stage.pending_bytes - before)
+        if self._moves is not None:
+            self._moves.after_input_gradient(action, stage.pending_bytes - before)
         self._count_held()
 
     def _use_kept(self, action: Action, run: Callable[[Part, Tensor | None], Tensor | None]) -> None:
         """Run what needs what the forward kept, and keep the gradient that it makes."""
         part = _part(action)
-        if self._swaps is not None:
-            self._swaps.before_backward(action)
+        if self._moves is not None:
+            self._moves.before_backward(action)
         gradient = run(part, self._input(action))
-        if self._swaps is not None:
-            self._swaps.after_backward(action)
+        if self._moves is not None:
+            self._moves.after_backward(action)
         if gradient is not None:
             self._results[action] = gradient
 
     def _backward_weight(self, action: Action) -> None:
         self._before_gradients(action)
         self._stages[action.stage].backward_weight(_part(action))
-        if self._swaps is not None:
-            self._swaps.after_backward(action)
+        if self._moves is not None:
+            self._moves.after_backward(action)
 
     def _before_gradients(self, action: Action) -> None:
         if self._data_parallel is not None:
@@ -464,9 +464,9 @@ class Executor:
     def _collect(self, action: Action) -> None:
         self._collectives[self._slot] = self._starts[action.kind](action.stage)
 
-    def _swap(self, action: Action) -> None:
-        assert self._swaps is not None
-        self._collectives[self._slot] = self._swaps.start(action)
+    def _move(self, action: Action) -> None:
+        assert self._moves is not None
+        self._collectives[self._slot] = self._moves.start(action)
 
     def _swap_stage(self, _: Action) -> None:
         assert self._stage_swaps is not None

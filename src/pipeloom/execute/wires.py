@@ -72,7 +72,7 @@ def evictions(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
     return found
 
 
-class SwapPost:
+class MovePost:
     """Where the ranks of one process leave announcements and bytes for each other."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class SwapPost:
 
 
 class _PostWire:
-    def __init__(self, post: SwapPost, evictor: int, direction: Direction) -> None:
+    def __init__(self, post: MovePost, evictor: int, direction: Direction) -> None:
         self._post = post
         self._name = (evictor, direction)
 

@@ -18,7 +18,7 @@ from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
 from pipeloom.predict.step import Order, compute_schedule, unsent
-from pipeloom.schedule.held import Peaks
+from pipeloom.schedule.peaks import Peaks
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeloom.cost.moving import offload_seconds, swap_seconds
+from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Way, paired_order
@@ -21,7 +21,7 @@ from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import TRIES, free_bytes, orders_of
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
-from pipeloom.predict.moving import Moving
+from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, compute_schedule
 from pipeloom.schedule.balance import pair_ranks
 
@@ -100,7 +100,7 @@ class Relief:
             return np.array(offload_seconds(cut.run, cluster, sizes))
         assert self.leaf.stage_inputs is not None
         held = (self.leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
-        return np.array(swap_seconds(cut.run, cluster, software, pair_ranks(held), sizes))
+        return np.array(evict_seconds(cut.run, cluster, software, pair_ranks(held), sizes))
 
     def settle(self) -> Candidate | None:
         """The leaf with everything decided; ``None`` if it does not fit in this way, or fits without it."""

@@ -15,7 +15,7 @@ from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.generate.greedy import INPUTS_BY_RANKS, Aim, Found, Task, best_schedule
 from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import Placement, Schedule, lower
-from pipeloom.schedule.held import Kept, most_in_row
+from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.simulate import simulate
 
 FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"} | {
@@ -202,5 +202,5 @@ def in_flight(run: Run, software: Software, costs: StageCosts | None = None) -> 
         schedule = _schedule(family, run.pp, run.loops, count, has_transfers=False)
     if not known.splits_backward:
         return schedule.peak_stage_inputs
-    whole, pending = [1.0] * schedule.num_stages, [pending_share(run, software)] * schedule.num_stages
-    return tuple(most_in_row(schedule, rank, Kept(whole, pending)) for rank in range(schedule.num_ranks))
+    kept = KeptBytes(pending=[pending_share(run, software)] * schedule.num_stages)
+    return tuple(most_in_row(schedule, rank, kept) for rank in range(schedule.num_ranks))

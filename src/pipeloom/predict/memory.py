@@ -23,10 +23,11 @@ from pipeloom.cost.software import Software
 from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Placement, Schedule
-from pipeloom.schedule.action import SWAP_KINDS
+from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Kept, Peaks, all_changes, most_in_row
+from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
+from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 
@@ -59,7 +60,7 @@ def memory_by_rank(
         for rank, own in enumerate(stages)
     ]
     most_held = partial(most_in_row, schedule)
-    if swaps_anything(schedule):
+    if moves_anything(schedule):
         most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     return _memory(run, software, rooms, schedule.placement, most_held)
 
@@ -95,14 +96,14 @@ def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list
     """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
     _, head = stage_layers(run, software)
     only_head = [kept_logits(run, software) * (stage == head) for stage in range(schedule.num_stages)]
-    parts = (_kept(run, software), Kept(only_head, shares=run.slice_shares))
+    parts = (_kept(run, software), KeptBytes(only_head, shares=run.slice_shares))
     return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
 
 
-def _kept(run: Run, software: Software) -> Kept:
+def _kept(run: Run, software: Software) -> KeptBytes:
     """What micro-batches keep, logits left out."""
     pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
-    return Kept(input_bytes(run, software), pending, again, run.slice_shares)
+    return KeptBytes(input_bytes(run, software), pending, again, run.slice_shares)
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
@@ -118,7 +119,7 @@ def _memory(
     software: Software,
     rooms: Sequence[Room],
     placement: Placement,
-    most_held: Callable[[int, Kept], float],
+    most_held: Callable[[int, KeptBytes], float],
 ) -> tuple[Memory, ...]:
     """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
     _, head = stage_layers(run, software)
@@ -127,7 +128,7 @@ def _memory(
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
     kept = _kept(run, software)
-    only_head = Kept([float(stage == head) for stage in range(placement.num_stages)], shares=shares)
+    only_head = KeptBytes([float(stage == head) for stage in range(placement.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
@@ -192,9 +193,9 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     return [stage_input_bytes(run) + count * each for count in counts]
 
 
-def swaps_anything(schedule: Schedule) -> bool:
+def moves_anything(schedule: Schedule) -> bool:
     """Whether what backwards need leaves a rank in between."""
-    return bool(schedule.facts.row.is_kind(*SWAP_KINDS).any())
+    return bool(schedule.facts.row.is_kind(*MOVE_KINDS).any())
 
 
 def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
@@ -204,7 +205,7 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
     return matched.start_s, matched.end_s
 
 
-def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: Kept) -> float:
+def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: KeptBytes) -> float:
     """The same as ``most_in_row`` on a clock: without what has left, with what is accepted."""
     return all_changes(*timed, kept).peak(rank)
 
@@ -232,8 +233,7 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    inputs = kept_by_stage(run, software)
-    stages = layers_by_recompute(run, software)
+    kept, stages = _kept(run, software), layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
     gathered, unreduced = _whole_bytes(run, software)
@@ -246,12 +246,9 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     ]
     return HeldBytes(
         always_bytes=tuple(always),
-        input_bytes=tuple(inputs),
-        pending_bytes=tuple(stage_pending_bytes(run, software)),
+        kept=kept._replace(whole=kept_by_stage(run, software)),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered),
         gradient_bytes=tuple(unreduced),
-        slice_shares=run.slice_shares,
         message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
-        recomputed_bytes=tuple(recomputed_bytes(run, software)),
     )

@@ -20,9 +20,9 @@ from pipeloom.layout import Shard, even_slices
 from pipeloom.predict.fast import Prediction
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
-from pipeloom.predict.moving import Moving, Placed, with_moves
+from pipeloom.predict.moves import Moving, Placed, with_moves
 from pipeloom.predict.places import Place, rank_places
-from pipeloom.predict.swap import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower

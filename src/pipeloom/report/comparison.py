@@ -6,6 +6,7 @@ from pipeloom.cost.costs import Costs
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Kind, Schedule, add_unshard, lower
 from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.spans import Spans
 
@@ -24,8 +25,8 @@ class Comparison:
         gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
         messages: tensors that change rank in a step: activations on the way forward, gradients on the way back.
         sent: what they carry, in units of a micro-batch's activations at the border of a stage.
-        swaps: transfers out and back of what ranks keep, to a partner or to the host.
-        swapped: what they carry, in the unit of ``memory``.
+        moves: transfers out and back of what ranks keep, to a partner or to the host.
+        moved: what they carry, in the unit of ``memory``.
     """
 
     bubble_overhead: float
@@ -34,8 +35,8 @@ class Comparison:
     gathers: int
     messages: int
     sent: float
-    swaps: int
-    swapped: float
+    moves: int
+    moved: float
 
 
 def compare(schedule: Schedule, costs: Costs) -> Comparison:
@@ -48,20 +49,12 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     trace = simulate(schedule, costs)
     ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
-    none = (0.0,) * schedule.num_stages
-    one_each = HeldBytes(
-        always_bytes=(0.0,) * schedule.num_ranks,
-        input_bytes=(1 / loops,) * schedule.num_stages,
-        working_bytes=none,
-        gathered_bytes=none,
-        gradient_bytes=none,
-        message_bytes=0.0,
-    )
+    one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
     curves = memory_over_time(schedule, trace, one_each)
     lowered = lower(schedule)
     gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
-    swaps = _count(lowered, *LOAD_OF, *LOAD_OF.values())
+    moves = _count(lowered, *LOAD_OF, *LOAD_OF.values())
     return Comparison(
         bubble_overhead=trace.num_ranks * (trace.end_s - trace.start_s) / sum(map(_needed_s, ranks)) - 1,
         own_overhead=max(
@@ -71,8 +64,8 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
         messages=messages,
         sent=messages / schedule.num_slices,
-        swaps=swaps,
-        swapped=swaps / loops / schedule.num_slices,
+        moves=moves,
+        moved=moves / loops / schedule.num_slices,
     )
 
 

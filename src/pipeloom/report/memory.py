@@ -3,7 +3,7 @@
 It does not matter whether the trace was simulated or measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pipeloom.report.matching import match_spans
 from pipeloom.schedule import Row, Schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
-from pipeloom.schedule.held import Kept, accepted_changes, input_changes
+from pipeloom.schedule.held import KeptBytes, accepted_changes, input_changes, shares_of
 from pipeloom.schedule.row import CODE
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.schedule.stage_swaps import Amounts, stage_stays
@@ -30,12 +30,10 @@ class HeldBytes:
 
     Attributes:
         always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
-        input_bytes: for each stage what a micro-batch keeps from the start of its forward to the end of its backward,
-            or of its first half.
-        recomputed_bytes: for each stage what it keeps instead where it is recomputed, until that starts: the stage's
-            input. Empty where nothing is.
-        slice_shares: of each token slice in what a micro-batch is and needs; empty where they are alike.
-        working_bytes: for each stage what a compute action needs while it runs, beside that.
+        kept: what stages keep of micro-batches, from the start of a forward on; its shares of slices are also those in
+            what a micro-batch is and needs.
+        working_bytes: for each stage what a compute action needs while it runs, beside that; empty for nothing, as
+            below.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
         gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
@@ -43,19 +41,14 @@ class HeldBytes:
         stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
             in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
-        pending_bytes: for each stage what a micro-batch keeps between the two halves of its backward; empty for as much
-            as before.
     """
 
     always_bytes: tuple[float, ...]
-    input_bytes: tuple[float, ...]
-    working_bytes: tuple[float, ...]
-    gathered_bytes: tuple[float, ...]
-    gradient_bytes: tuple[float, ...]
-    message_bytes: float
-    recomputed_bytes: tuple[float, ...] = ()
-    slice_shares: tuple[float, ...] = ()
-    pending_bytes: tuple[float, ...] = ()
+    kept: KeptBytes
+    working_bytes: tuple[float, ...] = ()
+    gathered_bytes: tuple[float, ...] = ()
+    gradient_bytes: tuple[float, ...] = ()
+    message_bytes: float = 0.0
     stages: tuple[Amounts, ...] = ()
 
 
@@ -101,8 +94,7 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     matched = match_spans(schedule, trace)
     bounds = schedule.facts.columns.first.tolist()
     curves: list[MemoryCurve] = []
-    kept = Kept(held.input_bytes, held.pending_bytes, held.recomputed_bytes, held.slice_shares)
-    arguments = (schedule, matched.start_s, matched.end_s, kept)
+    arguments = (schedule, matched.start_s, matched.end_s, held.kept)
     inputs, accepted = input_changes(*arguments), accepted_changes(*arguments)
     for rank, always in enumerate(held.always_bytes):
         own = matched.take(slice(bounds[rank], bounds[rank + 1]))
@@ -110,7 +102,7 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
             ("stage inputs", *inputs.of(rank)),
             ("accepted", *accepted.of(rank)),
             *_work(schedule, own, held),
-            *_whole_stages(own, held, trace.end_s),
+            *_whole_stages(schedule, own, held, trace.end_s),
             *_resident(own, held),
             *_messages(schedule, rank, matched, held, trace.start_s),
         ]
@@ -139,23 +131,22 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
 
 def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
     """What compute needs while it runs."""
-    share = _shares(schedule, held)[own.row.slice]
-    working, computes = np.asarray(held.working_bytes)[own.row.stage] * share, own.row.is_kind(*COMPUTE_KINDS)
+    share, computes = shares_of(schedule, held.kept.shares)[own.row.slice], own.row.is_kind(*COMPUTE_KINDS)
+    working = _by_stage(schedule, held.working_bytes)[own.row.stage] * share
     yield "working", own.start_s[computes], working[computes]
     yield "working", own.end_s[computes], -working[computes]
 
 
-def _shares(schedule: Schedule, held: HeldBytes) -> NDArray[np.float64]:
-    """Of each token slice in a micro-batch."""
-    even = np.full(schedule.num_slices, 1 / schedule.num_slices)
-    return np.asarray(held.slice_shares) if len(held.slice_shares) == schedule.num_slices else even
+def _by_stage(schedule: Schedule, sizes: Sequence[float]) -> Bytes:
+    """Bytes of each stage; nothing where none are told."""
+    return np.asarray(sizes or [0.0] * schedule.num_stages)
 
 
-def _whole_stages(own: Spans, held: HeldBytes, end_s: float) -> Changes:
+def _whole_stages(schedule: Schedule, own: Spans, held: HeldBytes, end_s: float) -> Changes:
     """Gathered weights and unreduced gradients, each of a whole stage."""
     begins = np.zeros(len(own), np.bool_)
     begins[[slot for slot, _ in unreduced_counts(own.row)]] = True
-    gathered, gradients = np.asarray(held.gathered_bytes), np.asarray(held.gradient_bytes)
+    gathered, gradients = (_by_stage(schedule, sizes) for sizes in (held.gathered_bytes, held.gradient_bytes))
     is_gather, is_drop = own.row.is_kind(Kind.UNSHARD), own.row.is_kind(Kind.RESHARD)
     yield from _until("gathered weights", own, is_gather, is_drop, gathered, end_s=end_s)
     yield from _until("gradients", own, begins, own.row.is_kind(Kind.REDUCE_GRAD), gradients, end_s=end_s)
@@ -196,6 +187,6 @@ def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, st
         facts.node_of[CODE[Kind.FORWARD]][place],
         np.maximum(*(nodes_of[place] for nodes_of in uses_gradient)),
     )
-    size = held.message_bytes * _shares(schedule, held)[part]
+    size = held.message_bytes * shares_of(schedule, held.kept.shares)[part]
     yield "receive buffers", posted_s, size
     yield "receive buffers", matched.end_s[user], -size

@@ -67,7 +67,7 @@ RECEIVE_KINDS = frozenset({Kind.RECV_F, Kind.RECV_B})
 LOAD_OF = {Kind.EVICT: Kind.LOAD, Kind.OFFLOAD: Kind.RELOAD}
 """What brings back what an action moves out: the tier is the partner, or the host."""
 OUT_OF = {load: out for out, load in LOAD_OF.items()}
-SWAP_KINDS = frozenset(LOAD_OF) | frozenset(OUT_OF)
+MOVE_KINDS = frozenset(LOAD_OF) | frozenset(OUT_OF)
 """Kinds that move what a stage keeps for a micro-batch."""
 STAGE_SWAP_KINDS = frozenset({Kind.SWAP_IN, Kind.SWAP_OUT})
 """Kinds that move a whole stage between device and host."""

@@ -13,7 +13,7 @@ from pipeloom.schedule.action import LOAD_OF, Kind
 from pipeloom.schedule.budget import Sizes, checked, refuse_missing
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Bytes, Changes, peak_of
+from pipeloom.schedule.held import Bytes, Changes, KeptBytes, peak_of
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.schedule import Schedule
@@ -21,13 +21,10 @@ from pipeloom.schedule.schedule import Schedule
 
 def balance(
     schedule: Schedule,
+    kept: KeptBytes | None = None,
     *,
     seconds_of: SecondsOf = nominal_s,
-    input_bytes: Sequence[float] | None = None,
-    recomputed_bytes: Sequence[float] | None = None,
-    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
-    slice_shares: Sequence[float] = (),
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
@@ -45,14 +42,10 @@ def balance(
 
     Args:
         schedule: at any level, without evictions; compute actions alone are lowered first.
+        kept: what stages keep of micro-batches; ``None`` for 1 each.
         seconds_of: seconds of every action, of ``EVICT`` and ``LOAD`` too. By default a backward is two forwards, and a
             transfer takes one.
-        input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
-        recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
-        pending_bytes: the same between the halves of a backward that is split; ``None`` for as much as before. It does
-            not move.
         always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
-        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
             are then only as many as that takes. ``None``: balance each pair.
         partners: pairs to take instead of those of the profile; see ``Schedule.partners``.
@@ -66,14 +59,7 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(
-        schedule,
-        input_bytes=input_bytes,
-        recomputed_bytes=recomputed_bytes,
-        pending_bytes=pending_bytes,
-        always_bytes=always_bytes,
-        slice_shares=slice_shares,
-    )
+    sizes = Sizes.of(schedule, kept, always_bytes)
     pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
     balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
@@ -83,27 +69,17 @@ def balance(
 
 def find_partners(
     schedule: Schedule,
+    kept: KeptBytes | None = None,
     *,
     seconds_of: SecondsOf = nominal_s,
-    input_bytes: Sequence[float] | None = None,
-    recomputed_bytes: Sequence[float] | None = None,
-    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
-    slice_shares: Sequence[float] = (),
 ) -> tuple[int, ...]:
     """The pairs that ``balance`` would choose, for which no transfer needs to have a price yet.
 
     Raises:
         UserError: arguments have a wrong length.
     """
-    sizes = Sizes.of(
-        schedule,
-        input_bytes=input_bytes,
-        recomputed_bytes=recomputed_bytes,
-        pending_bytes=pending_bytes,
-        always_bytes=always_bytes,
-        slice_shares=slice_shares,
-    )
+    sizes = Sizes.of(schedule, kept, always_bytes)
     return _partners(schedule, seconds_of, sizes)
 
 

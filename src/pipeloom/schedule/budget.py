@@ -1,80 +1,49 @@
 """What passes are told about bytes, and budgets of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.held import Bytes, Changes, Kept, all_changes
+from pipeloom.schedule.held import Bytes, Changes, KeptBytes, all_changes
 from pipeloom.schedule.schedule import Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class SizesGiven:
-    """What callers of the passes may say about sizes: arguments of ``balance`` and ``offload``, see there."""
-
-    input_bytes: Sequence[float] | None = None
-    recomputed_bytes: Sequence[float] | None = None
-    pending_bytes: Sequence[float] | None = None
-    always_bytes: Sequence[float] | None = None
-    slice_shares: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """How large the things are that ranks hold.
 
     Attributes:
-        inputs: for each stage what a micro-batch keeps from forward to backward.
-        recomputed: the same where it is recomputed, until it is.
-        pending: the same between the halves of a backward that is split; empty for as much as before.
+        kept: what stages keep of micro-batches.
         always: for each rank what it holds besides.
-        shares: of each token slice in what a micro-batch keeps; empty where they are alike.
     """
 
-    inputs: tuple[float, ...]
-    recomputed: tuple[float, ...]
+    kept: KeptBytes
     always: tuple[float, ...]
-    pending: tuple[float, ...] = ()
-    shares: tuple[float, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        *,
-        input_bytes: Sequence[float] | None = None,
-        recomputed_bytes: Sequence[float] | None = None,
-        pending_bytes: Sequence[float] | None = None,
-        always_bytes: Sequence[float] | None = None,
-        slice_shares: Sequence[float] = (),
-    ) -> "Sizes":
-        """Those that a caller names, see ``balance``.
+    def of(cls, schedule: Schedule, kept: KeptBytes | None, always_bytes: Sequence[float] | None) -> "Sizes":
+        """Those that a caller of a pass names, see ``balance``.
 
         Raises:
-            UserError: there are more or fewer than stages or ranks, or one of them is negative or infinite.
+            UserError: they are more or fewer than stages, slices or ranks, or one of them is negative or infinite; all
+                of them are named.
         """
-        stages, ranks = schedule.num_stages, schedule.num_ranks
-        return cls(
-            checked("input_bytes", input_bytes if input_bytes is not None else [1.0] * stages, stages),
-            checked("recomputed_bytes", recomputed_bytes if recomputed_bytes is not None else [0.0] * stages, stages),
-            checked("always_bytes", always_bytes if always_bytes is not None else [0.0] * ranks, ranks),
-            checked("pending_bytes", pending_bytes, stages) if pending_bytes is not None else (),
-            checked("slice_shares", slice_shares, schedule.num_slices) if slice_shares else (),
-        )
-
-    @property
-    def _kept(self) -> Kept:
-        return Kept(self.inputs, self.pending, self.recomputed, self.shares)
+        kept = kept or KeptBytes()
+        always = [0.0] * schedule.num_ranks if always_bytes is None else always_bytes
+        lengths = [*[schedule.num_stages] * 3, schedule.num_slices]
+        found = [(name, values, wanted) for (name, values), wanted in zip(kept._asdict().items(), lengths, strict=True)]
+        problems = [_wrong(f"kept {name}", values, wanted) for name, values, wanted in found if len(values)]
+        _refuse(*problems, _wrong("always_bytes", always, schedule.num_ranks))
+        return cls(kept, tuple(always))
 
     def changes(self, schedule: Schedule, clock: tuple[Seconds, Seconds]) -> Changes:
         """When ranks hold how much more or less between forwards and backwards, for themselves and for partners."""
-        return all_changes(schedule, *clock, self._kept)
+        return all_changes(schedule, *clock, self.kept)
 
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what can be moved of it."""
-        return self._kept.moved(schedule)
+        return self.kept.moved(schedule)
 
 
 def checked(name: str, values: Sequence[float], length: int) -> tuple[float, ...]:
@@ -83,9 +52,21 @@ def checked(name: str, values: Sequence[float], length: int) -> tuple[float, ...
     Raises:
         UserError: they are not.
     """
-    if len(values) != length or not all(0 <= value < float("inf") for value in values):
-        raise UserError(f"{name} must be {length} numbers of at least 0, found {list(values)}")
+    _refuse(_wrong(name, values, length))
     return tuple(values)
+
+
+def _refuse(*problems: str) -> None:
+    found = [problem for problem in problems if problem]
+    if found:
+        raise UserError("; ".join(found))
+
+
+def _wrong(name: str, values: Sequence[float], length: int) -> str:
+    """What is wrong with some numbers of bytes; empty if nothing is."""
+    if len(values) == length and all(0 <= value < float("inf") for value in values):
+        return ""
+    return f"{name} must be {length} numbers of at least 0, found {list(values)}"
 
 
 def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budget: Sequence[float]) -> None:

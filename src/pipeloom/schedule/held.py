@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, STAGE_KINDS, Kind
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
 
@@ -54,49 +53,58 @@ def peak_of(times: Seconds, more: Bytes) -> float:
     return float(np.cumsum(more[order]).max(initial=0.0))
 
 
-class Kept(NamedTuple):
-    """What a micro-batch keeps on each stage, in bytes or any other unit.
+class KeptBytes(NamedTuple):
+    """For each stage what it keeps of a micro-batch, in bytes or any other unit.
 
     Attributes:
-        whole: from the forward to the end of the backward, or of its first half.
-        pending: between the halves of the backward; empty for as much as before.
+        whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
+        pending: between the halves of the backward; empty for as much as before. It never moves.
         recomputed: from the forward until it is recomputed, where it is; empty for nothing.
         shares: of each token slice in that; empty where they are alike.
     """
 
-    whole: Sequence[float]
+    whole: Sequence[float] = ()
     pending: Sequence[float] = ()
     recomputed: Sequence[float] = ()
     shares: Sequence[float] = ()
 
+    def by_stage(self, schedule: Schedule) -> Bytes:
+        """Of a micro-batch that is neither recomputed nor between two halves."""
+        return np.asarray(self.whole if len(self.whole) else [1.0] * schedule.num_stages, np.float64)
+
     def slice_shares(self, schedule: Schedule) -> Bytes:
         """Of each token slice."""
-        return np.asarray(self.shares or [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+        return shares_of(schedule, self.shares)
 
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
         left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-        whole = np.asarray(self.whole, np.float64)[:, None, None]
+        whole = self.by_stage(schedule)[:, None, None]
         return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
 
 
+def shares_of(schedule: Schedule, shares: Sequence[float]) -> Bytes:
+    """Of each token slice in a micro-batch; equal ones where there are none."""
+    return np.asarray(shares if len(shares) else [1 / schedule.num_slices] * schedule.num_slices, np.float64)
+
+
 class _Bytes(NamedTuple):
-    """For each action that names a micro-batch what its stage keeps of it, by ``Kept``."""
+    """For each action that names a micro-batch what its stage keeps of it, by ``KeptBytes``."""
 
     whole: Bytes
     pending: Bytes
     moved: Bytes
 
     @classmethod
-    def of(cls, schedule: Schedule, kept: Kept) -> "_Bytes":
+    def of(cls, schedule: Schedule, kept: KeptBytes) -> "_Bytes":
         """Of all rows."""
         return cls.of_row(schedule, schedule.facts.row, kept)
 
     @classmethod
-    def of_row(cls, schedule: Schedule, row: Row, kept: Kept) -> "_Bytes":
+    def of_row(cls, schedule: Schedule, row: Row, kept: KeptBytes) -> "_Bytes":
         """Of some of the schedule's actions."""
         shares = kept.slice_shares(schedule)[row.slice]
-        whole = np.asarray(kept.whole, np.float64)[row.stage] * shares
+        whole = kept.by_stage(schedule)[row.stage] * shares
         pending, moved = whole, whole
         if len(kept.pending):
             pending = np.asarray(kept.pending, np.float64)[row.stage] * shares
@@ -106,13 +114,13 @@ class _Bytes(NamedTuple):
         return cls(whole, pending, moved)
 
 
-def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
+def most_in_row(schedule: Schedule, rank: int, kept: KeptBytes) -> float:
     """The most that a rank's row holds at once of what micro-batches keep between forward and backward.
 
     Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
     """
     row = schedule.rows[rank]
-    sizes = {kept.whole[stage] for stage in schedule.placement.stages_of(rank)}
+    sizes = {kept.whole[stage] if len(kept.whole) else 1.0 for stage in schedule.placement.stages_of(rank)}
     is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
     if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
@@ -123,64 +131,7 @@ def most_in_row(schedule: Schedule, rank: int, kept: Kept) -> float:
     return float(np.cumsum(change).max(initial=0.0))
 
 
-class Peaks(NamedTuple):
-    """What the ranks of a schedule hold at the moments of which one is the fullest, whatever micro-batches keep.
-
-    The states in between hold no more of anything. Where nothing is moved, recomputed or cut into slices, no other
-    moments decide how much memory the schedule takes, and many runs have schedules alike.
-
-    Attributes:
-        placement: stage -> rank.
-        whole: for each rank [moment, number of its stage] micro-batches before the end of the backward, or its first half.
-        pending: the same between the halves of split backwards.
-    """
-
-    placement: Placement
-    whole: tuple[Bytes, ...]
-    pending: tuple[Bytes, ...]
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "Peaks":
-        """Of a schedule's rows, on which nothing is moved or recomputed."""
-        states = [_states(row, schedule.placement.stages_of(rank)) for rank, row in enumerate(schedule.rows)]
-        return cls(schedule.placement, *zip(*states, strict=True))
-
-    @property
-    def stage_inputs(self) -> tuple[int, ...]:
-        """For each rank the most stage inputs that it holds, ``Schedule.peak_stage_inputs``."""
-        both = zip(self.whole, self.pending, strict=True)
-        return tuple(int((whole + pending).sum(axis=1).max()) for whole, pending in both)
-
-    def most(self, rank: int, kept: Kept) -> float:
-        """The same as ``most_in_row``, of whole sequences."""
-        stages = list(self.placement.stages_of(rank))
-        whole = np.asarray(kept.whole, np.float64)[stages]
-        pending = np.asarray(kept.pending or kept.whole, np.float64)[stages]
-        return float((self.whole[rank] @ whole + self.pending[rank] @ pending).max())
-
-
-def _states(row: Row, stages: Sequence[int]) -> tuple[Bytes, Bytes]:
-    """What a row holds, whole and pending, where its last action added something and the next one is no forward."""
-    local, slots = np.searchsorted(stages, row.stage), np.arange(len(row))
-    states = np.zeros((len(row), 2, len(stages)), np.int32)
-    for half, (begin, ends) in enumerate(_HALVES):
-        states[slots, half, local] = row.is_kind(begin).astype(np.int32) - row.is_kind(*ends)
-    states = np.cumsum(states, axis=0, dtype=np.int32)
-    is_last = ~np.append(row.is_kind(Kind.FORWARD)[1:], False)
-    chosen = states[row.is_kind(Kind.FORWARD, Kind.BACKWARD_INPUT) & is_last]
-    different = dict.fromkeys(state.tobytes() for state in chosen)
-    found = np.frombuffer(b"".join(different), np.int32).reshape(-1, 2, len(stages)).astype(np.float64)
-    return found[:, 0], found[:, 1]
-
-
-_HALVES = (
-    (Kind.FORWARD, (Kind.BACKWARD, Kind.BACKWARD_INPUT)),
-    (Kind.BACKWARD_INPUT, (Kind.BACKWARD_WEIGHT,)),
-)
-"""What begins and what ends that an input is kept: whole, and what of it waits for the second half."""
-
-
-def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """What forwards keep until their backwards, on the rank that does both.
 
     Args:
@@ -206,7 +157,7 @@ def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Ke
     return Changes.join(changes + [Changes(ranks[chosen], end_s[chosen], more[chosen]) for chosen, more in ending])
 
 
-def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """What ranks hold for their partners, see ``input_changes``; nothing where the schedule names no partners."""
     row = schedule.facts.row
     moved = _Bytes.of(schedule, kept).moved
@@ -221,6 +172,6 @@ def accepted_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept:
     )
 
 
-def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Kept) -> Changes:
+def all_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: KeptBytes) -> Changes:
     """Both, see ``input_changes``."""
     return Changes.join([changes(schedule, start_s, end_s, kept) for changes in (input_changes, accepted_changes)])

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.schedule.balance import balance
-from pipeloom.schedule.budget import SizesGiven
 from pipeloom.schedule.clock import SecondsOf, nominal_s
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.offload import offload
 from pipeloom.schedule.schedule import Schedule
 
@@ -28,8 +28,8 @@ class Moves:
 def add_moves(
     schedule: Schedule,
     moves: Moves,
+    kept: KeptBytes | None = None,
     *,
-    sizes: SizesGiven | None = None,
     seconds_of: SecondsOf = nominal_s,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
@@ -38,17 +38,17 @@ def add_moves(
     Args:
         schedule: as ``balance`` and ``offload`` take it.
         moves: what may move.
-        sizes: how large things are; ``None``: what a stage keeps of a micro-batch is 1, and nothing else counts.
+        kept: what stages keep of micro-batches; ``None`` for 1 each.
         seconds_of: seconds of every action, see there.
         partners: pairs to take instead of those of the profile.
 
     Raises:
         UserError: see there; one is that the budget cannot be kept.
     """
-    budget, given = moves.budget_bytes, vars(sizes or SizesGiven())
+    budget = moves.budget_bytes
     if moves.to_partners:
         own = None if moves.to_host else budget
-        schedule = balance(schedule, seconds_of=seconds_of, budget_bytes=own, partners=partners, **given)
+        schedule = balance(schedule, kept, seconds_of=seconds_of, budget_bytes=own, partners=partners)
     if moves.to_host and budget is not None:
-        schedule = offload(schedule, seconds_of=seconds_of, budget_bytes=budget, **given)
+        schedule = offload(schedule, kept, seconds_of=seconds_of, budget_bytes=budget)
     return schedule

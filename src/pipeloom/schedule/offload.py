@@ -7,6 +7,7 @@ from pipeloom.errors import UserError
 from pipeloom.schedule.action import Kind
 from pipeloom.schedule.budget import Sizes, checked, refuse_missing
 from pipeloom.schedule.clock import SecondsOf, nominal_s
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.lower import lower
 from pipeloom.schedule.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.schedule import Schedule
@@ -14,14 +15,11 @@ from pipeloom.schedule.schedule import Schedule
 
 def offload(
     schedule: Schedule,
+    kept: KeptBytes | None = None,
     *,
     budget_bytes: Sequence[float],
     seconds_of: SecondsOf = nominal_s,
-    input_bytes: Sequence[float] | None = None,
-    recomputed_bytes: Sequence[float] | None = None,
-    pending_bytes: Sequence[float] | None = None,
     always_bytes: Sequence[float] | None = None,
-    slice_shares: Sequence[float] = (),
 ) -> Schedule:
     """Offload what it takes to keep every rank within its budget, and reload it before its backward.
 
@@ -33,15 +31,11 @@ def offload(
     Args:
         schedule: at any level, without offloads; compute actions alone are lowered first. One that is balanced stays
             so, and what partners accept counts.
+        kept: what stages keep of micro-batches; ``None`` for 1 each.
         budget_bytes: for each rank the most that it may hold.
         seconds_of: seconds of every action, of ``OFFLOAD`` and ``RELOAD`` too. By default a backward is two
             forwards, and a transfer takes one.
-        input_bytes: for each stage what a micro-batch keeps from forward to backward; ``None`` for 1 each.
-        recomputed_bytes: the same where it is recomputed, until it is; ``None`` for nothing.
-        pending_bytes: the same between the halves of a backward that is split; ``None`` for as much as before. It does
-            not move.
         always_bytes: for each rank what it holds besides. ``None`` for nothing.
-        slice_shares: of each token slice in what a micro-batch keeps; empty where they are alike.
 
     Returns:
         The schedule with ``OFFLOAD`` and ``RELOAD``, at the level with communication.
@@ -53,14 +47,7 @@ def offload(
     if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(
-        schedule,
-        input_bytes=input_bytes,
-        recomputed_bytes=recomputed_bytes,
-        pending_bytes=pending_bytes,
-        always_bytes=always_bytes,
-        slice_shares=slice_shares,
-    )
+    sizes = Sizes.of(schedule, kept, always_bytes)
     budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
     found = settle(schedule, seconds_of, Kind.OFFLOAD, partial(_plans, schedule, seconds_of, sizes, budget))
     refuse_missing(found, seconds_of, sizes, budget)

@@ -27,7 +27,7 @@ _ROUNDS = 12
 """How often a plan with late loads is made again on the clock that it gives."""
 
 
-class Kept(NamedTuple):
+class Part(NamedTuple):
     """What a stage keeps of a micro-batch or of a token slice.
 
     Attributes:
@@ -52,7 +52,7 @@ class Move(NamedTuple):
         out_s, back_s: when both start at the latest.
     """
 
-    kept: Kept
+    kept: Part
     out_after: int
     back_after: int
     out_s: float
@@ -126,7 +126,7 @@ class RowClock:
     begin_s: list[float]
     end_s: list[float]
     held_bytes: list[float]
-    kept: list[Kept]
+    kept: list[Part]
     out: Kind
     back: Kind
     seconds_of: SecondsOf
@@ -163,7 +163,7 @@ def row_clock(
         rank: whose row.
         clock: starts and ends of all actions.
         held: when the rank holds how many bytes more or fewer.
-        sizes: for each stage, micro-batch and slice what is kept (``Kept.moved``).
+        sizes: for each stage, micro-batch and slice what is kept (``KeptBytes.moved``).
         out: what moves things away.
         seconds_of: how long that and its counterpart take.
     """
@@ -203,19 +203,19 @@ def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
     return np.maximum(entry, np.where(first < last, most, -np.inf))
 
 
-def _movable(row: Row, sizes: Bytes) -> list[Kept]:
+def _movable(row: Row, sizes: Bytes) -> list[Part]:
     """What a backward needs, or a recomputation before it, and nothing moves yet."""
     computes = row.take(row.is_kind(*COMPUTE_KINDS))
     known = {(a.stage, a.microbatch, a.slice) for a in row.take(row.is_kind(*LOAD_OF))}
     made: dict[tuple[int, int | None, int], tuple[int, Action]] = {}
-    found: list[Kept] = []
+    found: list[Part] = []
     for number, action in enumerate(computes):
         key = action[1:]
         if action.kind is Kind.FORWARD:
             made[key] = number, action
         elif key not in known and sizes[key] > 0:
             known.add(key)
-            found.append(Kept(number, *made[key], float(sizes[key])))
+            found.append(Part(number, *made[key], float(sizes[key])))
     return sorted(found, key=lambda kept: kept.made)
 
 
@@ -237,7 +237,7 @@ class _Planner:
 
     def plan(self, limit_bytes: float) -> Plan:
         """Let things leave wherever more than the limit is held."""
-        there: list[Kept] = []  # ascending by use
+        there: list[Part] = []  # ascending by use
         arriving = iter(self.clock.kept)
         following = next(arriving, None)
         worst_bytes, worst = 0.0, 0
@@ -281,7 +281,7 @@ class _Planner:
             return True
         return False
 
-    def _leave(self, there: list[Kept], step: int) -> bool:
+    def _leave(self, there: list[Part], step: int) -> bool:
         """Let what is needed last of what can go by a step do so."""
         for in_time in (True, False) if self.allows_late else (True,):
             for place in range(len(there) - 1, -1, -1):
@@ -294,14 +294,14 @@ class _Planner:
                     return True
         return False
 
-    def _seconds(self, kept: Kept, kind: Kind) -> float:
+    def _seconds(self, kept: Part, kind: Kind) -> float:
         return self.clock.seconds_of(kept.forward._replace(kind=kind))
 
-    def _last_before(self, start_s: float, kept: Kept) -> int:
+    def _last_before(self, start_s: float, kept: Part) -> int:
         """The last compute action that ends before a load, and before the backward for which it is."""
         return min(bisect_right(self.clock.end_s, start_s + self.least_s), kept.used) - 1
 
-    def _move(self, kept: Kept, step: int, *, in_time: bool) -> Move | None:
+    def _move(self, kept: Part, step: int, *, in_time: bool) -> Move | None:
         clock = self.clock
         takes_s, takes_back_s = self._seconds(kept, clock.out), self._seconds(kept, clock.back)
         out_s = self.outs.latest(clock.end_s[kept.made] - self.least_s, clock.end_s[step - 1], takes_s)
@@ -316,7 +316,7 @@ class _Planner:
         out_after = bisect_right(clock.end_s, out_s + self.least_s) - 1
         return Move(kept, out_after, self._last_before(back_s, kept), out_s, back_s)
 
-    def _back_s(self, kept: Kept, earliest_s: float, takes_s: float, *, in_time: bool) -> float | None:
+    def _back_s(self, kept: Part, earliest_s: float, takes_s: float, *, in_time: bool) -> float | None:
         """When it has to start to come back: one compute action ahead, or, where only that is left, in the pause."""
         if not in_time:
             return self.backs.earliest(earliest_s, takes_s)

@@ -10,7 +10,7 @@ import io
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS, SWAP_KINDS, TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import COMPUTE_KINDS, MOVE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, Action, Kind
 from pipeloom.schedule.lower_sharding import add_reduce_grad
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
@@ -46,7 +46,7 @@ def format_torch_csv(schedule: Schedule) -> str:
     """
     if schedule.num_slices > 1:
         raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
-    if any(row.is_kind(*SWAP_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
+    if any(row.is_kind(*MOVE_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
         raise ScheduleTextError(
             "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
         )

@@ -13,11 +13,11 @@ from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import (
     COMPUTE_KINDS,
     LOAD_OF,
+    MOVE_KINDS,
     OUT_OF,
     RECEIVE_KINDS,
     SEND_KINDS,
     STAGE_KINDS,
-    SWAP_KINDS,
     TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
@@ -261,7 +261,7 @@ def swaps_in_turn(schedule: "Schedule") -> Violations:
     """What is evicted is loaded again: once, after its forward, and before the backward that needs it."""
     slot_of = _slots(schedule)
     for rank, slot, action in schedule.actions():
-        if action.kind not in SWAP_KINDS:
+        if action.kind not in MOVE_KINDS:
             continue
         is_out = action.kind in LOAD_OF
         other = action._replace(kind=LOAD_OF[action.kind] if is_out else OUT_OF[action.kind])

@@ -36,13 +36,13 @@ from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
-from pipeloom.model import build_stage
 from pipeloom.run_folder import CONFIG
 from pipeloom.train.boxes import Interval
 from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
 from pipeloom.train.data import Data
 from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.stages import stage_of
 
 MODEL = "model."
 """What keys of parameters begin with."""
@@ -222,14 +222,7 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     Args:
         config: resolved.
     """
-    model = build_stage(
-        config.model,
-        range(config.model.num_layers + 2),
-        max_positions=config.data.seq_len,
-        seed=config.training.seed,
-        dtype=getattr(torch, config.training.dtype),
-        device="meta",
-    )
+    model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
     return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}

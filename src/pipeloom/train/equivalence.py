@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from pipeloom.config import RunConfig
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
-from pipeloom.model import TensorSlice, build_stage
+from pipeloom.model import TensorSlice
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import Data
 from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.stages import stage_of
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Largest relative difference that rounding explains, by the type that stages compute in. bfloat16 has 8 bits: over
@@ -51,14 +52,8 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
         config: with the model resolved.
         batch: on the device to compute on.
     """
-    model = build_stage(
-        config.model,
-        range(config.model.num_layers + 2),
-        max_positions=config.data.seq_len,
-        seed=config.training.seed,
-        dtype=master_dtype(getattr(torch, config.training.dtype)),
-        device=batch.inputs[0].device,
-    )
+    dtype = master_dtype(getattr(torch, config.training.dtype))
+    model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
     total = 0.0
     for microbatch, tokens in enumerate(batch.inputs):
         loss = batch.loss(model(tokens), microbatch)

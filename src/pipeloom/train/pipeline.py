@@ -17,15 +17,16 @@ from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import StreamLane, ThreadLane
+from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
-from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.tied import Tied, time_messages
-from pipeloom.execute.time_swaps import time_swaps
+from pipeloom.execute.time_moves import time_moves
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
@@ -38,14 +39,14 @@ from pipeloom.model import (
     TensorParallel,
     TensorSlice,
     Transformer,
-    build_stage,
     stage_pieces,
 )
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
-from pipeloom.train.moving import moving, saved_bytes, swaps_anything
-from pipeloom.train.swapping import lend_matrix, make_host_lanes, make_store, with_swaps
+from pipeloom.train.moves import moves_anything, moving, saved_bytes
+from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store, with_swaps
+from pipeloom.train.stages import stage_of
 
 
 def training_schedule(config: RunConfig) -> Schedule:
@@ -127,14 +128,14 @@ class Pipeline:
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.stage_swaps = self._make_stage_swaps(self.schedule)
-        self._swaps = Swaps(
+        self._moves = ActivationMoves(
             self.schedule,
             self._place.pipeline,
-            ProcessSwapLanes(self._clock, world.device),
+            ProcessMoveLanes(self._clock, world.device),
             self._wires,
-            counts=swaps_anything(config) or not config.training.compile,  # hooks would compile the first use anew
+            counts=moves_anything(config) or not config.training.compile,  # hooks would compile the first use anew
         )
-        self._trainer = self._executor(self.schedule, outputs, self._swaps, self.stage_swaps)
+        self._trainer = self._executor(self.schedule, outputs, self._moves, self.stage_swaps)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -222,7 +223,7 @@ class Pipeline:
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
             found = self._with_slices(found, batch)
-        return self._with_swaps(self._with_tied_messages(found))
+        return self._with_moves(self._with_tied_messages(found))
 
     def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of token slices."""
@@ -252,20 +253,20 @@ class Pipeline:
         tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
         return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
 
-    def _with_swaps(self, profile: Profile | None) -> Profile | None:
+    def _with_moves(self, profile: Profile | None) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of moving what stages keep."""
-        if not swaps_anything(self._config):
+        if not moves_anything(self._config):
             return profile
         whole = saved_bytes(self._config).whole
-        own = time_swaps(self.schedule, self._place.pipeline, self._wires, self._world, whole)
+        own = time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole)
         every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
         if profile is None or every is None:
             return None
         tiers = zip(*(every[rank] for rank in self._config.layout.pipelines()[0]), strict=True)
-        swap_s, offload_s = ({stage: one for by_stage in tier for stage, one in by_stage.items()} for tier in tiers)
+        evict_s, offload_s = ({stage: one for by_stage in tier for stage, one in by_stage.items()} for tier in tiers)
         stages = range(self.schedule.num_stages)
-        seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (swap_s, offload_s)]
-        return replace(profile, costs=replace(profile.costs, swap_s=seconds[0], offload_s=seconds[1]))
+        seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (evict_s, offload_s)]
+        return replace(profile, costs=replace(profile.costs, evict_s=seconds[0], offload_s=seconds[1]))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -282,7 +283,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
-        self._swaps.close()
+        self._moves.close()
         self.data_parallel.close()
         if self._host_lanes is not None:
             self._host_lanes.close()
@@ -317,15 +318,7 @@ class Pipeline:
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, stage: int, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        module = build_stage(
-            self._config.model,
-            self._pieces[stage],
-            max_positions=self._config.data.seq_len,
-            seed=self._config.training.seed,
-            dtype=dtype,
-            device=device,
-            parallel=self._parallel,
-        )
+        module = stage_of(self._config, self._pieces[stage], device, dtype=dtype, parallel=self._parallel)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             compile_pieces(module, self._config.training.compile_backend)
@@ -379,7 +372,7 @@ class Pipeline:
         self,
         schedule: Schedule,
         outputs: tuple[TensorSpec, ...],
-        swaps: Swaps | None = None,
+        moves: ActivationMoves | None = None,
         stage_swaps: StageSwaps | None = None,
     ) -> Executor:
         slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
@@ -393,7 +386,7 @@ class Pipeline:
             clock=self._clock,
             data_parallel=self.data_parallel,
             tied=self._tied,
-            swaps=swaps,
+            moves=moves,
             stage_swaps=stage_swaps or self._make_stage_swaps(schedule),
             run_ahead=self._config.training.run_ahead,
             slices=slices,

@@ -19,7 +19,7 @@ from pipeloom.generate import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.data import Data, load_data
 from pipeloom.train.slices import with_known_slices
-from pipeloom.train.swapping import piece_bytes
+from pipeloom.train.stage_swaps import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.moving import offload_seconds, swap_seconds
+from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.ranks import are_near, first_device
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
@@ -13,7 +13,7 @@ from pipeloom.generate import Choice
 from pipeloom.layout import paired_order
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import memory_by_rank
-from pipeloom.predict.moving import Moving
+from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Action, Kind
@@ -60,7 +60,7 @@ def test_balance_in_pairs_on_one_node_takes_no_time_and_flattens_memory():
 
 def test_where_partners_are_far_apart_less_is_moved():
     near, far = step(balance=True), step(replace(RUN, pipeline_order=None), balance=True)
-    assert far.prediction.costs.swap_s[0] > 5 * near.prediction.costs.swap_s[0]
+    assert far.prediction.costs.evict_s[0] > 5 * near.prediction.costs.evict_s[0]
     assert max(activations(near)) < max(activations(far))
 
 
@@ -85,12 +85,12 @@ def test_messages_between_stages_take_the_links_where_their_ranks_stand():
 
 def test_seconds_of_a_swap_are_bytes_over_the_link():
     sizes, partners = [1e9] * 8, tuple(reversed(range(8)))
-    near = swap_seconds(RUN, A100, OURS, partners, sizes)
+    near = evict_seconds(RUN, A100, OURS, partners, sizes)
     use = OURS.efficiency
     assert near[0] == pytest.approx(A100.intra.latency_s + 1e9 / (300e9 * use.p2p) + use.exchange_s)
-    far = swap_seconds(replace(RUN, pipeline_order=None), A100, OURS, partners, sizes)
+    far = evict_seconds(replace(RUN, pipeline_order=None), A100, OURS, partners, sizes)
     assert far[0] == pytest.approx(A100.inter.latency_s + 1e9 / (200e9 / 8 * use.p2p) + use.exchange_s)
-    assert swap_seconds(RUN, A100, OURS, tuple(range(8)), sizes) == (0.0,) * 8
+    assert evict_seconds(RUN, A100, OURS, tuple(range(8)), sizes) == (0.0,) * 8
 
 
 def test_swaps_between_nodes_draw_on_the_network_adapter():

@@ -6,7 +6,8 @@ from families import TRAINING, named_sizes
 from hypothesis import given, settings
 
 from pipeloom.generate import make_schedule
-from pipeloom.schedule.held import Kept, Peaks, most_in_row
+from pipeloom.schedule.held import KeptBytes, most_in_row
+from pipeloom.schedule.peaks import Peaks
 
 BYTES = st.integers(0, 9).map(float)
 
@@ -17,7 +18,7 @@ def test_peaks_hold_what_the_rows_hold_at_most(named, pp, num_microbatches, data
     name, sizes = named
     schedule = make_schedule(name, pp=pp, num_microbatches=num_microbatches, **sizes)
     sized = st.lists(BYTES, min_size=schedule.num_stages, max_size=schedule.num_stages)
-    kept = Kept(data.draw(sized), data.draw(sized))  # with all layers recomputed more waits between the halves
+    kept = KeptBytes(data.draw(sized), data.draw(sized))  # with all layers recomputed more waits between the halves
     peaks = Peaks.of(schedule)
     assert peaks.stage_inputs == schedule.peak_stage_inputs
     assert [peaks.most(rank, kept) for rank in range(pp)] == [most_in_row(schedule, r, kept) for r in range(pp)]

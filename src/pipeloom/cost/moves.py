@@ -9,7 +9,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 
 
-def swap_seconds(
+def evict_seconds(
     run: Run, cluster: Cluster, software: Software, partners: Sequence[int], input_bytes: Sequence[float]
 ) -> tuple[float, ...]:
     """For each stage the seconds of evicting what it keeps for a micro-batch, or of loading it, over the link there is.

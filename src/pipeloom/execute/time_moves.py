@@ -15,7 +15,7 @@ _REPEATS = 3
 _PIECES = 16
 
 
-def time_swaps(
+def time_moves(
     schedule: Schedule, rank: int, wires: Mapping[int, Wires], world: World, saved_bytes: Sequence[int]
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Seconds of moving what each of this rank's stages keeps of a micro-batch, to the partner and to the host.

@@ -27,8 +27,8 @@ from pipeloom.schedule import (
     lower,
     parse_schedule,
 )
+from pipeloom.schedule.lower_stage_swaps import UpdatePlace, num_swaps_in
 from pipeloom.schedule.stage_swaps import USES_STAGE, Amounts, Content, defers_updates, stage_moves, stage_stays
-from pipeloom.schedule.swap_stages import UpdatePlace, num_swaps_in
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 from pipeloom.simulate import simulate
 

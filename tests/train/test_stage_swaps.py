@@ -21,12 +21,13 @@ from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.report.summary import communication
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import Kind
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import stage_stays
 from pipeloom.train.data import load_data
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
-from pipeloom.train.swapping import piece_bytes, stage_amounts, stage_sizes
+from pipeloom.train.stage_swaps import piece_bytes, stage_amounts, stage_sizes
 from pipeloom.train.trainer import Trainer
 
 STEPS = 3
@@ -125,16 +126,7 @@ def test_what_was_measured_is_what_the_schedule_says(tmp_path):
     resolved = resolve(config, load_data(config.data, 0))
     found = train_all(tmp_path, {"run": config})["run"]
     schedule, trace, amounts = training_schedule(resolved), found["trace"], stage_amounts(resolved)
-    none = (0.0,) * schedule.num_stages
-    held = HeldBytes(
-        always_bytes=(0.0,),
-        input_bytes=none,
-        working_bytes=none,
-        gathered_bytes=none,
-        gradient_bytes=none,
-        message_bytes=0.0,
-        stages=amounts,
-    )
+    held = HeldBytes(always_bytes=(0.0,), kept=KeptBytes([0.0] * schedule.num_stages), stages=amounts)
     (curve,) = memory_over_time(schedule, trace, held)
     assert (
         0 < curve.peak_bytes <= max(found["held"])

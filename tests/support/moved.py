@@ -2,6 +2,7 @@
 
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
 
@@ -20,15 +21,5 @@ def peaks(schedule, costs, sizes=None, pending=()):
 
     Between the halves of a backward as much, or what is ``pending`` of each stage's.
     """
-    zeros = (0.0,) * schedule.num_stages
-    held = HeldBytes(
-        always_bytes=(0.0,) * schedule.num_ranks,
-        input_bytes=tuple(sizes or (1.0,) * schedule.num_stages),
-        working_bytes=zeros,
-        gathered_bytes=zeros,
-        gradient_bytes=zeros,
-        message_bytes=0.0,
-        recomputed_bytes=zeros,
-        pending_bytes=tuple(pending),
-    )
+    held = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes(sizes or (), pending))
     return [curve.peak_bytes for curve in memory_over_time(schedule, simulate(schedule, costs), held)]

@@ -6,13 +6,12 @@ from typing import NamedTuple
 
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.moving import offload_seconds, swap_seconds
+from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import held_bytes
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.balance import find_partners
-from pipeloom.schedule.budget import SizesGiven
 from pipeloom.schedule.moves import Moves, add_moves
 
 
@@ -60,20 +59,14 @@ def with_moves(
         UserError: a rank needs more than its bytes, or the cluster does not say how fast a device reaches its host.
     """
     run, cluster, software = placed
-    held = held_bytes(run, software, schedule)
-    sizes = SizesGiven(
-        input_bytes=held.input_bytes,
-        recomputed_bytes=held.recomputed_bytes,
-        pending_bytes=held.pending_bytes,
-        slice_shares=held.slice_shares,
-    )
+    kept = held_bytes(run, software, schedule).kept
     room = None if moving.activation_bytes is None else [moving.activation_bytes] * schedule.num_ranks
     moves = Moves(to_partners=moving.balance, to_host=moving.offload, budget_bytes=room)
     partners = None
     if moving.balance:
-        partners = find_partners(schedule, seconds_of=price(costs).seconds, **vars(sizes))
-        costs = replace(costs, swap_s=swap_seconds(run, cluster, software, partners, held.input_bytes))
+        partners = find_partners(schedule, kept, seconds_of=price(costs).seconds)
+        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
     if moving.offload and room is not None:
-        costs = replace(costs, offload_s=offload_seconds(run, cluster, held.input_bytes))
+        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.whole))
     seconds_of = price(costs).seconds
-    return add_moves(schedule, moves, sizes=sizes, seconds_of=seconds_of, partners=partners), costs
+    return add_moves(schedule, moves, kept, seconds_of=seconds_of, partners=partners), costs

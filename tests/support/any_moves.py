@@ -29,7 +29,7 @@ def places(row):
     return {key: (slot, backward[key]) for key, slot in forward.items() if key in backward}
 
 
-def insert_swaps(schedule, swaps):
+def insert_moves(schedule, swaps):
     """The schedule with swaps.
 
     Args:
@@ -48,7 +48,7 @@ def insert_swaps(schedule, swaps):
     return swapped.with_rows(rows, schedule.level)
 
 
-def swap_newest(schedule, keep, kind=Kind.EVICT, ranks=None):
+def move_newest(schedule, keep, kind=Kind.EVICT, ranks=None):
     """Where a rank holds more than ``keep`` parts after a forward, the newest leaves; back one compute action early."""
     swaps = []
     for rank, row in enumerate(schedule.rows):
@@ -67,11 +67,11 @@ def swap_newest(schedule, keep, kind=Kind.EVICT, ranks=None):
                     swaps.append((rank, kind, held.pop(), slot, before))
             elif action.kind in BACKWARDS and action[1:] in held:
                 held.remove(action[1:])
-    return insert_swaps(schedule, swaps)
+    return insert_moves(schedule, swaps)
 
 
 @st.composite
-def swapping_schedules(draw):
+def moving_schedules(draw):
     """A family's schedule in which some parts leave and come back somewhere between forward and backward."""
     schedule = draw(family_schedules())
     if draw(st.booleans()):
@@ -85,4 +85,4 @@ def swapping_schedules(draw):
                 kind = draw(st.sampled_from([Kind.EVICT, Kind.OFFLOAD] if has_partner else [Kind.OFFLOAD]))
                 out = draw(st.integers(begin, end - 1))
                 swaps.append((rank, kind, key, out, draw(st.integers(out, end - 1))))
-    return insert_swaps(schedule, swaps)
+    return insert_moves(schedule, swaps)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from pipeloom.errors import UserError
-from pipeloom.planner.swap import SwapQuestion, plan_swaps, swapped_step
+from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, swapped_step
 from pipeloom.schedule.stage_swaps import Amounts
 
 

@@ -16,9 +16,10 @@ from pipeloom.execute.stage_store import LentMatrix, StageStore
 from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
-from pipeloom.model import build_stage, stage_pieces
+from pipeloom.model import stage_pieces
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.train.stages import stage_of
 from pipeloom.words import format_bytes
 
 _MOMENTS = 2
@@ -49,14 +50,7 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
-        stage = build_stage(
-            config.model,
-            pieces,
-            max_positions=config.data.seq_len,
-            seed=config.training.seed,
-            dtype=dtype,
-            device="meta",
-        )
+        stage = stage_of(config, pieces, "meta")
         stage.borrow(None)  # what a stage on meta has of another one's is no memory of its own
         count = sum(parameter.numel() for parameter in stage.parameters())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0

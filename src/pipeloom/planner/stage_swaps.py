@@ -21,7 +21,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.predict.describe import Described
-from pipeloom.predict.swap import Swapping, host_link, swapped_amounts, swapped_costs
+from pipeloom.predict.stage_swaps import Swapping, host_link, swapped_amounts, swapped_costs
 from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower, place_of_updates
 from pipeloom.schedule.stage_swaps import Amounts, Content

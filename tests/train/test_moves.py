@@ -13,8 +13,9 @@ from pipeloom.layout import Layout
 from pipeloom.schedule import Kind
 from pipeloom.schedule.budget import Sizes
 from pipeloom.schedule.clock import nominal_s, times
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.train.data import load_data
-from pipeloom.train.moving import saved_bytes
+from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.session import resolve
 
@@ -101,7 +102,7 @@ def test_a_budget_counts_what_waits_for_a_second_half_and_no_more(tmp_path):
     found = saved_bytes(resolved(tmp_path, family), splits=True)
     assert all(0 < waits < whole for waits, whole in zip(found.pending, found.whole, strict=True))
     plain = training_schedule(resolved(tmp_path, family))
-    held = Sizes.of(plain, input_bytes=found.whole, pending_bytes=found.pending)
+    held = Sizes.of(plain, KeptBytes(found.whole, found.pending), None)
     changes = held.changes(plain, times(plain, nominal_s))
     room = family | {"offload": True, "activation_gb": 1.001 * max(changes.peak(0), changes.peak(1)) / 1e9}
     assert training_schedule(resolved(tmp_path, room)).rows == plain.rows

@@ -9,18 +9,19 @@ from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import split_backward_of
 from pipeloom.execute.weights import master_dtype
-from pipeloom.model import TensorParallel, build_stage, stage_pieces
+from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.budget import SizesGiven
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.moves import Moves, add_moves
+from pipeloom.train.stages import stage_of
 
 _GIGA = 1e9
 
 
-def swaps_anything(config: RunConfig) -> bool:
+def moves_anything(config: RunConfig) -> bool:
     """Whether a run's schedule may move activations."""
     return config.schedule.balance or config.schedule.offload
 
@@ -39,19 +40,15 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
         UserError: ranks need more than ``schedule.activation_gb``.
     """
     settings = config.schedule
-    if not swaps_anything(config):
+    if not moves_anything(config):
         return schedule
     splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
     saved = saved_bytes(config, splits=splits)
     room = None if settings.activation_gb is None else [settings.activation_gb * _GIGA] * schedule.num_ranks
     moves = Moves(to_partners=settings.balance, to_host=settings.offload, budget_bytes=room)
-    sizes = SizesGiven(
-        input_bytes=saved.whole,
-        recomputed_bytes=saved.inputs,
-        pending_bytes=saved.pending if splits else None,
-        slice_shares=[n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)],
-    )
-    return add_moves(schedule, moves, sizes=sizes)
+    shares = [n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)]
+    kept = KeptBytes(saved.whole, saved.pending, saved.inputs, shares)
+    return add_moves(schedule, moves, kept)
 
 
 class SavedBytes(NamedTuple):
@@ -84,15 +81,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
     tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
     found = SavedBytes([], [], [])
     for number, pieces in enumerate(stage_pieces(layout.partition)):
-        module = build_stage(
-            config.model,
-            pieces,
-            max_positions=config.data.seq_len,
-            seed=config.training.seed,
-            dtype=dtype,
-            device="meta",
-            parallel=parallel,
-        )
+        module = stage_of(config, pieces, "meta", parallel=parallel)
         module.set_recompute(layout.recompute_by_layer(config.model.num_layers))
         if splits:
             defer(module)

@@ -1,6 +1,6 @@
 """A model of several times its budget beside itself without one: losses, step times, and how much of the swaps hid.
 
-    python benchmarks/swapping.py --rounds 3
+    python benchmarks/stage_swaps.py --rounds 3
 
 Runs ``pipeloom train`` on this machine, with and without ``schedule.device_budget``, in turns. Medians over the steps
 of a run, then over the rounds; the ratio is of neighboring runs, since a machine's speed changes from minute to minute.

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
+from any_moves import move_newest
 from gloo import differences_over_gloo
 from small_run import small_run
 from torch import nn
@@ -20,23 +21,23 @@ from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.launch import run_workers
+from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Part, Stage
-from pipeloom.execute.swaps import ProcessSwapLanes, Swaps
 from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.schedule import Action, Kind, lower
 from pipeloom.trace import merge
-from swapping import swap_newest
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 
 
 def swapped(family, loops, kind, pp=4, num_microbatches=8):
     schedule = lower(make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches))
-    return swap_newest(schedule, keep=2, kind=kind)
+    return move_newest(schedule, keep=2, kind=kind)
 
 
 def steps(schedules, num_steps, rendezvous, rank, size):
@@ -48,15 +49,15 @@ def steps(schedules, num_steps, rendezvous, rank, size):
         modules, expected, outputs = toy.modules(), toy.modules(), toy.outputs()
         transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
-        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
-        executor = make_executor(schedule, rank, modules, outputs, transport, swaps)
+        moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+        executor = make_executor(schedule, rank, modules, outputs, transport, moves)
         for _ in range(num_steps):
             result = run_rank(executor, toy.inputs(), objective, 20)
             reference(expected, toy.inputs(), objective)
         own = schedule.placement.stages_of(rank)
         difference = worst_difference([modules[s] for s in own], [expected[s] for s in own])
         found.append((difference, result.held.live_bytes, result.trace))
-        swaps.close()
+        moves.close()
         transport.close()
     world.leave()
     return found
@@ -86,7 +87,7 @@ MOVED = [
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
 def test_runs_that_keep_one_part_each_equal_the_single_process(tmp_path, monkeypatch, kind, tied):
-    monkeypatch.setattr("pipeloom.train.pipeline.moving", lambda _, schedule: swap_newest(schedule, 1, kind))
+    monkeypatch.setattr("pipeloom.train.pipeline.moving", lambda _, schedule: move_newest(schedule, 1, kind))
     configs = [
         small_run(tmp_path, model=replace(MODEL, tied=tied), layout=layout, schedule=ScheduleConfig(family=family))
         for layout, family in MOVED
@@ -117,8 +118,8 @@ def _held(schedules, rendezvous, rank, size):
         modules, outputs = list(map(_Patient, toy.modules())), toy.outputs()
         transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
-        swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
-        executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, swaps)
+        moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+        executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, moves)
         found.append(run_rank(executor, toy.inputs(), objective, 20).held.live_bytes)
     world.leave()
     return found
@@ -126,7 +127,7 @@ def _held(schedules, rendezvous, rank, size):
 
 def test_what_is_held_falls_on_the_rank_that_evicts():
     plain = lower(make_schedule("gpipe", pp=2, num_microbatches=8))
-    evicting = swap_newest(plain, keep=2, ranks={1})
+    evicting = move_newest(plain, keep=2, ranks={1})
     before, after = zip(*run_workers(partial(_held, [plain, evicting]), 2), strict=True)
     assert before == (8 * 144, 8 * 288)
     # what is packed is there twice; accepted parts lie in memory with gaps, and all six may be there
@@ -137,7 +138,7 @@ def test_what_is_held_falls_on_the_rank_that_evicts():
 def _alone(rendezvous, rank, size):
     """Rank 1 leaves before rank 0 has its eviction back."""
     world = join_forked(rendezvous, rank, size, "cpu", 20)
-    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=4)), keep=1, ranks={0})
+    schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=4)), keep=1, ranks={0})
     wires = make_wires(schedule, rank, world, [range(size)])
     if rank == 1:
         wires.clear()
@@ -145,17 +146,17 @@ def _alone(rendezvous, rank, size):
         gc.collect()
         time.sleep(3)
         return None
-    swaps = Swaps(schedule, rank, ProcessSwapLanes(HostClock(), world.device), wires)
-    swaps.begin()
+    moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+    moves.begin()
     toy = Toy(2, 4)
     (module, _), (output, _) = toy.modules(), toy.outputs()
     stage, part = Stage(module, 0, output, needs_input_gradient=False), Part(1)
-    parcel = swaps.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
+    parcel = moves.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
     stage.forward(part, toy.inputs()[1], None, trains=True, parcel=parcel)
-    swaps.after_forward(Action(Kind.FORWARD, 0, 1))
+    moves.after_forward(Action(Kind.FORWARD, 0, 1))
     found = []
     for kind in (Kind.EVICT, Kind.LOAD):
-        collective = swaps.start(Action(kind, 0, 1))
+        collective = moves.start(Action(kind, 0, 1))
         assert collective.wait(10)
         with pytest.raises(PeerLostError) as caught:
             collective.take()
@@ -192,13 +193,13 @@ def _killed(rendezvous, rank, size):
     modules, outputs = toy.modules(), toy.outputs()
     modules[3] = _Dies(modules[3])
     transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
-    swaps = Swaps(
+    moves = ActivationMoves(
         schedule,
         rank,
-        ProcessSwapLanes(HostClock(), world.device),
+        ProcessMoveLanes(HostClock(), world.device),
         make_wires(schedule, rank, world, [range(size)]),
     )
-    run_rank(make_executor(schedule, rank, modules, outputs, transport, swaps), toy.inputs(), objective, 20)
+    run_rank(make_executor(schedule, rank, modules, outputs, transport, moves), toy.inputs(), objective, 20)
 
 
 def test_a_killed_partner_ends_the_run():
@@ -211,7 +212,7 @@ def test_a_killed_partner_ends_the_run():
 def _two_schedules(rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
     plain = lower(make_schedule("gpipe", pp=2, num_microbatches=4 + rank))
-    make_wires(swap_newest(plain, keep=1, ranks={0}), rank, world, [range(size)])
+    make_wires(move_newest(plain, keep=1, ranks={0}), rank, world, [range(size)])
 
 
 def test_partners_that_run_different_schedules_say_so_before_the_first_step():

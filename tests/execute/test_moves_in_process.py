@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from any_moves import move_newest, moving_schedules
 from hypothesis import given, settings
-from swaps import peaks
+from moved import peaks
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import Toy, make_executor, objective, reference, worst_difference
 
@@ -12,20 +13,20 @@ from pipeloom.errors import ActionError, UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.move_lanes import InProcessMoveLanes
+from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.stage import Part, Stage
-from pipeloom.execute.swaps import InProcessSwapLanes, Swaps
 from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import SwapPost
+from pipeloom.execute.wires import MovePost
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, Kind, lower, parse_schedule, split_backward
-from pipeloom.schedule.action import SWAP_KINDS
-from swapping import swap_newest, swapping_schedules
+from pipeloom.schedule.action import MOVE_KINDS
 
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 
 
 def executors_of(schedule, toy, modules):
-    post, swap_post, lanes = Post(), SwapPost(), Neighborhood()
+    post, swap_post, lanes = Post(), MovePost(), Neighborhood()
     return [
         make_executor(
             schedule,
@@ -33,7 +34,7 @@ def executors_of(schedule, toy, modules):
             modules,
             toy.outputs(),
             post.transport(rank),
-            Swaps(schedule, rank, InProcessSwapLanes(lanes, HostClock()), swap_post.wires(schedule)),
+            ActivationMoves(schedule, rank, InProcessMoveLanes(lanes, HostClock()), swap_post.wires(schedule)),
         )
         for rank in range(schedule.num_ranks)
     ]
@@ -50,29 +51,29 @@ def run(schedule, num_steps=1):
     return results
 
 
-@given(swapping_schedules())
+@given(moving_schedules())
 @settings(max_examples=60)
 def test_any_swaps_leave_gradients_as_they_are(schedule):
     results = run(schedule, num_steps=2)
-    found = {span.action for result in results for span in result.trace.spans if span.action.kind in SWAP_KINDS}
-    assert found == {action for _, _, action in schedule.actions() if action.kind in SWAP_KINDS}
+    found = {span.action for result in results for span in result.trace.spans if span.action.kind in MOVE_KINDS}
+    assert found == {action for _, _, action in schedule.actions() if action.kind in MOVE_KINDS}
 
 
 @pytest.mark.parametrize(("family", "loops"), FAMILIES)
 @pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
 def test_every_family_with_the_newest_away(family, loops, kind):
     schedule = lower(make_schedule(family, pp=4, loops=loops, num_microbatches=8))
-    swapped = swap_newest(schedule, keep=2, kind=kind)
+    swapped = move_newest(schedule, keep=2, kind=kind)
     assert sum(row.is_kind(kind).sum() for row in swapped.rows) > 4
     run(swapped, num_steps=3)
 
 
 @pytest.mark.parametrize(("family", "loops"), FAMILIES)
 def test_what_is_held_is_what_the_simulation_says(family, loops):
-    """Swaps take no time in one process, so none is under way when a rank goes on."""
+    """Moves take no time in one process, so none is under way when a rank goes on."""
     plain = lower(make_schedule(family, pp=4, loops=loops, num_microbatches=8))
     sizes = [144, *[288] * (4 * loops - 1)]  # the batch holds the first stage's input
-    for schedule in (plain, swap_newest(plain, keep=2, kind=Kind.OFFLOAD)):
+    for schedule in (plain, move_newest(plain, keep=2, kind=Kind.OFFLOAD)):
         expected = peaks(schedule, UniformCosts(1, 2), sizes)
         assert [result.held.live_bytes for result in run(schedule)] == expected
 
@@ -80,24 +81,24 @@ def test_what_is_held_is_what_the_simulation_says(family, loops):
 @pytest.mark.parametrize("kind", [None, Kind.OFFLOAD])
 def test_what_waits_for_the_second_half_of_a_backward_counts(kind):
     schedule = lower(split_backward(make_schedule("1f1b", pp=2, num_microbatches=6), None))
-    schedule = schedule if kind is None else swap_newest(schedule, keep=1, kind=kind)
+    schedule = schedule if kind is None else move_newest(schedule, keep=1, kind=kind)
     toy = Toy(2, 6)
     executors = executors_of(schedule, toy, toy.modules())
     results = run_in_process(executors, toy.inputs(), objective)
     for result, executor in zip(results, executors, strict=True):
         assert result.held.live_bytes >= result.held.pending_bytes > 0
-        assert executor._swaps._live._now == 0
+        assert executor._moves._live._now == 0
 
 
 def test_what_a_rank_accepts_counts_there():
     plain = lower(make_schedule("gpipe", pp=2, num_microbatches=8))
     assert [result.held.live_bytes for result in run(plain)] == [8 * 144, 8 * 288]
-    evicting = swap_newest(plain, keep=2, ranks={0})
+    evicting = move_newest(plain, keep=2, ranks={0})
     assert [result.held.live_bytes for result in run(evicting)] == [3 * 144, 8 * 288 + 6 * 144]
 
 
 def test_what_is_evicted_is_freed_while_it_is_away():
-    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=6)), keep=1, ranks={1})
+    schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=6)), keep=1, ranks={1})
     toy = Toy(2, 6)
     executors = executors_of(schedule, toy, toy.modules())
     parcels, alive = [], []
@@ -125,7 +126,7 @@ def test_what_is_evicted_is_freed_while_it_is_away():
 def test_narrow_types_come_back_to_the_last_bit(dtype):
     plain = lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4))
     found = []
-    for schedule in (plain, swap_newest(plain, keep=1)):
+    for schedule in (plain, move_newest(plain, keep=1)):
         toy = Toy(4, 4, dtype)
         modules = [module.to(dtype) for module in toy.modules()]
         run_in_process(executors_of(schedule, toy, modules), toy.inputs(), objective)
@@ -134,7 +135,7 @@ def test_narrow_types_come_back_to_the_last_bit(dtype):
 
 
 def test_a_step_that_failed_leaves_nothing_behind():
-    schedule = swap_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1, kind=Kind.OFFLOAD)
+    schedule = move_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1, kind=Kind.OFFLOAD)
     toy = Toy(2, 4)
     modules, expected = toy.modules(), toy.modules()
     executors = executors_of(schedule, toy, modules)
@@ -146,7 +147,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 
     with pytest.raises(ActionError, match="1F2"):
         run_in_process(executors, toy.inputs(), fails)
-    assert all(not executor._swaps._parcels and not executor._swaps._away._kept for executor in executors)
+    assert all(not executor._moves._parcels and not executor._moves._away._kept for executor in executors)
     for module in modules:
         module.zero_grad()
     executors = executors_of(schedule, toy, modules)
@@ -163,7 +164,7 @@ def test_a_schedule_that_evicts_to_nobody_is_refused():
 
 
 def test_without_swaps_an_executor_refuses_to_evict():
-    schedule = swap_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1)
+    schedule = move_newest(lower(make_schedule("1f1b", pp=2, num_microbatches=4)), keep=1)
     toy = Toy(2, 4)
     with pytest.raises(UserError, match="the executor has nothing to run EVICT, LOAD with"):
         make_executor(schedule, 0, toy.modules(), toy.outputs(), Post().transport(0))
@@ -185,17 +186,17 @@ class _Slow:
 
 
 def test_a_load_begins_when_its_eviction_has_ended():
-    schedule = swap_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
-    lanes, post, toy = _Slow(), SwapPost(), Toy(2, 3)
-    swaps = Swaps(schedule, 0, lanes, post.wires(schedule))
-    swaps.begin()
+    schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
+    lanes, post, toy = _Slow(), MovePost(), Toy(2, 3)
+    moves = ActivationMoves(schedule, 0, lanes, post.wires(schedule))
+    moves.begin()
     forward = Action(Kind.FORWARD, 0, 1)
-    parcel = swaps.parcel(forward, owns_input=False)
+    parcel = moves.parcel(forward, owns_input=False)
     stage = Stage(toy.modules()[0], 0, toy.outputs()[0], needs_input_gradient=False)
     stage.forward(Part(1), toy.inputs()[1], None, trains=True, parcel=parcel)
-    swaps.after_forward(forward)
+    moves.after_forward(forward)
     for kind in (Kind.EVICT, Kind.LOAD):
-        swaps.start(Action(kind, 0, 1))
+        moves.start(Action(kind, 0, 1))
     while lanes.lanes[Kind.LOAD].advance():
         pass
     assert not post.place(0, "load", "numbers")

@@ -1,0 +1,195 @@
+"""What EVICT, LOAD, OFFLOAD and RELOAD do on a rank, and what it holds for backwards."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeloom.execute.collectives import Job
+from pipeloom.execute.lanes import Collective
+from pipeloom.execute.move_lanes import MoveLanes
+from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.saved import Packing, Parcel
+from pipeloom.execute.vault import Live, Vault
+from pipeloom.execute.wires import Wires, evictions
+from pipeloom.schedule import Action, Kind, Schedule
+from pipeloom.schedule.action import LOAD_OF, MOVE_KINDS
+
+
+class ActivationMoves:
+    """The moves of one rank.
+
+    Args:
+        schedule: tells what moves, and who evicts to whom.
+        rank: the pipeline rank.
+        lanes: what they run on.
+        wires: this rank's ends of wires, by the rank that evicts.
+        counts: whether parts that do not move are counted as well: the first one of each stage is then looked at.
+
+    Raises:
+        UserError: the schedule evicts, but does not say to whom.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        lanes: MoveLanes,
+        wires: Mapping[int, Wires],
+        *,
+        counts: bool = True,
+    ) -> None:
+        row = schedule.rows[rank]
+        kinds = [kind for kind in MOVE_KINDS if row.is_kind(kind).any()]
+        self.partner = None if schedule.partners is None else schedule.partners[rank]
+        self._moved = {key_of(action) for action in row if action.kind in LOAD_OF}
+        self._recomputed = {key_of(action) for action in row if action.kind is Kind.RECOMPUTE}
+        self._lanes = {kind: lanes.of_kind(kind) for kind in kinds}
+        self._device, self._counts = lanes.device, counts
+        plans = evictions(schedule)
+        self._wires = wires[rank] if rank in plans else None
+        self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
+        self._away = Vault(waits=lanes.waits)
+        self._parcels: dict[tuple[int, int, int], Parcel] = {}
+        self._held: dict[tuple[int, int, int], int] = {}
+        self._saved_bytes: dict[tuple[int, int], int] = {}
+        self._told: dict[Packing, int] = {}
+        self._live = Live()
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes held for backwards in the last step, own ones and those of ranks that evict to this one."""
+        return self._live.most
+
+    def other_end(self, kind: Kind) -> str:
+        """With whom an action of some kind works, for people."""
+        return "the memory of the host" if kind in (Kind.OFFLOAD, Kind.RELOAD) else f"rank {self.partner}"
+
+    def begin(self) -> list[Collective]:
+        """Before a step: serve the ranks that evict to this one; what is to end with the step."""
+        self._parcels.clear()
+        self._held.clear()
+        self._away.begin()
+        self._live.begin()
+        return [service for served in self._served for service in served.begin(self._live)]
+
+    def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:
+        """What takes the tensors that a forward, the first or a second one, saves, if somebody has to know them."""
+        key, place = key_of(action), (action.stage, action.slice)
+        is_known = place in self._saved_bytes and not self._keeps_input(action)
+        if not self._moves(action) and (is_known or not self._counts):
+            return None
+        parcel = self._parcels[key] = Parcel(owns_input=owns_input)
+        return parcel
+
+    def _keeps_input(self, action: Action) -> bool:
+        """Whether a forward keeps its input only, for a second one."""
+        return action.kind is Kind.FORWARD and key_of(action) in self._recomputed
+
+    def _moves(self, action: Action) -> bool:
+        """Whether what a forward keeps is moved; what a second one makes is not."""
+        return action.kind is Kind.FORWARD and key_of(action) in self._moved
+
+    def after_forward(self, action: Action) -> None:
+        """A part has gone forward, or forward again."""
+        key, place = key_of(action), (action.stage, action.slice)
+        parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
+        nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
+        if parcel is not None and not self._keeps_input(action):
+            self._saved_bytes[place] = nbytes
+        self._live.add(nbytes - self._held.get(key, 0))
+        self._held[key] = nbytes
+
+    def before_backward(self, action: Action) -> None:
+        """A part's backward begins, which lets go of one tensor after the other."""
+        self._parcels.pop(key_of(action), None)
+
+    def after_backward(self, action: Action) -> None:
+        """A part is done, or what its forward kept is not needed any more."""
+        self._live.add(-self._held.pop(key_of(action), 0))
+
+    def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
+        """The first half of a part's backward left so much for the second one, after which ``after_backward`` comes."""
+        if self._counts:
+            self._live.add(pending_bytes)
+            self._held[key_of(action)] = pending_bytes
+
+    def start(self, action: Action) -> Collective:
+        """Start what an action does, on its lane."""
+        return self._lanes[action.kind].start(self._job(action, self._parcels[key_of(action)]))
+
+    def _job(self, action: Action, parcel: Parcel) -> Job:
+        match action.kind:
+            case Kind.EVICT:
+                is_new = parcel.packing not in self._told
+                self._told.setdefault(parcel.packing, len(self._told))
+                return self._away.watched(self._evict(action, parcel, is_new=is_new))
+            case Kind.LOAD:
+                return self._load(action, parcel)
+            case Kind.OFFLOAD:
+                return self._away.watched(self._offload(action, parcel))
+            case _:
+                return self._reload(action, parcel)
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._parcels.clear()
+        self._told.clear()
+        self._away.begin()
+        for served in self._served:
+            served.forget()
+
+    def close(self) -> None:
+        """Let go of the lanes."""
+        for lane in self._lanes.values():
+            lane.close()
+        for served in self._served:
+            served.close()
+
+    def _evict(self, action: Action, parcel: Parcel, *, is_new: bool) -> Job:
+        assert self._wires is not None
+        wire, packing = self._wires.evict, parcel.packing
+        yield wire.announce(announcement(action, self._told[packing], len(packing.messages) if is_new else 0))
+        if is_new and packing.messages:
+            yield wire.announce(torch.tensor(packing.messages, dtype=torch.int64))
+        for message in parcel.messages(self._live.add):
+            sending = wire.send(message)
+            del message
+            yield sending
+            del sending
+        self._away.put(key_of(action), torch.empty(0), self._device)
+
+    def _load(self, action: Action, parcel: Parcel) -> Job:
+        assert self._wires is not None
+        yield self._away.until(key_of(action))
+        self._away.fetch(key_of(action), self._device)
+        yield self._wires.load.announce(announcement(action, self._told[parcel.packing], 0))
+        memory = self._room_for(parcel)
+        for begin, end in parcel.packing.messages:
+            yield self._wires.load.receive(memory[begin:end])
+        parcel.restore(memory)
+
+    def _offload(self, action: Action, parcel: Parcel) -> Job:
+        is_cuda = self._device.type == "cuda"
+        memory = torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        for begin, piece in parcel.pieces():
+            memory[begin : begin + piece.numel()].copy_(piece, non_blocking=is_cuda)
+            self._live.add(-piece.numel())
+            del piece
+        self._away.put(key_of(action), memory, self._device)
+        yield _done
+
+    def _reload(self, action: Action, parcel: Parcel) -> Job:
+        yield self._away.until(key_of(action))
+        away = self._away.fetch(key_of(action), self._device)
+        memory = self._room_for(parcel)
+        memory.copy_(away, non_blocking=self._device.type == "cuda")
+        parcel.restore(memory)
+
+    def _room_for(self, parcel: Parcel) -> Tensor:
+        self._live.add(parcel.nbytes)
+        return torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, device=self._device)
+
+
+def _done() -> bool:
+    return True

@@ -1,0 +1,96 @@
+"""What a rank does for one that evicts to it, and what the two tell each other."""
+
+import torch
+from torch import Tensor
+
+from pipeloom.execute.collectives import Job
+from pipeloom.execute.lanes import Collective
+from pipeloom.execute.move_lanes import MoveLanes
+from pipeloom.execute.vault import Live, Vault
+from pipeloom.execute.wires import Wires
+from pipeloom.schedule import Action
+
+_NUM_NUMBERS = 5
+
+
+def announcement(action: Action, packing: int, num_messages: int) -> Tensor:
+    """What is announced of an action: what it is about, how it is packed, and how many messages that is, if new."""
+    return torch.tensor([*key_of(action), packing, num_messages], dtype=torch.int64)
+
+
+def key_of(action: Action) -> tuple[int, int, int]:
+    """What an action is about: stage, micro-batch, slice."""
+    assert action.microbatch is not None
+    return action.stage, action.microbatch, action.slice
+
+
+def _behind(messages: tuple[tuple[int, int], ...]) -> int:
+    return messages[-1][1] if messages else 0
+
+
+class Served:
+    """What a rank does for one that evicts to it: no action of its own row, beside its compute.
+
+    Args:
+        wires: between the two.
+        plan: this rank, and how often the other one evicts and loads in a step.
+        lanes: what this runs on.
+        evictor: the other rank.
+    """
+
+    def __init__(self, wires: Wires, plan: tuple[int, int, int], lanes: MoveLanes, evictor: int) -> None:
+        self._wires = wires
+        _, self._num_evictions, self._num_loads = plan
+        self._device = lanes.device
+        self._accepts, self._returns = (lanes.service(f"{name} {evictor}") for name in ("accept for", "return to"))
+        self._vault = Vault(waits=lanes.waits)
+        self._messages: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    def begin(self, live: Live) -> list[Collective]:
+        """Serve a step."""
+        self._vault.begin()
+        return [
+            self._accepts.start(self._vault.watched(self._accept(live))),
+            self._returns.start(self._give_back(live)),
+        ]
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._vault.begin()
+        self._messages.clear()
+
+    def close(self) -> None:
+        """Let go of the lanes."""
+        self._accepts.close()
+        self._returns.close()
+
+    def _accept(self, live: Live) -> Job:
+        wire = self._wires.evict
+        for _ in range(self._num_evictions):
+            numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
+            yield wire.expect(numbers)
+            *key, packing, num_messages = numbers.tolist()
+            if num_messages:
+                ranges = torch.empty(num_messages, 2, dtype=torch.int64)
+                yield wire.expect(ranges)
+                self._messages[packing] = tuple((begin, end) for begin, end in ranges.tolist())
+            messages = self._messages.get(packing, ())
+            memory = torch.empty(_behind(messages), dtype=torch.uint8, device=self._device)
+            live.add(memory.numel())
+            for begin, end in messages:
+                yield wire.receive(memory[begin:end])
+            self._vault.put((*key, packing), memory, self._device)
+            del memory
+
+    def _give_back(self, live: Live) -> Job:
+        wire = self._wires.load
+        for _ in range(self._num_loads):
+            numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
+            yield wire.expect(numbers)
+            key = tuple(numbers.tolist()[:-1])
+            yield self._vault.until(key)
+            memory = self._vault.fetch(key, self._device)
+            for begin, end in self._messages.get(key[-1], ()):
+                yield wire.send(memory[begin:end])
+            live.add(-memory.numel())
+            del memory
