@@ -307,18 +307,16 @@ class Sharded:
 
     def _always_bytes(self, gathered: int) -> Floats:
         """For each rank what it holds beside stage inputs."""
-        run, software = self.run, self.bounds.software
+        run, software, stages = self.run, self.bounds.software, self.bounds.stages
         _, head = stage_layers(run, software)
-        working, logits = working_bytes(run, software), logits_bytes(run, software)
-        alone = replace(run, shard="none", replicate=1)
-        found: list[float] = []
-        for stages in self.bounds.stages.tolist():
-            parameters = [self.bounds.parameters[stage] for stage in stages]
-            held = state_bytes(run, sum(parameters), software).total_bytes
-            held += lent_bytes(run, software, stages).total_bytes
-            if run.shard == "full" and run.dp > 1:
-                largest = sorted(parameters, reverse=True)[:gathered]
-                held += state_bytes(alone, sum(largest), software).weights_bytes
-            own = working + (logits if head in stages else 0.0)
-            found.append(held + own * (1 + software.fragmentation) + software.reserve_bytes)
-        return np.array(found)
+        parameters = np.array(self.bounds.parameters)[stages]
+        held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
+        owner = self.bounds.placement.rank_by_stage
+        for rank in {owner[0], owner[-1]}:
+            held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
+        if run.shard == "full" and run.dp > 1:
+            alone = state_bytes(replace(run, shard="none", replicate=1), 1.0, software)
+            held += np.sort(parameters, axis=1)[:, ::-1][:, :gathered].sum(axis=1) * alone.weights_bytes
+        own = np.full(run.pp, working_bytes(run, software))
+        own[owner[head]] += logits_bytes(run, software)
+        return held + own * (1 + software.fragmentation) + software.reserve_bytes

@@ -354,6 +354,7 @@ class _Goal:
 
     def __init__(self, count: int, limits: Limits) -> None:
         self._count, self._limits = count, limits
+        self._plain_limits = replace(limits, ways=None)
         self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
         self.limit_s = float("inf")
         """What is slower than this is not among the best."""
@@ -387,7 +388,7 @@ class _Goal:
 
     def may_be(self, node: Arrangement | Leaf) -> bool:
         """Whether something is allowed, whatever way it is left open."""
-        return _admits(replace(self._limits, ways=None), node)
+        return _admits(self._plain_limits, node)
 
     @property
     def first_s(self) -> float:

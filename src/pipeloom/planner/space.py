@@ -129,9 +129,15 @@ class Arrangement:
 
     def cuts(self) -> Iterator["Cut"]:
         """With every number of loops."""
-        for loops, placement in self._loops:
-            if self.choices(loops, placement):
-                yield self._cut(replace(self.run, loops=loops, placement=placement))
+        return iter(self._cuts)
+
+    @cached_property
+    def _cuts(self) -> tuple["Cut", ...]:
+        return tuple(
+            self._cut(replace(self.run, loops=loops, placement=placement))
+            for loops, placement in self._loops
+            if self.choices(loops, placement)
+        )
 
     def _cut(self, run: Run) -> "Cut":
         placement = placement_of(run)
@@ -278,7 +284,7 @@ class Cut:
         """With every sharding and every schedule."""
         return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
 
-    @property
+    @cached_property
     def bound_s(self) -> float:
         """Seconds of the step at least, whatever is sharded."""
         return self.time.any_step_s

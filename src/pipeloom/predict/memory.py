@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
@@ -134,8 +134,9 @@ def _memory(
     for rank, room in enumerate(rooms):
         stages = placement.stages_of(rank)
         activations = most_held(rank, kept) + working
-        logits = most_held(rank, only_head) * kept_logits(run, software)
+        logits = 0.0
         if head in stages:
+            logits = most_held(rank, only_head) * kept_logits(run, software)
             logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
@@ -210,6 +211,7 @@ def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: KeptByte
     return all_changes(*timed, kept).peak(rank)
 
 
+@lru_cache(maxsize=4096)
 def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
     """Other ranks from which a rank receives."""
     owner = placement.rank_by_stage

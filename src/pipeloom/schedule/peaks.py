@@ -32,7 +32,7 @@ class Peaks(NamedTuple):
 
     Attributes:
         placement: stage -> rank.
-        whole: for each rank [moment, number of its stage] the inputs until the end of the backward, or of its first half.
+        whole: for each rank [moment, number of its stage] inputs until the end of the backward or of its first half.
         pending: the same between the halves of split backwards.
     """
 
