@@ -44,7 +44,7 @@ class Limits:
         """Whether each value is one that may be chosen."""
         return all((among := getattr(self, name)) is None or value in among for name, value in values.items())
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Those that limit anything."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]

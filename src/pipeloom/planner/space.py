@@ -338,10 +338,13 @@ class Leaf:
     def bound_s(self) -> float:
         """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
         time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
-        if self.cut.arrangement.kept != "some" or in_flight is None:
+        if in_flight is None:
             return time.step_s
+        step_s = max(time.step_s, time.turning_s(in_flight)) if self.cut.arrangement.splits else time.step_s
+        if self.cut.arrangement.kept != "some":
+            return step_s
         layers = time.layers_to_recompute(in_flight)
-        return max(time.step_s, self.cut.time.recomputing_s(layers) + time.after_s)
+        return max(step_s, self.cut.time.recomputing_s(layers) + time.after_s)
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
