@@ -113,7 +113,7 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
 
     What data parallelism divides: nothing; the optimizer's state; also the gradients; everything. Weights have the
     size of the precision and gradients the rest of what the program holds beside the optimizer's state. In single
-    precision both have four bytes, and the optimizer keeps no copy of the weights. ``shard`` stands for the run's level.
+    precision both have four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level.
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard

@@ -52,7 +52,7 @@ def _at_least(request: Request) -> list[list[int]]:
     Where the block pauses (P is not 1 more than a multiple of 3), short steps are over before some ranks hold the most.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
-    found, most = [], 2 * ((pp + 4) // 3)
+    found, most = list[list[int]](), 2 * ((pp + 4) // 3)
     for rank in range(pp):
         back = 1 + (rank + (1 if pp % 3 == 1 else 2)) // 3
         unused = (1 if rank == 0 else 2) if pp % 3 == 2 and rank % 3 == 0 else 0
