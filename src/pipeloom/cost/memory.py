@@ -155,6 +155,9 @@ def key_value_bytes(run: Run) -> float:
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
+    if run.recompute_layers is None:
+        all_alike = kept_bytes(run, software)
+        return [count * all_alike for count in stage_layers(run, software)[0]]
     stages = layers_by_recompute(run, software)
     each = {kind: kept_bytes(alike, software) for kind, alike in kinds_of(stages).items()}
     return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
@@ -176,7 +179,7 @@ def layer_pending_bytes(run: Run) -> float:
 def stage_pending_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch between the two halves of a split backward."""
     each = layer_pending_bytes(run)
-    return [each * sum(count for _, count in stage) for stage in layers_by_recompute(run, software)]
+    return [each * count for count in stage_layers(run, software)[0]]
 
 
 def _whole_bytes(run: Run, software: Software) -> float:

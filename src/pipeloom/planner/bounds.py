@@ -359,7 +359,8 @@ class Sharded:
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""
         bounds = self.bounds
-        sizes, number = np.unique(bounds.parameters, return_inverse=True)
+        sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.parameters))}
+        number = [sizes[held] for held in bounds.parameters]
         parts = rank_parts(self.run, bounds.cluster)
         gathers, reductions = (
             {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}

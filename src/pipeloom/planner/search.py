@@ -211,6 +211,7 @@ class Search:
         ways = limits.ways or self._question.limits.ways
         has_plain = ways is None or "none" in ways
         goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
+        goal.is_urgent = deadline is not None
         open_bound_s = self._prove(goal, deadline)
         if open_bound_s is None and (limits.ways is not None or not limits.names):
             asked = goal if has_plain else self._goal(count, replace(limits, ways=ways))
@@ -290,7 +291,7 @@ class Search:
         """Bounded once more first, by its order, which takes less than to add its messages and simulate it."""
         if self._prunes and not settled.is_close:
             closer_s = max(bound_s, unsent_bound_s(settled.leaf, settled.candidate))
-            if goal.limit_s < float("inf"):  # there is an answer, which can wait for what promises more
+            if goal.limit_s < float("inf") or not goal.is_urgent:
                 self._push(goal, closer_s, replace(settled, is_close=True))
                 return
         self._counts.simulated += 1
@@ -358,6 +359,8 @@ class _Goal:
         self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
         self.limit_s = float("inf")
         """What is slower than this is not among the best."""
+        self.is_urgent = False
+        """Whether any answer soon is worth more than simulating few."""
         self.queue: list[_Entry] = []
         """What is open and allowed."""
         self.aside: list[_Entry] = []

@@ -253,9 +253,13 @@ class Cut:
         return self.bounds(replace(self.run, recompute="full")) if is_open else self.time
 
     def bounds(self, run: Run) -> Bounds:
-        """Of a run that is cut like this."""
+        """Of a run that is cut like this; the same ones wherever the run is the same, whatever is left open of it."""
         arrangement = self.arrangement
-        return Bounds(run, arrangement.cluster, arrangement.question.software, self.placement, arrangement.splits)
+        question, key = arrangement.question, (run, arrangement.cluster, arrangement.splits)
+        if key not in question.bounds:
+            found = Bounds(run, arrangement.cluster, question.software, self.placement, arrangement.splits)
+            question.bounds[key] = found
+        return question.bounds[key]
 
     @property
     def placement(self) -> Placement:

@@ -190,8 +190,8 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     Where sequences are cut into slices, also the keys and values of its layers.
     """
     counts, _ = stage_layers(run, software)
-    each = key_value_bytes(run) if run.slices else 0.0
-    return [stage_input_bytes(run) + count * each for count in counts]
+    each, own = key_value_bytes(run) if run.slices else 0.0, stage_input_bytes(run)
+    return [own + count * each for count in counts]
 
 
 def moves_anything(schedule: Schedule) -> bool:

@@ -54,9 +54,9 @@ class Peaks(NamedTuple):
 
     def most(self, rank: int, kept: KeptBytes) -> float:
         """The same as ``most_in_row``, of whole sequences."""
-        stages = list(self.placement.stages_of(rank))
-        whole = np.asarray(kept.whole, np.float64)[stages] if len(kept.whole) else np.ones(len(stages))
-        pending = np.asarray(kept.pending, np.float64)[stages] if len(kept.pending) else whole
+        stages = self.placement.stages_of(rank)
+        whole = np.array([kept.whole[stage] if len(kept.whole) else 1.0 for stage in stages])
+        pending = np.array([kept.pending[stage] for stage in stages]) if len(kept.pending) else whole
         return float((self.whole[rank] @ whole + self.pending[rank] @ pending).max())
 
 
