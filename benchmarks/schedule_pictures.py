@@ -65,7 +65,7 @@ PICTURES = (
     _family("zb-2p", pp=4, num_microbatches=12),
     _changed(
         "balanced",
-        "1f1b, balanced: 8 ranks, 12 micro-batches; swaps take a forward",
+        "1f1b, balanced: 8 ranks, 12 micro-batches; moves take a forward",
         lambda: balance(make_schedule("1f1b", pp=8, num_microbatches=12)),
         evict_s=1.0,
     ),

@@ -233,12 +233,12 @@ AXES = {
         "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 2 3 4",
     ),
     "room for nothing that moves": (
-        {"schedule__activation_gb": 3},
-        "schedule.activation_gb has no effect without schedule.balance or schedule.offload",
+        {"schedule__activation_budget": "3GB"},
+        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
     ),
     "no room to offload from": (
         {"schedule__offload": True},
-        "schedule.offload moves what schedule.activation_gb has no room for; say how much that is",
+        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
     ),
     "a balance of one": (
         {"schedule__balance": True, "layout__pp": 1},
@@ -258,15 +258,15 @@ AXES = {
     ),
     "offloading what nobody says": (
         {"schedule__offload": True},
-        "schedule.offload moves what schedule.activation_gb has no room for; say how much that is",
+        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
     ),
     "a limit that nothing keeps": (
-        {"schedule__activation_gb": 2.0},
-        "schedule.activation_gb has no effect without schedule.balance or schedule.offload",
+        {"schedule__activation_budget": "2GB"},
+        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
     ),
     "a limit of nothing": (
-        {"schedule__activation_gb": 0.0, "schedule__balance": True},
-        "schedule.activation_gb must be above 0, found 0.0",
+        {"schedule__activation_budget": "0", "schedule__balance": True},
+        "schedule.activation_budget: expected a size such as 64MiB or 1.5GB, found '0'",
     ),
 }
 

@@ -1,5 +1,6 @@
 """Run files."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,14 @@ paths = st.none() | st.sampled_from([Path("a.txt"), Path("/tmp/with space"), Pat
 whole = st.integers(-(2**40), 2**40)
 runs = st.builds(
     RunConfig,
-    model=st.builds(ModelConfig, norm_eps=finite, rope_theta=finite, num_layers=whole),
+    model=st.builds(
+        ModelConfig,
+        norm_eps=finite,
+        rope_theta=finite,
+        num_layers=whole,
+        preset=st.none() | st.just("gpt-6.6b"),
+        tied=st.booleans(),
+    ),
     data=st.builds(DataConfig, path=paths, cache=paths, validation_fraction=finite),
     layout=st.builds(Layout, partition=st.none() | st.lists(whole, max_size=4).map(tuple)),
     schedule=st.builds(ScheduleConfig, family=st.text(st.characters(codec="utf-8"))),
@@ -54,6 +62,14 @@ def read(tmp_path, text):
 def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp()
     assert read(folder, format_run(config)) == (config, [])
+
+
+def test_a_run_file_says_nothing_that_a_preset_or_named_layers_replace():
+    layout = Layout(recompute_layers=("full", "none"))
+    text = format_run(RunConfig(model=ModelConfig(preset="gpt-6.6b"), layout=layout))
+    assert text.startswith('[model]\npreset = "gpt-6.6b"\n\n')
+    assert "recompute =" not in text
+    assert parse_run(tomllib.loads(text))[0].layout == layout
 
 
 def test_a_run_file_repeats_a_run_without_clipping(tmp_path):

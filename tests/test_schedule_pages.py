@@ -13,7 +13,7 @@ PAGES = sorted(file.stem for file in FOLDER.glob("*.md") if file != PAGE)
 PARTS = ("**Order.**", "**Bubble.**", "**Memory.**", "**Use it when**", "**Not when**")
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (4, 16), (8, 8), (16, 16)])
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_table_is_computed_again(sizes):
     name, table = table_of(*sizes)
     assert f"<!-- {name} -->\n{table}\n<!-- end -->" in PAGE.read_text(encoding="utf-8")

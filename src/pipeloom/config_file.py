@@ -90,10 +90,16 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
 
 
 def format_run(config: RunConfig) -> str:
-    """The configuration as a run file that repeats it."""
+    """The configuration as a run file that repeats it, without defaults in whose place something else is said."""
     import tomli_w
 
-    return tomli_w.dumps(to_dict(config))
+    tree = to_dict(config)
+    if config.model.preset is not None or config.model.file is not None:
+        defaults = to_dict(RunConfig())["model"]
+        tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}
+    if config.layout.recompute_layers is not None and config.layout.recompute == "none":
+        del tree["layout"]["recompute"]
+    return tomli_w.dumps(tree)
 
 
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:

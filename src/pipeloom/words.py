@@ -1,5 +1,6 @@
 """Small words for people."""
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -34,9 +35,17 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * units[match[2].lower()])
 
 
-def format_bytes(size: float) -> str:
-    """A number of bytes for people: ``64 MiB``, ``1.5 GiB``, ``512 bytes``."""
+def format_bytes(size: float, *, rounds_up: bool = False) -> str:
+    """A number of bytes for people: ``64 MiB``, ``1.5 GiB``, ``512 bytes``.
+
+    Args:
+        size: the bytes.
+        rounds_up: whether the number is never below, such as that of what is needed; else it is the nearest.
+    """
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1024**power:
-            return f"{size / 1024**power:.3g} {unit}"
-    return f"{size:.0f} bytes"
+            number = size / 1024**power
+            digits = 2 - min(2, math.floor(math.log10(number)))
+            number = math.ceil(number * 10**digits) / 10**digits if rounds_up else round(number, digits)
+            return f"{number:.{digits}f}".rstrip("0").rstrip(".") + f" {unit}" if digits else f"{number:.0f} {unit}"
+    return f"{math.ceil(size) if rounds_up else round(size)} bytes"

@@ -53,7 +53,7 @@ def test_a_group_takes_its_nodes_from_another_file(tmp_path):
     cluster = read(tmp_path, SHORT)
     assert cluster.part(0, 16) == replace(A100, name="new")
     assert cluster.part(16, 24) == replace(V100, name="old", price_per_device_hour=1.5)
-    assert cluster.way(8, 16, 8).inter == Link(latency_s=pytest.approx(40e-6), bytes_per_s=10e9)
+    assert cluster.route(8, 16, 8).inter == Link(latency_s=pytest.approx(40e-6), bytes_per_s=10e9)
     assert cluster.num_devices == 40
 
 
@@ -68,7 +68,7 @@ def test_the_example_is_two_kinds_with_a_slower_link():
     assert [(kind.device.name, number) for kind, number in cluster.kinds(64)] == [
         ("a100-sxm-80gb", 32), ("v100-sxm-32gb", 32),
     ]  # fmt: skip
-    between = cluster.way(24, 32, 8).inter.bytes_per_s
+    between = cluster.route(24, 32, 8).inter.bytes_per_s
     assert between < min(kind.inter.bytes_per_s for kind, _ in cluster.kinds(64))
     assert cluster.price_per_hour(64) is not None
 

@@ -43,3 +43,17 @@ def test_a_group_size_that_came_from_the_pipeline_ranks_goes_with_them(tmp_path)
     assert group_size(tmp_path, 2, "--layout.pp", "4") is None
     assert group_size(tmp_path, 2, "--layout.pp", "4", "--schedule.group-size", "6") == 6
     assert group_size(tmp_path, 5, "--layout.pp", "4") == 5
+
+
+def test_a_value_behind_a_flag_that_takes_none_is_told_with_everything_else(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        layout(tmp_path, "--schedule.balance", "true", "--layout.sequence-parallel", "False", "--layout.dp", "0")
+    assert refused.value.problems[:2] == (
+        "--schedule.balance takes no value: write --schedule.balance for true, --schedule.no-balance for false",
+        (
+            "--layout.sequence-parallel takes no value: write --layout.sequence-parallel for true, "
+            "--layout.no-sequence-parallel for false"
+        ),
+    )
+    assert "layout.dp must be at least 1, found 0" in refused.value.problems
+    assert layout(tmp_path, "--layout.tp", "2", "--layout.sequence-parallel").sequence_parallel

@@ -313,7 +313,7 @@ def test_moves_that_make_no_sense_are_refused_together(capsys):
     assert "--offload needs --budget" in refusal(capsys, "1f1b", "--offload")
     message = refusal(capsys, "1f1b", "--offload", "--budget", "1")
     assert "the budget cannot be kept" in message
-    assert "pipeline rank 0 still needs 2, 1 more than its 1" in message
+    assert "pipeline rank 0 still holds 2, 1 more than its 1" in message
 
 
 def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
@@ -323,11 +323,13 @@ def test_slices_share_the_costs_of_a_micro_batch(capsys, tmp_path):
     file = tmp_path / "whole.txt"
     file.write_text("0F0 0B0\n")
     assert schedule_json(capsys, str(file), "--slices", "2")["rows"] == [["0F0", "0F0.1", "0B0.1", "0B0"]]
+    file.write_text("0F0 0OFFLOAD0 0F0.1 0RELOAD0 0B0.1 0B0\n")  # 0.5 forward, 4 away, 4 back, 1 backward
+    assert schedule_json(capsys, str(file), "--move", "8")["makespan"] == 9.5
     assert main(["schedule", "1f1b", "--slices", "0"]) == 2
     assert "the number of token slices must be at least 1, found 0" in capsys.readouterr().err
 
 
-def test_stages_that_visit_the_device(capsys):
+def test_stages_that_visit_the_device(capsys, tmp_path):
     sizes = ["breadth-first", "--pp", "1", "--loops", "8", "--resident", "2"]
     found = schedule_json(capsys, *sizes, "--stage-swap", "8")
     assert found["num_swaps_in"] == [14]
@@ -335,5 +337,11 @@ def test_stages_that_visit_the_device(capsys):
     updated = schedule(capsys, *sizes, "--update", "in-the-next-step", "--stage-swap", "1")
     assert "0SWAP_IN 1SWAP_IN 0UPDATE 0F0" in updated
     assert "stages swapped in  14 (by rank)" in updated
+    file = tmp_path / "visits.txt"
+    file.write_text(updated, encoding="utf-8")
+    again = schedule(capsys, str(file), "--stage-swap", "1")
+    assert "stages swapped in  14 (by rank): room unknown, so that none waits for it" in again
+    file.write_text("0F0 0B0\n", encoding="utf-8")
+    assert "--stage-swap has no effect: the schedule has no SWAP_IN" in refusal(capsys, str(file), "--stage-swap", "1")
     assert "--stage-swap has no effect without --resident" in refusal(capsys, "gpipe", "--stage-swap", "1")
     assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")

@@ -239,3 +239,28 @@ def test_a_cluster_of_one_kind_says_its_name_for_every_place(capsys):
     places = answer(capsys, GPT_52B)["places"]
     assert [place["first_node"] for place in places] == list(range(8))
     assert {place["kind"] for place in places} == {"dgx-1-v100"}
+
+
+SMALL = ["--model.num-layers", "12", "--model.hidden-size", "64", "--model.num-heads", "2", "--data.seq-len", "64"]
+
+
+@pytest.mark.parametrize("tied", [[], ["--model.tied"]], ids=["untied", "tied"])
+def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut_does(capsys, tied):
+    words = [*SMALL, *tied, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4MiB"]
+    found = answer(capsys, *words, "--swap-plan")
+    assert "stage 0 takes" in found["refused"]
+    plan = found["swap_plan"]
+    assert plan["is_needed"]
+    assert sum(plan["partition"]) == 12 + 2
+    sizes = ["--layout.num-microbatches", str(plan["num_microbatches"])]
+    cut = ["--layout.loops", str(len(plan["partition"])), "--layout.partition", *map(str, plan["partition"])]
+    step = answer(capsys, *words, *cut, *sizes, "--swap-plan")
+    assert "refused" not in step
+    assert step["swap_plan"] == plan
+    assert main(["simulate", *words, "--swap-plan"]) == 0
+    assert "as it is given    schedule.device_budget is 4 MiB" in capsys.readouterr().out
+
+
+def test_a_swap_plan_that_nobody_needs_says_so(capsys, monkeypatch):
+    words = [*SMALL, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4GiB", "--swap-plan"]
+    assert "the whole model fits the budget: without one it trains faster" in text(capsys, monkeypatch, *words)

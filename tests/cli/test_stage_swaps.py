@@ -30,6 +30,7 @@ def test_a_model_of_four_budgets_trains_to_the_same_losses(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "at rest in memory of the host; on the device at most 130 KiB of them" in run.stdout
     assert "on their way in the traced step" in run.stdout
+    assert "swapped in (by pipeline rank, in a step)" in run.stdout
     assert metrics(tmp_path / "swapped")[2]["loss"] == metrics(tmp_path / "plain")[2]["loss"]
     summary = json.loads((tmp_path / "swapped" / "summary.json").read_text())
     assert 0 < summary["peak_stage_bytes"] <= 133_000
@@ -65,3 +66,4 @@ def test_what_cannot_be_swapped_is_said_with_what_to_change(tmp_path, more, word
     assert run.returncode != 0
     assert words in run.stderr
     assert "Traceback" not in run.stderr
+    assert not (tmp_path / "run").exists()  # refused before any process was started

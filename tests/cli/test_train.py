@@ -254,6 +254,15 @@ def test_a_run_folder_that_goes_away_ends_the_run_with_one_message(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
+def test_what_moves_is_told_and_a_budget_that_cannot_be_kept_is_refused_before_anything_runs(tmp_path):
+    words = arguments(tmp_path, "--training.no-predict", "--schedule.offload", "--schedule.activation-budget")
+    done = pipeloom([*words, "1KB"])
+    assert done.returncode != 0
+    assert "the budget cannot be kept by moving what backwards need: pipeline rank 0 still holds" in done.stderr
+    assert not (tmp_path / "run").exists()
+    assert "moves      nothing (by pipeline rank, in a step)" in pipeloom([*words, "1GB"]).stdout
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
     done = pipeloom(arguments(tmp_path, "--model.vocab-size", "100"))
     assert done.returncode == 2

@@ -96,11 +96,11 @@ def test_groups_that_are_alike_with_no_slower_link_are_one_kind():
 
 
 def test_messages_see_the_link_between_the_groups_of_their_ends():
-    assert BOTH.way(0, 8, 8) is FAST
-    assert BOTH.way(16, 24, 8) is SLOW
-    assert BOTH.way(8, 16, 8).inter == BOTH.way(40, 0, 8).inter == Link(latency_s=1e-3, bytes_per_s=10e9)
+    assert BOTH.route(0, 8, 8) is FAST
+    assert BOTH.route(16, 24, 8) is SLOW
+    assert BOTH.route(8, 16, 8).inter == BOTH.route(40, 0, 8).inter == Link(latency_s=1e-3, bytes_per_s=10e9)
     unnamed = mixed((FAST, 2), (SLOW, 4))
-    assert unnamed.way(8, 16, 8).inter == SLOW.inter
+    assert unnamed.route(8, 16, 8).inter == SLOW.inter
 
 
 def test_of_devices_in_several_groups_the_slowest_pair_of_partners_counts():
@@ -108,10 +108,10 @@ def test_of_devices_in_several_groups_the_slowest_pair_of_partners_counts():
         *((nodes(name), 1) for name in "abc"),
         links=[slow_link("a", "b", gb_per_s=7), slow_link("a", "c", gb_per_s=1), slow_link("b", "c", gb_per_s=5)],
     )
-    assert cluster.way(0, 8, 8).inter.bytes_per_s == 7e9
-    assert cluster.way(0, 12, 12).inter.bytes_per_s == 1e9  # 0-3 to b, 4-7 to c, 8-11 of b to c
-    assert cluster.way(0, 12, 4).inter.bytes_per_s == 7e9
-    assert cluster.way(8, 12, 4).inter.bytes_per_s == 100e9  # inside b
+    assert cluster.route(0, 8, 8).inter.bytes_per_s == 7e9
+    assert cluster.route(0, 12, 12).inter.bytes_per_s == 1e9  # 0-3 to b, 4-7 to c, 8-11 of b to c
+    assert cluster.route(0, 12, 4).inter.bytes_per_s == 7e9
+    assert cluster.route(8, 12, 4).inter.bytes_per_s == 100e9  # inside b
 
 
 def test_nodes_are_counted_through_all_groups():
@@ -154,7 +154,7 @@ def test_every_order_that_makes_a_difference_comes_once():
 def test_another_order_gives_the_first_ranks_other_nodes():
     other = BOTH.reordered(("slow", "fast"))
     assert other.part(0, 32).name == "slow"
-    assert other.way(24, 32, 8).inter == BOTH.way(8, 16, 8).inter
+    assert other.route(24, 32, 8).inter == BOTH.route(8, 16, 8).inter
     assert other.reordered(("fast", "slow")) == BOTH
     assert FAST.reordered(()) is FAST
 
@@ -166,7 +166,7 @@ def test_a_change_reaches_every_group_and_the_links_between_them():
     changed = BOTH.each(twice)
     assert [group.name for group in changed.groups] == ["fast", "slow"]
     assert changed.part(0, 8).inter.bytes_per_s == 200e9
-    assert changed.way(8, 16, 8).inter == Link(latency_s=1e-3, bytes_per_s=20e9)
+    assert changed.route(8, 16, 8).inter == Link(latency_s=1e-3, bytes_per_s=20e9)
     assert FAST.each(twice) == twice(FAST)
 
 

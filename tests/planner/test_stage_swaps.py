@@ -1,5 +1,6 @@
 """Where a model that is swapped through one device is cut, and how many micro-batches hide the swaps."""
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import hypothesis.strategies as st
@@ -44,6 +45,10 @@ def questions(draw, most=7):
     seconds, rate = draw(st.sampled_from([0.1, 0.5, 1.0, 4.0])), draw(st.sampled_from([0.5, 1.0, 4.0]))
     uneven = [draw(st.sampled_from([0.25, 1.0, 1.0, 3.0])) * size for size in weights]
     question = question_of(weights, budget=budget, rate=rate, needs_norm=draw(st.booleans()), seconds=seconds)
+    if lent := draw(st.sampled_from([0, 0, 3])):  # a head that borrows the first piece's matrix, and owes its gradient
+        *others, head = question.pieces
+        tied = (*others, replace(head, borrowed=lent, lent_gradient=lent))
+        question = replace(question, pieces=tied, budget=max(budget, 4 * max(weights) + 2 * lent))
     return SwapQuestion(
         **{
             **{name: getattr(question, name) for name in ("update_s", "pieces", "budget", "bytes_per_s", "needs_norm")},
@@ -107,3 +112,11 @@ def test_the_number_of_stages_may_be_given():
         plan_swaps(question, [4], num_stages=1)
     with pytest.raises(UserError, match="the largest piece of the model takes 32 bytes, the budget is 31 bytes"):
         plan_swaps(question_of([8] * 8, budget=31), [4])
+
+
+def test_the_gradient_that_a_head_lends_has_room_on_the_first_stage():
+    plain = question_of([2, 2, 2], budget=9)
+    tied = replace(plain, pieces=(*plain.pieces[:-1], replace(plain.pieces[-1], borrowed=0.5, lent_gradient=0.5)))
+    assert plan_swaps(tied, [1]).partition == (1, 1, 1)
+    with pytest.raises(UserError, match="the largest piece of the model takes 10 bytes, the budget is 9 bytes"):
+        plan_swaps(replace(tied, pieces=(*tied.pieces[:-1], replace(tied.pieces[-1], weights=0, lent_gradient=2))), [1])

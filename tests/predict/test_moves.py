@@ -108,12 +108,12 @@ def test_offload_goes_at_the_speed_of_the_host_and_names_a_cluster_that_has_none
     assert A100.host is not None
     assert offload_seconds(RUN, A100, [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
     alone = replace(A100, name="alone", host=None)
-    with pytest.raises(UserError, match="alone does not say how fast a device reaches .* add a table .host."):
+    with pytest.raises(UserError, match="alone does not say how fast .* add to its file a table .host."):
         step(cluster=alone, offload=True, activation_bytes=1e15)
 
 
 def test_a_budget_that_cannot_be_kept_is_the_users_error():
-    with pytest.raises(UserError, match="pipeline rank 0 still needs"):
+    with pytest.raises(UserError, match="pipeline rank 0 still holds"):
         step(balance=True, activation_bytes=1e9)
 
 

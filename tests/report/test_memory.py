@@ -4,8 +4,8 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.schedule import add_reduce_grad, add_unshard, lower
+from pipeloom.report.memory import HeldBytes, inputs_over_time, memory_over_time
+from pipeloom.schedule import add_reduce_grad, add_slices, add_unshard, balance, lower
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 
@@ -86,3 +86,29 @@ def test_a_trace_that_begins_later_gives_the_same_curve():
     )
     sizes = held(2, 2, kept=KeptBytes([1.0, 2.0]), message_bytes=1.0)
     assert memory_over_time(schedule, moved, sizes) == memory_over_time(schedule, trace, sizes)
+
+
+@pytest.mark.parametrize("placement", ["looped", "v"])
+@pytest.mark.parametrize("name", ["breadth-first", "depth-first", "hybrid", "forward-only"])
+def test_stage_inputs_over_time_peak_where_the_schedule_says(name, placement):
+    schedule = make_schedule(name, pp=3, loops=2, num_microbatches=6, placement=placement)
+    trace = simulate(lower(schedule), UniformCosts(1, 2, 0.25))
+    steps = [curve.points for curve in inputs_over_time(lower(schedule), trace)]
+    assert tuple(max(held for _, held in points) for points in steps) == schedule.peak_stage_inputs
+    for points in steps:
+        assert points[0][0] == 0
+        assert points[-1][1] == 0
+        assert [time for time, _ in points] == sorted({time for time, _ in points})
+
+
+def test_what_a_partner_accepts_counts_there_and_a_slice_is_its_share():
+    (mine, accepted) = inputs_over_time(*simulated(balance(make_schedule("1f1b", pp=2, num_microbatches=3))))
+    assert (mine.peak_bytes, accepted.peak_bytes) == (2, 1)  # 2 and 1 have nothing to share
+    four = balance(make_schedule("1f1b", pp=4, num_microbatches=8))
+    assert [curve.peak_bytes for curve in inputs_over_time(*simulated(four))] == [3, 3, 2, 3]
+    (whole,) = inputs_over_time(*simulated(add_slices(make_schedule("gpipe", pp=1, num_microbatches=1), 2)))
+    assert whole.points == ((0, 0.5), (1, 1), (4, 0.5), (6, 0))
+
+
+def simulated(schedule):
+    return schedule, simulate(schedule, UniformCosts(1, 2, evict_s=0.5))

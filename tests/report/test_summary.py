@@ -4,7 +4,7 @@ import pytest
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.report.summary import communication, stage_inputs, summarize
+from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Action, lower
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane
 from pipeloom.simulate import simulate
@@ -93,28 +93,5 @@ def test_a_lane_is_hidden_where_its_rank_computes_and_exposed_elsewhere():
     assert (sent.num_actions, sent.busy_s, sent.hidden_s, sent.exposed_s) == (1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("placement", ["looped", "v"])
-@pytest.mark.parametrize("name", ["breadth-first", "depth-first", "hybrid", "forward-only"])
-def test_stage_inputs_over_time_peak_where_the_schedule_says(name, placement):
-    schedule = make_schedule(name, pp=3, loops=2, num_microbatches=6, placement=placement)
-    trace = simulate(lower(schedule), UniformCosts(1, 2, 0.25))
-    steps = stage_inputs(trace)
-    assert tuple(max(held for _, held in points) for points in steps) == schedule.peak_stage_inputs
-    for points in steps:
-        assert points[0][0] == 0
-        assert points[-1][1] == 0
-        assert [time for time, _ in points] == sorted({time for time, _ in points})
-
-
-def test_stage_inputs_by_hand():
-    assert stage_inputs(HAND_MADE) == [[(0, 1), (8, 0)], [(0, 0), (2, 1), (7, 0)]]
-
-
-def test_a_token_slice_is_its_share_of_a_stage_input():
-    spans = [span("0F0", 0, 1, 2), span("0F0.1", 0, 2, 3), span("0B0.1", 0, 3, 5), span("0B0", 0, 5, 7)]
-    assert stage_inputs(Trace(tuple(spans), 1)) == [[(0, 0.5), (1, 1), (4, 0.5), (6, 0)]]
-
-
 def test_ranks_without_spans_hold_nothing():
-    assert stage_inputs(Trace((), 2)) == [[(0, 0)], [(0, 0)]]
     assert communication(Trace((), 2)) == []

@@ -121,7 +121,7 @@ def test_a_larger_budget_never_moves_more():
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
-    with pytest.raises(UserError, match=r"pipeline rank 3 still needs 3, 2 more than its 1"):
+    with pytest.raises(UserError, match=r"pipeline rank 3 still holds 3, 2 more than its 1"):
         balance(one_f_one_b(4, 8), budget_bytes=[3, 3, 3, 1])
 
 

@@ -65,10 +65,10 @@ def test_a_slow_way_back_is_exposed_and_the_budget_is_kept():
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_what_is_missing():
-    with pytest.raises(UserError, match=r"pipeline rank 0 still needs 2, 1 more than its 1; pipeline rank 1 still"):
+    with pytest.raises(UserError, match=r"pipeline rank 0 still holds 2, 1 more than its 1; pipeline rank 1 still"):
         offload(ONE_F_ONE_B, budget_bytes=[1] * 4)
     costs = UniformCosts(1, 2, offload_s=1000)
-    with pytest.raises(UserError, match="pipeline rank 0 still needs 4, 1 more than its 3"):
+    with pytest.raises(UserError, match="pipeline rank 0 still holds 4, 1 more than its 3"):
         offload(ONE_F_ONE_B, budget_bytes=[3, 3, 2, 1], seconds_of=costs.seconds)
 
 
@@ -83,7 +83,7 @@ def test_what_partners_accept_counts():
     assert num_moved(both, Kind.EVICT) == num_moved(balanced, Kind.EVICT)
     assert sum(num_moved(both, Kind.OFFLOAD)) > 0
     assert simulate(both, costs).end_s == simulate(plain, costs).end_s
-    with pytest.raises(UserError, match="pipeline rank 7 still needs 5, 1 more than its 4"):  # what it accepts stays
+    with pytest.raises(UserError, match="pipeline rank 7 still holds 5, 1 more than its 4"):  # what it accepts stays
         offload(balanced, budget_bytes=[4] * 8, seconds_of=costs.seconds)
 
 

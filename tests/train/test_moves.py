@@ -67,12 +67,12 @@ def test_a_narrow_type_keeps_less_and_recomputation_least(tmp_path):
 def test_a_limit_is_kept_or_refused(tmp_path):
     whole, inputs, _ = saved_bytes(resolved(tmp_path))
     assert inputs[0] == 0 < inputs[1] < whole[1]
-    room = {"offload": True, "activation_gb": 3.1 * max(whole) / 1e9}
+    room = {"offload": True, "activation_budget": str(int(3.1 * max(whole)))}
     rows = training_schedule(resolved(tmp_path, room)).rows
     assert whole[1] > whole[0]
     assert rows[1].is_kind(Kind.OFFLOAD).any()
     with pytest.raises(UserError, match="cannot be kept by moving what backwards need"):
-        training_schedule(resolved(tmp_path, room | {"activation_gb": 0.9 * max(whole) / 1e9}))
+        training_schedule(resolved(tmp_path, room | {"activation_budget": str(int(0.9 * max(whole)))}))
 
 
 def test_without_a_wish_nothing_moves(tmp_path):
@@ -104,7 +104,7 @@ def test_a_budget_counts_what_waits_for_a_second_half_and_no_more(tmp_path):
     plain = training_schedule(resolved(tmp_path, family))
     held = Sizes.of(plain, KeptBytes(found.whole, found.pending), None)
     changes = held.changes(plain, times(plain, nominal_s))
-    room = family | {"offload": True, "activation_gb": 1.001 * max(changes.peak(0), changes.peak(1)) / 1e9}
+    room = family | {"offload": True, "activation_budget": str(int(1.001 * max(changes.peak(0), changes.peak(1))))}
     assert training_schedule(resolved(tmp_path, room)).rows == plain.rows
 
 
@@ -112,7 +112,7 @@ def test_slices_count_by_their_lengths(tmp_path):
     family = {"family": "gpipe", "offload": True}
     layout = {"pp": 2, "num_microbatches": 4}
     whole = saved_bytes(resolved(tmp_path)).whole
-    room = family | {"activation_gb": 3.5 * max(whole) / 1e9}
+    room = family | {"activation_budget": str(int(3.5 * max(whole)))}
     moved = []
     for lengths in ((7, 1), (1, 7)):
         row = training_schedule(resolved(tmp_path, room, token_slices=lengths, **layout)).rows[1]

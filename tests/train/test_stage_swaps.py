@@ -22,12 +22,12 @@ from pipeloom.report.summary import communication
 from pipeloom.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.stage_swaps import stage_stays
+from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
 from pipeloom.train.data import load_data
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
-from pipeloom.train.stage_swaps import piece_bytes, stage_amounts, stage_sizes
+from pipeloom.train.stage_swaps import piece_bytes, stage_amounts
 from pipeloom.train.trainer import Trainer
 
 STEPS = 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -43,6 +44,8 @@ def parse_config(
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
     if words:
+        problems += _truths(words, config)
+        words = [word for word, before in zip(words, ["", *words], strict=False) if not _is_truth(before, word, config)]
         flags, asked = _Flags(words, command, summary), config
         config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
         config = _without_stale_sizes(config, asked)
@@ -51,6 +54,23 @@ def parse_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def _truths(words: list[str], config: RunConfig) -> list[str]:
+    """Values given to flags that take none."""
+    return [
+        f"{flag} takes no value: write {flag} for true, {'.no-'.join(flag.rsplit('.', 1))} for false"
+        for flag, word in pairwise(words)
+        if _is_truth(flag, word, config)
+    ]
+
+
+def _is_truth(flag: str, word: str, config: RunConfig) -> bool:
+    """Whether a word is the value of a flag that takes none, such as ``--schedule.balance true``."""
+    section, _, name = flag.removeprefix("--").replace("-", "_").partition(".")
+    return word.lower() in ("true", "false") and isinstance(
+        getattr(getattr(config, section, None), name or "-", None), bool
+    )
 
 
 class _Flags(NamedTuple):

@@ -121,8 +121,8 @@ def run(words: list[str]) -> int:
         options.transfer / plain.num_slices,
         options.gather,
         options.reduce,
-        evict_s=options.move,
-        offload_s=options.move,
+        evict_s=options.move / plain.num_slices,
+        offload_s=options.move / plain.num_slices,
         tied_s=options.tied or 0.0,
         tied_grad_s=options.tied or 0.0,
         move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
@@ -181,6 +181,8 @@ def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
     moves = options.balance or options.offload or schedule.facts.row.is_kind(Kind.EVICT, Kind.OFFLOAD).any()
     if options.move != Options.move and not moves:
         raise UserError("--move has no effect: the schedule has no EVICT or OFFLOAD; leave it out")
+    if options.stage_swap and not any(_counts(schedule, Kind.SWAP_IN)):
+        raise UserError("--stage-swap has no effect: the schedule has no SWAP_IN; leave it out")
     if options.tied is not None and not any(_counts(schedule, Kind.SEND_TIED)):
         raise UserError("--tied has no effect: the first and the last stage are on one rank; leave it out")
 
@@ -249,9 +251,11 @@ def _option_problems(options: Options) -> list[str]:
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
             least = "at least" if name in may_be_zero else "above"
             problems.append(f"--{name.replace('_', '-')} must be {least} 0, found {value:g}")
+    if options.resident is not None and options.resident < 1:
+        problems.append(f"--resident must be at least 1, found {options.resident}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
         problems.append(f"--tied must be at least 0, found {options.tied:g}")
-    moves = options.balance or options.offload
+    moves, swaps_none = options.balance or options.offload, options.resident is None and options.stage_swap != 0
     if options.offload and options.budget is None:
         problems.append("--offload needs --budget: how many stage inputs a rank may hold")
     if options.budget is not None and not 0 <= options.budget < float("inf"):
@@ -260,7 +264,7 @@ def _option_problems(options: Options) -> list[str]:
         ("budget", "balance or --offload", not moves and options.budget is not None),
         ("move", "balance or --offload", not moves and options.family in FAMILIES and options.move != Options.move),
         ("prefetch", "unshard", options.unshard is None and options.prefetch != Options.prefetch),
-        ("stage-swap", "resident", options.resident is None and options.stage_swap != 0),
+        ("stage-swap", "resident", swaps_none and options.family in FAMILIES),
         ("gradient-buffers", "reduce-grad", not options.reduce_grad and options.gradient_buffers is not None),
     ):
         if is_idle:
@@ -291,7 +295,7 @@ def _schedule(options: Options) -> Schedule:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {file}: {error}") from error
+        raise UserError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
     schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
@@ -353,6 +357,8 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
     if any(again):
         lines |= {"recomputed": _by_rank(again), "peak kept whole": _by_rank(_peaks_held(schedule, trace))}
     lines |= {name: _by_rank(values) for name, values in counts.items() if any(values)}
+    if any(counts["stages swapped in"]) and schedule.max_resident is None:
+        lines["stages swapped in"] += ": room unknown, so that none waits for it"
     if any(counts["weight gathers"]) or any(counts["reductions"]):
         lines["exposed for them"] = _by_rank(_exposed(schedule, trace))
     if summary.gradients_final_s:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.swap_plan import make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
-from pipeloom.planner.stage_swaps import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.moves import Moving
 from pipeloom.predict.stage_swaps import Swapping
@@ -18,7 +18,6 @@ from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, s
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
 
-_MOST_DOUBLINGS = 11
 _SUMMARY = (
     "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
     "communication hidden and exposed, memory."
@@ -49,8 +48,14 @@ def run(words: list[str]) -> int:
     swapping = _swapping(options)
     if options.swap_plan and swapping is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
-    plan = _swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
-    step = simulate_config(options)
+    plan = make_swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
+    try:
+        step = simulate_config(options)
+    except UserError as error:
+        if plan is None:
+            raise
+        print_swap_plan(plan, refused=str(error), as_json=options.json)
+        return 0
     if options.trace is not None:
         _write_trace(step, options.trace)
     if options.plot is not None:
@@ -61,13 +66,14 @@ def run(words: list[str]) -> int:
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
     if options.json:
         tree = to_json(step, with_curves=options.memory_over_time)
-        print(json.dumps(tree if plan is None else tree | {"swap_plan": _plan_to_json(plan)}))
+        print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
     else:
         from pipeloom.cli.simulate_text import print_step
 
         print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time)
         if plan is not None:
-            _print_plan(plan)
+            print()
+            print_swap_plan(plan)
         for what, file in (("picture", options.plot), ("trace", options.trace)):
             if file is not None:
                 print(f"{what:<18}{file}")
@@ -98,7 +104,7 @@ def order_of(config: RunConfig) -> Order:
         moving=Moving(
             balance=schedule.balance,
             offload=schedule.offload,
-            activation_bytes=None if schedule.activation_gb is None else schedule.activation_gb * 1e9,
+            activation_bytes=schedule.activation_bytes,
         ),
     )
 
@@ -106,30 +112,6 @@ def order_of(config: RunConfig) -> Order:
 def _swapping(config: RunConfig) -> Swapping | None:
     budget = config.schedule.budget_bytes
     return None if budget is None else Swapping(budget, needs_norm=config.optimizer.clips)
-
-
-def _swap_plan(config: RunConfig, swapping: Swapping) -> SwapPlan:
-    """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
-    return plan_swaps(question_of(describe(config), swapping), [2**power for power in range(_MOST_DOUBLINGS)])
-
-
-def _plan_to_json(plan: SwapPlan) -> dict[str, Any]:
-    return {
-        "partition": list(plan.pieces),
-        "num_microbatches": plan.num_microbatches,
-        "step_s": plan.step_s,
-        "utilization": plan.utilization,
-        "hidden": plan.hidden,
-    }
-
-
-def _print_plan(plan: SwapPlan) -> None:
-    sizes = ",".join(map(str, plan.pieces))
-    print(f"\nswap plan         layout.loops {len(plan.pieces)}, layout.partition [{sizes}],")
-    print(
-        f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
-    )
-    print(f"                  of the step, {plan.hidden:.1%} of the swaps are hidden")
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:

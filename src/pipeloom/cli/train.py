@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint_folder import find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
+from pipeloom.schedule import Kind
 from pipeloom.words import count, format_bytes, told_passes
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ def run(words: list[str]) -> int:
     data = load_data(config.data, config.training.seed)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data)
+    moved = _check_budgets(resolved)
     folder = make_run_folder(resolved)
-    print(f"text       {data.description}\nrun        {folder.path}{goes_on}", flush=True)
+    print(f"text       {data.description}{moved}\nrun        {folder.path}{goes_on}", flush=True)
     patience = "compiling may take minutes" if config.training.compile else "the first step takes a few seconds"
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {patience}\n", flush=True)
     try:
@@ -73,6 +75,23 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
         if changed
         else line
     )
+
+
+_MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}
+
+
+def _check_budgets(config: RunConfig) -> str:
+    """Refuse budgets that the schedule cannot keep; else a line that says what it moves, empty if nothing may move."""
+    schedule = config.schedule
+    may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
+    if not may_move or config.layout.token_slices == "auto":
+        return ""
+    from pipeloom.train.pipeline import training_schedule
+
+    rows = training_schedule(config).rows
+    counts = {name: [int(row.is_kind(kind).sum()) for row in rows] for name, kind in _MOVED.items()}
+    told = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
+    return f"\nmoves      {', '.join(told) or 'nothing'} (by pipeline rank, in a step)"
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:

@@ -238,11 +238,7 @@ def _budget_problems(config: "RunConfig") -> list[str]:
         if schedule.swap_folder is None:
             return []
         return ["schedule.swap_folder has no effect without schedule.device_budget; give both or leave it out"]
-    problems: list[str] = []
-    try:
-        parse_bytes(schedule.device_budget)
-    except ValueError as error:
-        problems.append(f"schedule.device_budget: {error}")
+    problems = _size_problems("schedule.device_budget", schedule.device_budget)
     problems += [
         f"schedule.device_budget swaps the whole model through one device, found layout.{name} {size}; "
         f"use layout.{name} 1{' and more layout.loops' if name == 'pp' else ''}, or leave the budget out"
@@ -273,14 +269,19 @@ def _swap_problems(config: "RunConfig") -> list[str]:
         problems.append(
             f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
         )
-    if schedule.offload and schedule.activation_gb is None:
-        problems.append("schedule.offload moves what schedule.activation_gb has no room for; say how much that is")
-    if schedule.activation_gb is not None:
-        if not 0 < schedule.activation_gb <= sys.float_info.max:
-            problems.append(f"schedule.activation_gb must be above 0, found {schedule.activation_gb}")
-        if not (schedule.balance or schedule.offload):
-            problems.append("schedule.activation_gb has no effect without schedule.balance or schedule.offload")
-    return problems
+    if schedule.offload and schedule.activation_budget is None:
+        problems.append("schedule.offload moves what schedule.activation_budget has no room for; say how much that is")
+    if schedule.activation_budget is not None and not (schedule.balance or schedule.offload):
+        problems.append("schedule.activation_budget has no effect without schedule.balance or schedule.offload")
+    return problems + _size_problems("schedule.activation_budget", schedule.activation_budget)
+
+
+def _size_problems(name: str, text: str | None) -> list[str]:
+    try:
+        parse_bytes("1" if text is None else text)
+    except ValueError as error:
+        return [f"{name}: {error}"]
+    return []
 
 
 def _place_problems(config: "RunConfig") -> list[str]:

@@ -106,9 +106,9 @@ class ScheduleConfig:
     """Whether pipeline ranks that keep much for backwards move some of it to ranks that keep little, and fetch it back
     (BPipe)."""
     offload: bool = False
-    """Whether ranks move what activation_gb has no room for to the memory of the host, and fetch it back."""
-    activation_gb: float | None = None
-    """Gigabytes (1e9 bytes) that each rank has for what backwards need. With balance, ranks move no more than that
+    """Whether ranks move what activation_budget has no room for to the memory of the host, and fetch it back."""
+    activation_budget: str | None = None
+    """What each rank has for what backwards need, such as 64MiB or 20GB. With balance, ranks move no more than that
     takes. None: with balance, each pair of ranks shares evenly."""
 
     device_budget: str | None = None
@@ -124,6 +124,11 @@ class ScheduleConfig:
     def budget_bytes(self) -> int | None:
         """Bytes of ``device_budget``, which is without problems."""
         return None if self.device_budget is None else parse_bytes(self.device_budget)
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Bytes of ``activation_budget``, which is without problems."""
+        return None if self.activation_budget is None else parse_bytes(self.activation_budget)
 
     @property
     def known_residency(self) -> int:

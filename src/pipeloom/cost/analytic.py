@@ -19,8 +19,8 @@ from pipeloom.cost.ranks import (
     placement_of,
     rank_parts,
     rank_pieces,
+    rank_route,
     rank_slowness,
-    rank_way,
 )
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
@@ -204,9 +204,11 @@ def stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
 def _boundary_s(run: Run, cluster: Cluster, software: Software, owner: Sequence[int]) -> tuple[float, ...]:
     """For each boundary between two stages the seconds of one message over it."""
     pairs = list(pairwise(owner))
-    ways = {pair: (rank_way(run, cluster, *pair), _is_inside(run, cluster, *pair)) for pair in set(pairs)}
-    of_way = {way: _transfer_s(run, way[0], software, is_inside=way[1]) for way in dict.fromkeys(ways.values())}
-    of_pair = {pair: of_way[way] for pair, way in ways.items()}
+    routes = {pair: (rank_route(run, cluster, *pair), _is_inside(run, cluster, *pair)) for pair in set(pairs)}
+    of_route = {
+        route: _transfer_s(run, route[0], software, is_inside=route[1]) for route in dict.fromkeys(routes.values())
+    }
+    of_pair = {pair: of_route[route] for pair, route in routes.items()}
     return tuple(of_pair[pair] for pair in pairs)
 
 
@@ -217,7 +219,7 @@ def _is_inside(run: Run, cluster: Cluster, one: int, other: int) -> bool:
     there to change which ones are.
     """
     if run.pipeline_order is None:
-        return run.num_devices <= rank_way(run, cluster, one, other).devices_per_node
+        return run.num_devices <= rank_route(run, cluster, one, other).devices_per_node
     return are_near(run, cluster, one, other)
 
 
@@ -230,12 +232,12 @@ def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[floa
     if not (run.shape.tied and run.pp > 1 and software.lends_tied):
         return 0.0, 0.0
     owner = placement_of(run).rank_by_stage
-    way = rank_way(run, cluster, owner[0], owner[-1])
+    route = rank_route(run, cluster, owner[0], owner[-1])
     is_inside = _is_inside(run, cluster, owner[0], owner[-1])
-    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
+    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
-        way.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        route.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         for size in (run.element_bytes, software.gradient_bytes)
     )
     return weights_s, gradient_s
@@ -257,20 +259,20 @@ def _uneven_layers_s(run: Run, cluster: Cluster, software: Software, owner: Sequ
     ]
 
 
-def _transfer_s(run: Run, way: Cluster, software: Software, *, is_inside: bool) -> float:
+def _transfer_s(run: Run, route: Cluster, software: Software, *, is_inside: bool) -> float:
     """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
 
     Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
     """
     if run.pp == 1:
         return 0.0
-    measured_s = piece_seconds(run, way, software).message_s
+    measured_s = piece_seconds(run, route, software).message_s
     if is_inside and measured_s:
         return measured_s
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
-    use, sharing = software.efficiency, way.sharing(run.tp * run.dp)
-    seconds = way.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
+    seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
@@ -365,10 +367,10 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s = 0.0
     if run.shape.tied and run.pp > 1 and not software.lends_tied:
-        way = rank_way(run, cluster, 0, run.pp - 1)
-        pair = Group(2, 2 if run.num_devices <= way.devices_per_node else 1, way.devices_per_node)
+        route = rank_route(run, cluster, 0, run.pp - 1)
+        pair = Group(2, 2 if run.num_devices <= route.devices_per_node else 1, route.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
-        tied_s = way.collective_s("all_reduce", message, pair, use.data_bus)
+        tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)
     crowding = cluster.crowding(run.num_devices)
     return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(run, cluster, software), use.step_s)
 

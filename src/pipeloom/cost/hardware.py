@@ -103,7 +103,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A way between devices.
+    """A route between devices.
 
     Attributes:
         latency_s: of one hop.
@@ -181,7 +181,7 @@ class Cluster:
     """Devices in nodes, nodes on a network.
 
     Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. What depends on where devices stand asks
-    ``part`` and ``way``, which answer with a cluster of one kind: here with this one.
+    ``part`` and ``route``, which answer with a cluster of one kind: here with this one.
 
     Attributes:
         name: for people.
@@ -217,6 +217,20 @@ class Cluster:
     pieces: tuple[MeasuredPieces, ...] = ()
     update: MeasuredUpdate | None = None
 
+    @property
+    def host_link(self) -> Link:
+        """``host``, where something is left there.
+
+        Raises:
+            UserError: the cluster's file does not say how fast it is.
+        """
+        if self.host is None:
+            raise UserError(
+                f"the cluster {self.name} does not say how fast a device reaches the memory of its host; add to its "
+                "file a table [host] with latency_us and gb_per_s"
+            )
+        return self.host
+
     def __hash__(self) -> int:
         """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
         return hash(self.name)
@@ -234,7 +248,7 @@ class Cluster:
         del first, num_devices
         return self
 
-    def way(self, first: int, other: int, num_devices: int) -> "Cluster":
+    def route(self, first: int, other: int, num_devices: int) -> "Cluster":
         """The cluster as messages see it that go from each of some devices to one of as many others.
 
         Args:

@@ -80,9 +80,9 @@ class MixedCluster(Cluster):
             self._known[asked] = self._shared(tuple(index for index, _ in self._spread(first, num_devices)))
         return self._known[asked]
 
-    def way(self, first: int, other: int, num_devices: int) -> Cluster:
+    def route(self, first: int, other: int, num_devices: int) -> Cluster:
         """With the network between the groups of both ends as ``inter``; the slowest such of several."""
-        asked = ("way", first, other, num_devices)
+        asked = ("route", first, other, num_devices)
         if asked not in self._known:
             ends = [self._spread(begin, num_devices) for begin in (first, other)]
             offsets = {offset for end in ends for offset in accumulate((count for _, count in end), initial=0)}
@@ -90,7 +90,7 @@ class MixedCluster(Cluster):
                 tuple(sorted({self._spread(begin + offset, 1)[0][0] for begin in (first, other)}))
                 for offset in offsets - {num_devices}
             }
-            self._known[asked] = self._way(tuple(sorted(pairs)))
+            self._known[asked] = self._route(tuple(sorted(pairs)))
         return self._known[asked]
 
     def kinds(self, num_devices: int) -> tuple[tuple[Cluster, int], ...]:
@@ -144,8 +144,8 @@ class MixedCluster(Cluster):
         """A link between groups is changed as the network between nodes of one kind."""
         groups = [replace(one, cluster=replace(change(one.cluster), name=one.name)) for one in self.groups]
         index = {group.name: index for index, group in enumerate(self.groups)}
-        ways = [self._way((tuple(sorted(index[name] for name in one.between)),)) for one in self.links]
-        links = [replace(one, link=change(way).inter) for one, way in zip(self.links, ways, strict=True)]
+        routes = [self._route((tuple(sorted(index[name] for name in one.between)),)) for one in self.links]
+        links = [replace(one, link=change(route).inter) for one, route in zip(self.links, routes, strict=True)]
         return mixed_cluster(self.name, groups, links)
 
     def _spread(self, first: int, num_devices: int) -> list[tuple[int, int]]:
@@ -188,14 +188,14 @@ class MixedCluster(Cluster):
             self._known[indices] = _slowest_cluster(clusters, links)
         return self._known[indices]
 
-    def _way(self, pairs: tuple[tuple[int, ...], ...]) -> Cluster:
-        """The way inside a group or between two, or the slowest of several ways."""
+    def _route(self, pairs: tuple[tuple[int, ...], ...]) -> Cluster:
+        """The route inside a group or between two, or the slowest of several."""
         if pairs not in self._known:
-            ways = [
+            routes = [
                 replace(self._shared(pair), inter=self._link(*pair)) if len(pair) == 2 else self._shared(pair)
                 for pair in pairs
             ]
-            self._known[pairs] = _slowest_cluster(ways, [])
+            self._known[pairs] = _slowest_cluster(routes, [])
         return self._known[pairs]
 
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipeloom.cost.hardware import Cluster, Link
-from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_way
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_route
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.errors import UserError
 
 
 def evict_seconds(
@@ -27,9 +26,9 @@ def evict_seconds(
     found: list[float] = []
     for rank, size in zip(placement_of(run).rank_by_stage, input_bytes, strict=True):
         other, use = partners[rank], software.efficiency
-        way = rank_way(run, cluster, rank, other)
-        is_inside, sharing = are_near(run, cluster, rank, other), way.sharing(run.tp * run.dp)
-        seconds = way.p2p_s(size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        route = rank_route(run, cluster, rank, other)
+        is_inside, sharing = are_near(run, cluster, rank, other), route.sharing(run.tp * run.dp)
+        seconds = route.p2p_s(size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
         found.append(0.0 if other == rank else seconds)
     return tuple(found)
 
@@ -45,17 +44,8 @@ def offload_seconds(run: Run, cluster: Cluster, input_bytes: Sequence[float]) ->
     Raises:
         UserError: the cluster has not so many devices, or does not say how fast they reach the host.
     """
-    hosts = [_host(part) for part in rank_parts(run, cluster)]
+    hosts = [part.host_link for part in rank_parts(run, cluster)]
     owner = placement_of(run).rank_by_stage
     return tuple(
         hosts[rank].latency_s + size / hosts[rank].bytes_per_s for rank, size in zip(owner, input_bytes, strict=True)
     )
-
-
-def _host(part: Cluster) -> Link:
-    if part.host is None:
-        raise UserError(
-            f"the cluster {part.name} does not say how fast a device reaches the memory of its host; "
-            "add a table [host] with latency_us and gb_per_s"
-        )
-    return part.host

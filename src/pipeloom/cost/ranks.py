@@ -102,13 +102,13 @@ def recompute_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, 
     return tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in zip(plain, again, strict=True))
 
 
-def rank_way(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:
+def rank_route(run: Run, cluster: Cluster, one: int, other: int) -> Cluster:
     """The cluster as messages between two pipeline ranks see it.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
-    return cluster.way(first_device(run, one), first_device(run, other), run.dp * run.tp)
+    return cluster.route(first_device(run, one), first_device(run, other), run.dp * run.tp)
 
 
 def rank_slowness(run: Run, cluster: Cluster, software: Software) -> tuple[float, ...]:

@@ -214,8 +214,8 @@ class Choice:
             problems.append(f"{wanted}; use {chosen.placement} or leave it out")
         if size is not None and not chosen.is_grouped:
             problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
-        elif size is not None and are_sizes_right and not self.smallest_group <= size <= self.num_microbatches:
-            least = f"pp {self.pp}"
+        elif size is not None and are_sizes_right and not self.known_group_size <= size <= self.num_microbatches:
+            least = f"pp {self.pp}" if self.known_group_size == self.smallest_group else str(self.num_microbatches)
             least += f" / {self.num_slices} token slices" if self.smallest_group < self.pp else ""
             problems.append(
                 f"the group size must lie between {least} and the number of micro-batches "
@@ -227,6 +227,11 @@ class Choice:
     def smallest_group(self) -> int:
         """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
         return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
+
+    @property
+    def known_group_size(self) -> int:
+        """The group size that is taken where none is given: the smallest, or all micro-batches where they are fewer."""
+        return min(self.smallest_group, self.num_microbatches)
 
     @property
     def _slices_itself(self) -> bool:

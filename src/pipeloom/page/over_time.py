@@ -7,8 +7,7 @@ from typing import Any
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
-from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.report.summary import stage_inputs
+from pipeloom.report.memory import HeldBytes, inputs_over_time, memory_over_time
 from pipeloom.run_folder import Run
 from pipeloom.trace import Trace
 
@@ -19,7 +18,7 @@ Steps = Sequence[tuple[float, float]]
 
 def over_time_contents(run: Run, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
-    inputs = {name: stage_inputs(trace) for name, trace in traces.items()}
+    inputs = {name: [curve.points for curve in inputs_over_time(run.schedule, trace)] for name, trace in traces.items()}
     charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}")]
     held = _held_bytes(run)
     if held is not None:
@@ -34,7 +33,10 @@ def over_time_contents(run: Run, traces: Mapping[str, Trace]) -> list[dict[str, 
     return charts
 
 
-_INPUTS = "What a rank keeps of each stage and micro-batch from the start of its forward to the end of its backward."
+_INPUTS = (
+    "What a rank keeps for backwards, 1 for each stage's micro-batch: its own until they end, without what has moved "
+    "away or will be recomputed, and what its partner moved to it."
+)
 _MEMORY = (
     "Weights, gradients, optimizer state, activations, logits and receive buffers as the cost model counts them along "
     "each trace; what the process itself and its allocator take is left out."

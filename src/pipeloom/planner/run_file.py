@@ -1,6 +1,7 @@
 """A planned step as the configuration of a run: what ``pipeloom train`` takes."""
 
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import Literal
 
@@ -39,7 +40,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             gradient_buffers=order.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
             balance=moving.balance,
             offload=moving.offload,
-            activation_gb=None if moving.activation_bytes is None else moving.activation_bytes / 1e9,
+            activation_budget=None if moving.activation_bytes is None else str(ceil(moving.activation_bytes)),
         ),
         training=TrainingConfig(dtype=dtype, device="cuda" if step.cluster.device.num_multiprocessors else "cpu"),
         machine=MachineConfig(

@@ -21,10 +21,10 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.predict.describe import Described
-from pipeloom.predict.stage_swaps import Swapping, host_link, swapped_amounts, swapped_costs
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs
 from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower, place_of_updates
-from pipeloom.schedule.stage_swaps import Amounts, Content
+from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.words import format_bytes
@@ -70,6 +70,10 @@ class SwapQuestion:
         forward_s, backward_s, update_s = (of[end] - of[begin] for of in seconds)
         return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
 
+    def taken_in(self, begin: int, end: int) -> float:
+        """Bytes of the gradient that a head elsewhere lends the first stage."""
+        return self.pieces[-1].lent_gradient if begin == 0 and end < len(self.pieces) else 0.0
+
 
 def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
     """What the cost model knows of a run on one device; its pieces are layers, embedding and head with their neighbors.
@@ -88,7 +92,7 @@ def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
         update_s=costs.update_s,
         pieces=swapped_amounts(run, software),
         budget=swapping.budget,
-        bytes_per_s=host_link(cluster).bytes_per_s,
+        bytes_per_s=cluster.host_link.bytes_per_s,
         needs_norm=swapping.needs_norm,
     )
 
@@ -186,7 +190,7 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
     stages = [question.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
     schedule = lower(make_schedule("breadth-first", pp=1, loops=len(stages), num_microbatches=num_microbatches))
     schedule = add_updates(schedule, place_of_updates(len(stages), needs_norm=question.needs_norm))
-    schedule = add_stage_swaps(schedule, question.budget, sizes=[int(stage.amounts.total) for stage in stages])
+    schedule = add_stage_swaps(schedule, question.budget, sizes=stage_sizes([stage.amounts for stage in stages]))
     costs = StageCosts(
         tuple(stage.forward_s for stage in stages),
         tuple(stage.backward_s for stage in stages),
@@ -197,7 +201,7 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
 
 
 def _check(question: SwapQuestion, num_stages: int | None) -> None:
-    largest = max(one.total for one in question.pieces)
+    largest = max(one.total + question.taken_in(n, n + 1) for n, one in enumerate(question.pieces))
     if largest > question.budget:
         raise UserError(
             f"the largest piece of the model takes {format_bytes(largest)}, the budget is "
@@ -252,7 +256,7 @@ def _near(question: SwapQuestion, partition: tuple[int, ...], num_stages: int | 
 
 
 def _fits(question: SwapQuestion, begin: int, end: int) -> bool:
-    return question.stage(begin, end).amounts.total <= question.budget
+    return question.stage(begin, end).amounts.total + question.taken_in(begin, end) <= question.budget
 
 
 def _cuts(question: SwapQuestion, count: int, num_stages: int | None) -> Iterator[tuple[float, tuple[int, ...]]]:

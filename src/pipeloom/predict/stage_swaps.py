@@ -1,18 +1,15 @@
 """A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from pipeloom.cost.analytic import stage_layers, stage_parameters
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.errors import UserError
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
-from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
-from pipeloom.words import format_bytes
+from pipeloom.schedule.stage_swaps import Amounts, Content, refuse_large, stage_sizes, stage_stays
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,8 @@ def swapped_schedule(schedule: Schedule, run: Run, software: Software, swapping:
     Raises:
         UserError: a stage does not fit into the budget.
     """
-    amounts = swapped_amounts(run, software)
-    sizes = [int(one.total) for one in amounts]
-    sizes[0] += int(amounts[-1].lent_gradient)  # on the device while it is added to the first stage's
-    if max(sizes) > swapping.budget:
-        largest, pair = max(sizes), max(map(sum, pairwise(sizes)), default=max(sizes))
-        raise UserError(
-            f"schedule.device_budget is {format_bytes(swapping.budget)}, but stage {sizes.index(largest)} takes "
-            f"{format_bytes(largest)}; use more layout.loops, or a budget of at least {format_bytes(pair)}"
-        )
+    sizes = stage_sizes(swapped_amounts(run, software))
+    refuse_large(sizes, swapping.budget)
     updated = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=swapping.needs_norm))
     return add_stage_swaps(updated, swapping.budget, sizes=sizes)
 
@@ -73,27 +63,13 @@ def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Softw
     Raises:
         UserError: the cluster's file does not say how fast the host is reached.
     """
-    link, parameters = host_link(cluster), stage_parameters(run, software)
+    link, parameters = cluster.host_link, stage_parameters(run, software)
     whole = sum(parameters)
     return replace(
         costs,
         moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(run, software)),
         update_s=tuple(update_s * held / whole for held in parameters),
     )
-
-
-def host_link(cluster: Cluster) -> Link:
-    """Between a device and the memory of its host.
-
-    Raises:
-        UserError: the cluster's file does not say how fast it is.
-    """
-    if cluster.host is None:
-        raise UserError(
-            f"the cluster {cluster.name} does not say how fast a device reaches the memory of its host; add to its "
-            "file a table [host] with latency_us and gb_per_s"
-        )
-    return cluster.host
 
 
 def swapped_memory(memory: Memory, run: Run, software: Software, schedule: Schedule) -> Memory:

@@ -110,6 +110,14 @@ def memory_over_time(schedule: Schedule, trace: Trace, held: HeldBytes) -> tuple
     return tuple(curves)
 
 
+def inputs_over_time(schedule: Schedule, trace: Trace) -> tuple[MemoryCurve, ...]:
+    """The same for what ranks keep for backwards alone, 1 for each stage's micro-batch, which its slices share.
+
+    What a partner evicted to a rank counts there; what is recomputed counts from when it is.
+    """
+    return memory_over_time(schedule, trace, HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes()))
+
+
 def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: float) -> MemoryCurve:
     part = np.repeat([PARTS.index(name) for name, _, _ in changes], [len(times) for _, times, _ in changes])
     times = np.concatenate([np.empty(0), *(times for _, times, _ in changes)]) - origin_s

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeloom.schedule.action import Kind
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
@@ -132,42 +131,6 @@ def pipeline_use(trace: Trace) -> PipelineUse:
         p2p=(sum(use.busy_s for use in edges), sum(use.hidden_s for use in edges)),
         data_parallel=(sum(use.busy_s for use in others), sum(use.hidden_s for use in others)),
     )
-
-
-def stage_inputs(trace: Trace) -> list[list[tuple[float, float]]]:
-    """For each rank the stage inputs that it holds over time.
-
-    An input is held from the start of its forward to the end of its backward; where no backward follows, to
-    the end of the forward. A token slice counts as its share of a micro-batch.
-
-    Returns:
-        For each rank (seconds from the start of the step, inputs held from then on), in ascending order, from
-        (0, 0) if nothing is held there; each point differs from the one before.
-    """
-    slices = 1 + int(trace.spans.row.slice.max(initial=0))
-    return [_held(trace.compute(rank), trace.start_s, slices) for rank in range(trace.num_ranks)]
-
-
-def _held(spans: Spans, origin_s: float, slices: int) -> list[tuple[float, float]]:
-    forwards = spans.take(spans.row.is_kind(Kind.FORWARD))
-    dones = spans.take(spans.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
-    returns = np.isin(_parts(forwards), _parts(dones))
-    begins, ends = forwards.start_s, np.concatenate([forwards.end_s[~returns], dones.end_s])
-    times, where = np.unique(np.concatenate([begins, ends]) - origin_s, return_inverse=True)
-    change = np.bincount(where, np.repeat([1.0, -1.0], [len(begins), len(ends)]), len(times))
-    points = [(0.0, 0.0)]
-    for time_s, held in zip(times.tolist(), (np.cumsum(change) / slices).tolist(), strict=True):
-        if time_s == points[-1][0]:
-            points[-1] = (time_s, held)
-        elif held != points[-1][1]:
-            points.append((time_s, held))
-    return points
-
-
-def _parts(spans: Spans) -> NDArray[np.int64]:
-    """A number for each (stage, micro-batch, slice)."""
-    _, stage, microbatch, part = (array.astype(np.int64) for array in spans.row.arrays)
-    return (stage << 42) + (microbatch << 12) + part
 
 
 Stretches = tuple[Seconds, Seconds]

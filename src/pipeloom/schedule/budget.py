@@ -81,7 +81,7 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budg
         needed = sizes.always[rank] + held.peak(rank)
         if needed > most * (1 + 1e-9):
             problems.append(
-                f"pipeline rank {rank} still needs {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"
+                f"pipeline rank {rank} still holds {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"
             )
     if problems:
         raise UserError(

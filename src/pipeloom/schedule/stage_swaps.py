@@ -1,20 +1,23 @@
 """What a row says about stages that live in the memory of the host and visit the device.
 
-The pass (``swap_stages``), the rules (``verify_stage_swaps``), the dependency relation (``graph``), the simulator, the
-report and the executor read it here.
+The pass (``lower_stage_swaps``), the rules (``verify_stage_swaps``), the dependency relation (``graph``), the
+simulator, the report and the executor read it here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from pipeloom.errors import UserError
 from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.row import CODE, KINDS, Ints, Row
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+from pipeloom.words import format_bytes
 
 USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
 """Kinds that take the stage's weights or gradient on the device."""
@@ -68,6 +71,34 @@ class Amounts:
 
 NONE = Amounts()
 """Of a stage that is nothing."""
+
+
+def stage_sizes(amounts: Sequence[Amounts]) -> tuple[int, ...]:
+    """For each stage the bytes that it takes on the device at most.
+
+    The first stage takes in the gradient that a head collects for its matrix, which is on the device meanwhile.
+
+    Args:
+        amounts: of each stage, in bytes.
+    """
+    first, *others = (int(one.total) for one in amounts)
+    return first + int(amounts[-1].lent_gradient), *others
+
+
+def refuse_large(sizes: Sequence[int], budget: int) -> None:
+    """Refuse stages that do not fit the device.
+
+    Raises:
+        UserError: names all of them, and says what to change.
+    """
+    large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
+    if large:
+        least = max(map(sum, pairwise(sizes)), default=max(sizes))
+        raise UserError(
+            f"schedule.device_budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
+            "optimizer state; use more layout.loops, a layout.partition with smaller stages there, or a budget of at "
+            f"least {format_bytes(least, rounds_up=True)}, so that each stage is brought while the one before computes"
+        )
 
 
 class StageStay(NamedTuple):

@@ -18,8 +18,6 @@ from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.train.stages import stage_of
 
-_GIGA = 1e9
-
 
 def moves_anything(config: RunConfig) -> bool:
     """Whether a run's schedule may move activations."""
@@ -37,14 +35,14 @@ def moving(config: RunConfig, schedule: Schedule) -> Schedule:
         schedule: with all its communication.
 
     Raises:
-        UserError: ranks need more than ``schedule.activation_gb``.
+        UserError: ranks need more than ``schedule.activation_budget``.
     """
     settings = config.schedule
     if not moves_anything(config):
         return schedule
     splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
     saved = saved_bytes(config, splits=splits)
-    room = None if settings.activation_gb is None else [settings.activation_gb * _GIGA] * schedule.num_ranks
+    room = None if settings.activation_bytes is None else [settings.activation_bytes] * schedule.num_ranks
     moves = Moves(to_partners=settings.balance, to_host=settings.offload, budget_bytes=room)
     shares = [n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)]
     kept = KeptBytes(saved.whole, saved.pending, saved.inputs, shares)

@@ -45,7 +45,7 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
 from pipeloom.train.batch import Batch
 from pipeloom.train.moves import moves_anything, moving, saved_bytes
-from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store, with_swaps
+from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store, with_stage_swaps
 from pipeloom.train.stages import stage_of
 
 
@@ -68,7 +68,7 @@ def _lowered(config: RunConfig, choice: Choice) -> Schedule:
     if config.model.tied:
         schedule = add_tied(schedule)
     if config.schedule.budget_bytes is not None:
-        return with_swaps(schedule, config)
+        return with_stage_swaps(schedule, config)
     if config.layout.dp == 1 and not config.layout.sequence_parallel:
         return schedule
     return add_data_parallel(

@@ -108,7 +108,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
             model, config.data.seq_len, config.choice().placed(), recompute
         )
     is_grouped = FAMILIES[schedule.family].is_grouped
-    group_size = schedule.group_size or config.choice().smallest_group
+    group_size = schedule.group_size or config.choice().known_group_size
     resume = config.checkpoint.resume
     return replace(
         config,

@@ -1,7 +1,6 @@
 """A model that is larger than what it may take of its device: how large its stages are, and when they come and go."""
 
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,9 +17,8 @@ from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import stage_pieces
 from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
-from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 from pipeloom.train.stages import stage_of
-from pipeloom.words import format_bytes
 
 _MOMENTS = 2
 
@@ -66,17 +64,7 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     return tuple(found)
 
 
-def stage_sizes(amounts: tuple[Amounts, ...]) -> tuple[int, ...]:
-    """For each stage the bytes that it takes on the device at most.
-
-    The first stage takes in the gradient that a head collects for its matrix, which is on the device meanwhile.
-    """
-    sizes = [int(one.total) for one in amounts]
-    sizes[0] += int(amounts[-1].lent_gradient)
-    return tuple(sizes)
-
-
-def with_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
+def with_stage_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
     """The schedule with the swaps of its stages, and with updates if it trains.
 
     Args:
@@ -88,26 +76,10 @@ def with_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
     """
     budget, sizes = config.schedule.budget_bytes, stage_sizes(stage_amounts(config))
     assert budget is not None
-    check_sizes(sizes, budget)
+    refuse_large(sizes, budget)
     if schedule.first_backward_stage < schedule.num_stages:
         schedule = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=config.optimizer.clips))
     return add_stage_swaps(schedule, budget, sizes=sizes)
-
-
-def check_sizes(sizes: tuple[int, ...], budget: int) -> None:
-    """Refuse stages that do not fit.
-
-    Raises:
-        UserError: names all of them, and says what to change.
-    """
-    large = [f"stage {stage} takes {format_bytes(size)}" for stage, size in enumerate(sizes) if size > budget]
-    if large:
-        raise UserError(
-            f"schedule.device_budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
-            "optimizer state; use more layout.loops, a layout.partition with smaller stages there, or a budget of at "
-            f"least {format_bytes(max(map(sum, pairwise(sizes)), default=max(sizes)))}, so that "
-            "each stage is brought while the one before computes"
-        )
 
 
 def make_store(config: RunConfig) -> tuple[StageStore | None, TemporaryDirectory[str] | None]:

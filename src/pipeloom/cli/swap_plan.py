@@ -1,0 +1,71 @@
+"""What ``pipeloom simulate --swap-plan`` says: where to cut a model that visits its device."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pipeloom.config import RunConfig
+from pipeloom.planner.stage_swaps import SwapPlan, plan_swaps, question_of
+from pipeloom.predict.describe import describe
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts
+
+_MOST_DOUBLINGS = 11
+
+
+@dataclass(frozen=True)
+class ToldPlan:
+    """A plan, and whether there had to be one.
+
+    Attributes:
+        plan: the best cut.
+        is_needed: whether the model does not fit the budget as it is.
+    """
+
+    plan: SwapPlan
+    is_needed: bool
+
+
+def make_swap_plan(config: RunConfig, swapping: Swapping) -> ToldPlan:
+    """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
+    described = describe(config)
+    plan = plan_swaps(question_of(described, swapping), [2**power for power in range(_MOST_DOUBLINGS)])
+    whole = sum(one.total for one in swapped_amounts(described.run, described.software))
+    return ToldPlan(plan, whole > swapping.budget)
+
+
+def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
+    """A key ``swap_plan``: its partition, micro-batches, seconds of a step, utilization, and whether it is needed."""
+    plan = told.plan
+    return {
+        "swap_plan": {
+            "partition": list(plan.pieces),
+            "num_microbatches": plan.num_microbatches,
+            "step_s": plan.step_s,
+            "utilization": plan.utilization,
+            "hidden": plan.hidden,
+            "is_needed": told.is_needed,
+        }
+    }
+
+
+def print_swap_plan(told: ToldPlan, refused: str = "", *, as_json: bool = False) -> None:
+    """Print the plan.
+
+    Args:
+        told: the plan.
+        refused: why the cut as it was given cannot be simulated, if it cannot.
+        as_json: for programs.
+    """
+    if as_json:
+        print(json.dumps(swap_plan_to_json(told) | {"refused": refused}))
+        return
+    plan = told.plan
+    if refused:
+        print(f"as it is given    {refused}")
+    print(f"swap plan         layout.loops {len(plan.pieces)}, layout.partition [{','.join(map(str, plan.pieces))}],")
+    print(
+        f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
+    )
+    print(f"                  of the step, {plan.hidden:.1%} of the swaps are hidden")
+    if not told.is_needed:
+        print("                  the whole model fits the budget: without one it trains faster")
