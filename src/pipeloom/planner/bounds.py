@@ -117,22 +117,24 @@ class Bounds:
         return stages_by_rank(self.placement)
 
     @cached_property
-    def _ways(self) -> "Ways":
+    def _passage(self) -> "Passage":
         costs, stages = self.costs, range(self.placement.num_stages)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placement.rank_by_stage))])
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
         weights_s = np.array([costs.half_s(stage) if self.splits else 0.0 for stage in stages])
-        return Ways(np.array(costs.forward_s), np.array(costs.backward_s), weights_s, hops_s)
+        return Passage(np.array(costs.forward_s), np.array(costs.backward_s), weights_s, hops_s)
 
     @cached_property
     def work(self) -> "tuple[Work, Work]":
         """What each rank has to do, and what each stage has, as if it were a rank alone."""
-        ways, count = self._ways, self.run.num_microbatches
-        there_s, back_s = (np.cumsum(seconds) - seconds + ways.hops_s for seconds in (ways.forward_s, ways.inputs_s))
-        back_s += ways.weights_s[0]
-        own_s, later_s, first = count * ways.own_s, count * ways.weights_s, self.stages[:, 0]
+        passage, count = self._passage, self.run.num_microbatches
+        there_s, back_s = (
+            np.cumsum(seconds) - seconds + passage.hops_s for seconds in (passage.forward_s, passage.inputs_s)
+        )
+        back_s += passage.weights_s[0]
+        own_s, later_s, first = count * passage.own_s, count * passage.weights_s, self.stages[:, 0]
         return (
             Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1), later_s[self.stages].sum(axis=1)),
             Work(there_s, back_s, own_s, later_s),
@@ -154,10 +156,10 @@ class Bounds:
 
     @cached_property
     def _turns(self) -> tuple[int, tuple[Floats, ...]]:
-        """Micro-batches; for each rank its forwards, backwards, the longest of each, and both ways through all."""
-        ways, last = self._ways, self.stages[:, -1]
-        each = np.array([ways.forward_s[self.stages], ways.backward_s[self.stages]])
-        around_s = ways.first_gradient_s[last] + ways.to_the_end_s[last]
+        """Micro-batches; for each rank its forwards, backwards, the longest of each, and to the end and back twice."""
+        passage, last = self._passage, self.stages[:, -1]
+        each = np.array([passage.forward_s[self.stages], passage.backward_s[self.stages]])
+        around_s = passage.first_gradient_s[last] + passage.to_the_end_s[last]
         return self.run.num_microbatches, (*each.sum(axis=2), each.max(axis=2), around_s)
 
     @cached_property
@@ -173,8 +175,8 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What a micro-batch takes on its way through all stages and back.
+class Passage:
+    """What a micro-batch takes through all stages and back.
 
     Attributes:
         forward_s: for each stage its forward.
