@@ -1,4 +1,4 @@
-"""What the papers of breadth-first (arXiv 2211.05953), BPipe and TeraPipe report, from simulation.
+"""What the papers of breadth-first (arXiv 2211.05953), BPipe, TeraPipe and zero-bubble report, from simulation.
 
 Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/reproduction/``, where nothing is typed.
 """
@@ -6,11 +6,12 @@ Run by ``make reproduce``. Writes data files, pictures and the tables of ``docs/
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 from rich.console import Console
 from rich.markdown import Markdown
 
-from reproduction import bpipe, bpipe_cases, bpipe_tables
+from reproduction import bpipe, bpipe_cases, bpipe_tables, zero_bubble
 from reproduction.batch import best, points
 from reproduction.bpipe_links import link_rows
 from reproduction.cost_time import scaled, scaled_points, with_devices
@@ -21,7 +22,7 @@ from reproduction.machine import Row
 from reproduction.pictures import draw_batch, draw_cost_time, draw_loops
 from reproduction.sensitivity import gain_rows, needed_rows
 from reproduction.tables import FOLDER, PAGE, fill, filled, write_rows
-from reproduction.terapipe import ablation_rows, setting_rows, terapipe_blocks
+from reproduction.terapipe import ablation_rows, curve_rows, setting_rows, terapipe_blocks
 
 TERAPIPE = FOLDER / "terapipe.md"
 
@@ -49,17 +50,31 @@ def main() -> None:
     draw_batch(data["batch"], FOLDER / "batch.png")
     draw_cost_time(with_devices(data["batch"], data["scaled"]), FOLDER / "cost_time.png")
     console.print("TeraPipe ...")
-    ablations, settings = ablation_rows(), setting_rows()
-    write_rows("terapipe_ablation", ablations)
-    write_rows("terapipe_settings", settings)
-    pages = {
+    sliced = {"ablation": ablation_rows(), "curve": curve_rows(), "settings": setting_rows()}
+    for name, rows in sliced.items():
+        write_rows(f"terapipe_{name}", rows)
+    console.print("Zero bubble ...")
+    pages = zero_bubble_page(console) | {
         PAGE: filled(PAGE.read_text(encoding="utf-8"), data),
         bpipe_tables.PAGE: bpipe_tables.filled(bpipe_tables.PAGE.read_text(encoding="utf-8"), *pairs.values()),
-        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(ablations, settings)),
+        TERAPIPE: fill(TERAPIPE.read_text(encoding="utf-8"), terapipe_blocks(*sliced.values())),
     }
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")
         console.print(Markdown(page))
+
+
+def zero_bubble_page(console: Console) -> dict[Path, str]:
+    """Its data written, and the page; nothing where the measured steps are not at hand."""
+    found = zero_bubble.cases()
+    if not found:
+        console.print(f"There is no {zero_bubble.TABLE}: {zero_bubble.PAGE.name} stays as it is.")
+        return {}
+    steps, bubbles = list(map(zero_bubble.step_row, found)), zero_bubble.bubble_rows(found)
+    write_rows("zero_bubble_steps", steps)
+    write_rows("zero_bubble_bubbles", bubbles)
+    page = zero_bubble.PAGE.read_text(encoding="utf-8")
+    return {zero_bubble.PAGE: fill(page, zero_bubble.zero_bubble_blocks(steps, bubbles))}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import pytest
 from families import named_sizes
 from hypothesis import given, settings
 
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import StageCosts, UniformCosts
+from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.schedule import Action, Kind, lower, parse_schedule
 from pipeloom.simulate import simulate
@@ -132,6 +133,16 @@ def test_the_same_schedule_and_costs_give_the_same_trace():
     schedule = lower(make_schedule("depth-first", pp=3, loops=2, num_microbatches=6))
     again = lower(make_schedule("depth-first", pp=3, loops=2, num_microbatches=6))
     assert simulate(schedule, OddCosts(2)) == simulate(again, OddCosts(2))
+
+
+@pytest.mark.parametrize(("weight_s", "found"), [(3.0, "-1"), (float("nan"), "nan")])
+def test_a_negative_time_is_refused_with_its_action(weight_s, found):
+    schedule = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1I0 1W0 1F1 1I1 1W1")
+    costs = StageCosts((1.0, 1.0), (2.0, 2.0), weight_s=(1.0, weight_s))
+    message = f"at least 0 seconds, found {found} for 1I0 on rank 1, the first of {4 if found == 'nan' else 2} such"
+    with pytest.raises(UserError, match=message):
+        simulate(schedule, costs)
+    simulate(parse_schedule("0F0 0B0\n1F0 1B0"), costs)  # half a backward does not matter there
 
 
 def makespans(name, pp, loops, count, buffers, transfer):

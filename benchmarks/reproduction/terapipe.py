@@ -2,10 +2,15 @@
 
 Published figures are those of the paper's figures and appendix tables, version 2, taken from notes that list all of
 them and from the authors' code (github.com/zhuohan123/terapipe at 1a17aa2, ``flop_model.py``), not read off the paper.
+What their program does is read from that code (``transformer_models.py``, ``test_transformer_terapipe.py``,
+``latency_model.py``): it trains layers alone, without embedding and head, on made-up inputs; attention is plain, in
+half precision, without dropout; and messages go in the order of compute, which waits for them.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +18,9 @@ from scipy.optimize import differential_evolution
 
 from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.cost.shape import ModelShape, Run
-from pipeloom.cost.slices import SliceModel
+from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
-from pipeloom.layout import even_slices
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_plan import modelled_table
 from pipeloom.planner.slices import Latency, LatencyTable, Slicing, best_batches, best_slices
 from pipeloom.predict.step import Order, simulate_step
 from reproduction.machine import CLUSTER, OWN, Row
@@ -36,17 +40,31 @@ class Ablation:
         batch: sequences, each by itself.
         even_s: number of slices -> seconds.
         programme_s: seconds with the slices of the authors' programme.
+        lengths: of these, in tokens.
     """
 
     num_ranks: int
     batch: int
     even_s: dict[int, float]
     programme_s: float
+    lengths: tuple[int, ...]
 
 
 ABLATIONS = {
-    "175B (9)": Ablation(96, 2, {1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252}, 1.481),
-    "44B (8)": Ablation(48, 8, {1: 2.662, 4: 1.241, 8: 1.255, 16: 1.241}, 1.111),
+    "175B (9)": Ablation(
+        num_ranks=96,
+        batch=2,
+        even_s={1: 9.990, 4: 2.902, 8: 1.892, 16: 1.547, 32: 1.593, 64: 2.227, 128: 3.252},
+        programme_s=1.481,
+        lengths=(*[120] * 4, *[112] * 6, *[104] * 8, 64),
+    ),
+    "44B (8)": Ablation(
+        num_ranks=48,
+        batch=8,
+        even_s={1: 2.662, 4: 1.241, 8: 1.255, 16: 1.241},
+        programme_s=1.111,
+        lengths=(384, 384, 368, 320, 296, 296),
+    ),
 }
 """Slices of one sequence each; figure and table of the ablation."""
 
@@ -87,32 +105,54 @@ def fitted(ablation: Ablation) -> list[float]:
     return np.exp(best.x).tolist()
 
 
+def fitted_table(parameters: Sequence[float]) -> LatencyTable:
+    """Seconds of every slice by the fitted latency."""
+    return LatencyTable(latency(parameters), SEQ, UNIT)
+
+
 def programmed(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
     """The slices that the dynamic programme chooses."""
-    return best_slices(LatencyTable(latency(parameters), SEQ, UNIT), ablation.num_ranks, ablation.batch)
+    return best_slices(fitted_table(parameters), ablation.num_ranks, ablation.batch)
+
+
+def best_even(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
+    """Of all numbers of even slices the one with which a step is fastest."""
+    one = fitted_table(parameters)
+    every = [one.even(number) for number in range(1, one.num_units + 1)]
+    return min(every, key=lambda even: even.step_s(ablation.num_ranks, ablation.batch))
+
+
+def published_slices(ablation: Ablation, parameters: Sequence[float]) -> Slicing:
+    """The slices that the authors' programme chose, with the fitted latency."""
+    return fitted_table(parameters).slicing([0, *(np.cumsum(ablation.lengths) // UNIT).tolist()])
 
 
 def ablation_rows() -> list[Row]:
     """Even slices and the programme's: published, and by the fitted latency."""
-    rows: list[Row] = []
-    for name, ablation in ABLATIONS.items():
-        parameters = fitted(ablation)
-        best = programmed(ablation, parameters)
-        found = {str(number): seconds for number, seconds in even_s(ablation, parameters).items()}
-        found["programme"] = best.step_s(ablation.num_ranks, ablation.batch)
-        published = {**{str(number): seconds for number, seconds in ablation.even_s.items()}}
-        published["programme"] = ablation.programme_s
-        rows += [
-            {
-                "setting": name,
-                "slices": number,
-                "published_s": f"{published[number]:.3f}",
-                "fitted_s": f"{seconds:.3f}",
-                "lengths": " ".join(map(str, best.lengths)) if number == "programme" else "",
-            }
-            for number, seconds in found.items()
-        ]
-    return rows
+    return [row for name, ablation in ABLATIONS.items() for row in _ablation_rows(name, ablation, fitted(ablation))]
+
+
+def _ablation_rows(name: str, ablation: Ablation, parameters: Sequence[float]) -> list[Row]:
+    published = {str(number): f"{seconds:.3f}" for number, seconds in ablation.even_s.items()}
+    found = {str(number): (seconds, "") for number, seconds in even_s(ablation, parameters).items()}
+    chosen = {
+        "best even": (best_even(ablation, parameters), ""),
+        "programme": (programmed(ablation, parameters), f"{ablation.programme_s:.3f}"),
+        "the paper's": (published_slices(ablation, parameters), f"{ablation.programme_s:.3f}"),
+    }
+    for which, (one, seconds) in chosen.items():
+        found[which] = (one.step_s(ablation.num_ranks, ablation.batch), " ".join(map(str, one.lengths)))
+        published[which] = seconds
+    return [
+        {
+            "setting": name,
+            "slices": which,
+            "published_s": published[which],
+            "fitted_s": f"{seconds:.3f}",
+            "lengths": lengths,
+        }
+        for which, (seconds, lengths) in found.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -125,6 +165,7 @@ class Setting:
         pp: pipeline ranks.
         batch: sequences of a step.
         without_s, with_s: published seconds of a step, of whole sequences and of the programme's slices.
+        lengths: tokens of these; empty where they are not known.
     """
 
     layers: int
@@ -134,11 +175,13 @@ class Setting:
     batch: int
     without_s: float
     with_s: float
+    lengths: tuple[int, ...] = ()
 
 
 SETTINGS = {
-    "13B (5)": Setting(40, 5120, 8, 40, 32, 1.863, 1.328),
-    "44B (8)": Setting(96, 6144, 8, 48, 8, 2.662, 1.111),
+    "13B (5)": Setting(40, 5120, 8, 40, 32, 1.863, 1.328, (704, 688, 656)),
+    "44B (8)": Setting(96, 6144, 8, 48, 8, 2.662, 1.111, ABLATIONS["44B (8)"].lengths),
+    "175B (9)": Setting(96, 12288, 4, 96, 2, 9.990, 1.481, ABLATIONS["175B (9)"].lengths),
     "175B (10)": Setting(96, 12288, 8, 48, 2, 5.822, 1.160),
 }
 P3 = replace(
@@ -150,14 +193,21 @@ P3 = replace(
 """Eight V100 in a node over NVLink, 25 Gb/s between nodes; kernels as on the page about breadth-first."""
 
 SMOOTH = replace(P3, name="p3.16xlarge without tiles", device=replace(P3.device, num_multiprocessors=0))
-CLUSTERS = {"in tiles": P3, "smooth": SMOOTH}
-"""Products take whole waves of tiles, as the catalog has it, so that multiples of 128 tokens are best; or as many
-seconds for each token, whatever their number."""
-MOST_EVEN = 32
+PRODUCTS = {"in tiles": P3, "smooth": SMOOTH}
+"""Products take whole waves of tiles, as the catalog has it, so that multiples of 64 and 128 tokens are best; or as
+many seconds for each token, whatever their number."""
+
+LANES = replace(OWN, partition="even")
+MESSAGES = {"wait": replace(LANES, name="terapipe", is_blocking=True), "lanes": LANES}
+"""Compute waits for messages, as in the authors' program; or they have lanes of their own, as in this one."""
+
+PAPER_EVEN = tuple(sorted({number for ablation in ABLATIONS.values() for number in ablation.even_s}))
+"""Numbers of even slices that the paper's ablations have."""
+MOST_EVEN = 40
 
 
 def run_of(setting: Setting, micro_batch: int = 1) -> Run:
-    """The setting as the cost model sees it."""
+    """The setting as the cost model sees it; messages of two stages on one node stay there."""
     shape = ModelShape(
         name="gpt",
         layers=setting.layers,
@@ -165,85 +215,137 @@ def run_of(setting: Setting, micro_batch: int = 1) -> Run:
         heads=setting.hidden // 128,
         kv_heads=setting.hidden // 128,
         ffn=4 * setting.hidden,
-        vocab=50257,
+        vocab=0,
         mlp="gelu",
         tied=False,
     )
     sizes = {"tp": setting.tp, "pp": setting.pp, "micro_batch": micro_batch, "global_batch": setting.batch}
-    return Run(shape=shape, seq=SEQ, attention="plain", precision="fp16", **sizes)
+    order = tuple(range(setting.pp))
+    return Run(shape=shape, seq=SEQ, attention="plain", precision="fp16", pipeline_order=order, **sizes)
 
 
-def group_sizes(setting: Setting) -> str:
+def group_sizes(setting: Setting, messages: str) -> str:
     """How many sequences go together by the joint programme, of 1, 2 and 4."""
     sizes = [size for size in (1, 2, 4) if size <= setting.batch]
-    tables = {size: LatencyTable(SliceModel(run_of(setting, size), P3, OWN).seconds, SEQ, 4 * UNIT) for size in sizes}
+    tables = {size: modelled_table(run_of(setting, size), P3, MESSAGES[messages], 4 * UNIT) for size in sizes}
     return " ".join(sorted({str(size) for size, _ in best_batches(tables, setting.batch, setting.pp)}))
 
 
-def setting_rows() -> list[Row]:
-    """Each setting: whole sequences, the best even slices, the programme's; simulated as GPipe with messages."""
-    return [setting_row(name, kernels) for name in SETTINGS for kernels in CLUSTERS]
+def simulated_s(setting: Setting, software: Software, cluster: Cluster, lengths: tuple[int, ...]) -> float:
+    """Seconds of a step with slices of some lengths, or with whole sequences if there is one."""
+    choice = Choice(family="gpipe", pp=setting.pp, num_microbatches=setting.batch, num_slices=len(lengths))
+    run = replace(run_of(setting), slices=lengths if len(lengths) > 1 else ())
+    return simulate_step(run, cluster, software, Order(choice=choice)).prediction.pipeline_s
 
 
-def setting_row(name: str, kernels: str) -> Row:
+def curve_rows() -> list[Row]:
+    """The ablations simulated: even slices, and those of the authors' programme."""
+    return [row for name in ABLATIONS for row in curve_of(name)]
+
+
+def curve_of(name: str) -> list[Row]:
     """One of them."""
-    setting, cluster = SETTINGS[name], CLUSTERS[kernels]
-    run, order = run_of(setting), Order(choice=Choice(family="gpipe", pp=setting.pp, num_microbatches=setting.batch))
-    plan = plan_slices(run, cluster, OWN, order, UNIT)
-    even_s = {number: _even_s(run, cluster, order, number) for number in range(2, MOST_EVEN + 1)}
-    best = min(even_s, key=even_s.__getitem__)
+    ablation, setting = ABLATIONS[name], SETTINGS[name]
+    lengths = {str(number): (SEQ // number,) * number for number in ablation.even_s} | {"the paper's": ablation.lengths}
+    published = {str(number): seconds for number, seconds in ablation.even_s.items()} | {
+        "the paper's": ablation.programme_s
+    }
+    return [
+        {
+            "setting": name,
+            "slices": which,
+            "published_s": f"{published[which]:.3f}",
+            **{
+                f"{products}_s": f"{simulated_s(setting, MESSAGES['wait'], cluster, each):.3f}"
+                for products, cluster in PRODUCTS.items()
+            },
+        }
+        for which, each in lengths.items()
+    ]
+
+
+def setting_rows() -> list[Row]:
+    """Each setting: whole sequences, even slices, the programme's; simulated as GPipe."""
+    return [setting_row(*each) for each in product(SETTINGS, MESSAGES, PRODUCTS)]
+
+
+def setting_row(name: str, messages: str, products: str) -> Row:
+    """One of them."""
+    setting, software, cluster = SETTINGS[name], MESSAGES[messages], PRODUCTS[products]
+    known = modelled_table(run_of(setting), cluster, software, UNIT)
+    programme = best_slices(known, setting.pp, setting.batch).lengths
+    step_s = partial(simulated_s, setting, software, cluster)
+    even = {number: step_s(known.even(number).lengths) for number in range(1, MOST_EVEN + 1)}
+    best = min(even, key=even.__getitem__)
+    paper = min((number for number in PAPER_EVEN if number <= MOST_EVEN), key=even.__getitem__)
     return {
         "setting": name,
-        "kernels": kernels,
+        "messages": messages,
+        "products": products,
         "published_without_s": f"{setting.without_s:.3f}",
         "published_with_s": f"{setting.with_s:.3f}",
-        "whole_s": f"{plan.even[0].step.prediction.pipeline_s:.3f}",
+        "whole_s": f"{even[1]:.4f}",
+        "paper_even": str(paper),
+        "paper_even_s": f"{even[paper]:.4f}",
         "even": str(best),
-        "even_s": f"{even_s[best]:.3f}",
-        "lengths": " ".join(map(str, plan.lengths)),
-        "programme_s": f"{plan.step.prediction.pipeline_s:.3f}",
-        "group_sizes": group_sizes(setting),
+        "even_s": f"{even[best]:.4f}",
+        "lengths": " ".join(map(str, programme)),
+        "programme_s": f"{step_s(programme):.4f}",
+        "group_sizes": group_sizes(setting, messages),
     }
 
 
-def _even_s(run: Run, cluster: Cluster, order: Order, number: int) -> float:
-    lengths = tuple(length * UNIT for length in even_slices(SEQ // UNIT, number))
-    chosen = replace(order, choice=replace(order.choice, num_slices=number))
-    return simulate_step(replace(run, slices=lengths), cluster, OWN, chosen).prediction.pipeline_s
-
-
-def terapipe_blocks(ablations: Sequence[Row], settings: Sequence[Row]) -> dict[str, str]:
+def terapipe_blocks(ablations: Sequence[Row], curves: Sequence[Row], settings: Sequence[Row]) -> dict[str, str]:
     """The tables of the page."""
     lines = [
-        [row["setting"], row["slices"], row["published_s"], row["fitted_s"], _off(row["fitted_s"], row["published_s"])]
+        [
+            row["setting"],
+            f"{len(row['lengths'].split())}, the best even" if row["slices"] == "best even" else row["slices"],
+            row["published_s"],
+            row["fitted_s"],
+            _off(row["fitted_s"], row["published_s"]) if row["published_s"] else "",
+        ]
         for row in ablations
+    ]
+    lengths = [
+        [row["setting"], row.get("messages", "fitted"), row.get("products", ""), row["lengths"]]
+        for row in [*ablations, *settings]
+        if row["lengths"] and row.get("slices", "programme") == "programme"
     ]
     simulated = [
         [
             row["setting"],
-            row["kernels"],
-            row["whole_s"],
-            f"{row['even_s']} ({row['even']})",
-            f"{row['programme_s']} ({len(row['lengths'].split())})",
-            f"{float(row['whole_s']) / float(row['programme_s']):.2f}",
-            f"{row['published_without_s']}, {row['published_with_s']}",
-            f"{float(row['published_without_s']) / float(row['published_with_s']):.2f}",
+            row["slices"],
+            row["published_s"],
+            *(f"{row[f'{each}_s']} {_off(row[f'{each}_s'], row['published_s'])}" for each in PRODUCTS),
         ]
-        for row in settings
+        for row in curves
     ]
-    lengths = [
-        [row["setting"], row.get("kernels", "fitted"), row["lengths"]]
-        for row in [*ablations, *settings]
-        if row["lengths"]
-    ]
+    heads = ("setting", "messages", "products", "whole, s", "even of the paper, s", "any even, s", "programme, s")
     return {
         "ablation": table(("setting", "slices", "published, s", "fitted, s", "off by"), lines),
-        "settings": table(
-            ("setting", "products", "whole, s", "best even, s", "programme, s", "faster", "published, s", "faster"),
-            simulated,
-        ),
-        "lengths": table(("setting", "costs", "lengths"), lengths),
+        "curve": table(("setting", "slices", "published, s", *(f"{each}, s" for each in PRODUCTS)), simulated),
+        "settings": table((*heads, "whole by programme", "published"), [_setting_line(row) for row in settings]),
+        "lengths": table(("setting", "messages", "products", "lengths"), lengths),
     }
+
+
+def _setting_line(row: Row) -> list[str]:
+    best_s = row["programme_s"]
+    without_s, with_s = row["published_without_s"], row["published_with_s"]
+    return [
+        row["setting"],
+        row["messages"],
+        row["products"],
+        f"{float(row['whole_s']):.3f}",
+        *(
+            f"{float(row[f'{which}_s']):.3f} ({row[which]}) {_off(row[f'{which}_s'], best_s)}"
+            for which in ("paper_even", "even")
+        ),
+        f"{float(best_s):.3f} ({len(row['lengths'].split())})",
+        f"{float(row['whole_s']) / float(best_s):.2f}",
+        f"{without_s}, {with_s}: {float(without_s) / float(with_s):.2f}",
+    ]
 
 
 def _off(found: str, expected: str) -> str:

@@ -80,11 +80,12 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
         action, in the same order.
 
     Raises:
-        UserError: both ``sharing`` and ``host`` are given.
+        UserError: both ``sharing`` and ``host`` are given, or an action takes less than 0 seconds.
     """
     facts, graph = schedule.facts, schedule.graph
     seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     _price_stage_swaps(facts, costs, seconds)
+    _refuse_negative(graph, seconds)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
     row, rank, lane = facts.row, facts.ranks, facts.lane
@@ -99,6 +100,16 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     lanes = tuple(dict.fromkeys(every))
     number = np.array([lanes.index(one) for one in every], np.int32)
     return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
+
+
+def _refuse_negative(graph: Graph, seconds: Seconds) -> None:
+    wrong = np.flatnonzero(~(seconds >= 0))
+    if len(wrong):
+        first = int(wrong[0])
+        raise UserError(
+            f"every action must take at least 0 seconds, found {seconds[first]:g} for {graph.action(first)} on rank "
+            f"{graph.place(first)[0]}, the first of {len(wrong):,} such actions; correct the costs"
+        )
 
 
 def _price_stage_swaps(facts: Facts, costs: Costs, seconds: Seconds) -> None:

@@ -263,6 +263,15 @@ def test_what_moves_is_told_and_a_budget_that_cannot_be_kept_is_refused_before_a
     assert "moves      nothing (by pipeline rank, in a step)" in pipeloom([*words, "1GB"]).stdout
 
 
+def test_lengths_of_slices_that_are_measured_are_announced_and_trained(tmp_path):
+    words = arguments(tmp_path, "--layout.token-slices", "auto")
+    done = pipeloom(words)
+    assert done.returncode == 0, done.stderr
+    assert "in slices that suit this machine" in done.stdout
+    assert "starting   2 processes; measuring token slices may take minutes" in done.stdout
+    assert sum(read_run(tmp_path / "run").config.layout.token_slices) == 8
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path):
     done = pipeloom(arguments(tmp_path, "--model.vocab-size", "100"))
     assert done.returncode == 2

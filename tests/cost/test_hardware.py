@@ -39,6 +39,13 @@ def test_the_last_wave_of_tiles_may_be_partly_empty():
     assert replace(device, num_multiprocessors=0).filling(64, 64) == 1
 
 
+@pytest.mark.parametrize("rows", [8, 64, 192, 320, 1000])
+@pytest.mark.parametrize("columns", [64, 640, 1920, 12288])
+def test_a_product_fills_a_device_as_its_transpose_does(rows, columns):
+    device = replace(A100.device, num_multiprocessors=80)
+    assert device.filling(rows, columns) == pytest.approx(device.filling(columns, rows))
+
+
 def test_an_all_reduce_moves_twice_what_a_gather_moves():
     group = Group.strided(8, 1, 8)
     reduce_s, gather_s = (A100.collective_s(kind, 8e9, group) - 10e-6 for kind in ("all_reduce", "all_gather"))

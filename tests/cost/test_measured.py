@@ -10,6 +10,8 @@ from pipeloom.cost.hardware import CollectiveCurve, Group
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.shape import Run
+from pipeloom.cost.slices import SliceModel
+from pipeloom.schedule import Action, Kind
 
 PLAIN = replace(load_cluster("dgx-a100"), name="counted")
 GLOO = load_software("pipeloom-gloo")
@@ -31,6 +33,21 @@ def test_stages_are_made_of_what_was_measured():
     assert costs.backward_s == (18.3125, 20.0625, 22.0625, 26.0625)
     assert costs.transfer_s == 0.75
     assert 0 < costs.weight_share < 1
+
+
+@pytest.mark.parametrize("measured", [0.3, 3.0])
+def test_slices_split_their_backward_as_closed_forms_do_and_take_as_much_of_them_as_was_measured(measured):
+    """What a slice takes for the tokens before it is in the first half: attention's core has no weights."""
+    counted = piece_seconds(RUN, PLAIN, GLOO)
+    both = {name: tuple(measured * s for s in getattr(counted, name)) for name in ("embedding", "layer", "head")}
+    cluster = replace(PLAIN, name="multiple", pieces=(MeasuredPieces(key=PieceKey.of(RUN), **both),))
+    plain, slices = SliceModel(RUN, PLAIN, GLOO).stage_costs(512, 0), SliceModel(RUN, cluster, GLOO)
+    first, last = slices.stage_costs(512, 0), slices.stage_costs(512, 1536)
+    for stage in range(RUN.num_stages):
+        half_s = plain.half_s(stage) * first.backward_s[stage] / plain.backward_s[stage]
+        assert first.half_s(stage) == last.half_s(stage) == pytest.approx(half_s)
+        inputs_s = [one.seconds(Action(Kind.BACKWARD_INPUT, stage, 0)) for one in (first, last)]
+        assert 0 < inputs_s[0] < inputs_s[1]
 
 
 def test_the_rest_of_a_layout_does_not_matter():

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 from any_moves import move_newest
 from gloo import differences_over_gloo
@@ -23,6 +24,7 @@ from pipeloom.execute.drive import run_rank
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.move_lanes import ProcessMoveLanes
 from pipeloom.execute.moves import ActivationMoves
+from pipeloom.execute.partner import Served
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.wires import make_wires
@@ -105,8 +107,8 @@ class _Patient(nn.Module):
         self.module, self.executor = module, None
 
     def forward(self, tensor):
-        for collective in self.executor._collectives.values():
-            assert collective.wait(20)
+        for job in self.executor._jobs.values():
+            assert job.wait(20)
         return self.module(tensor)
 
 
@@ -207,6 +209,51 @@ def test_a_killed_partner_ends_the_run():
     with pytest.raises(WorkerError, match=r"rank 3 was killed by signal 9 \(SIGKILL\)"):
         run_workers(_killed, 4)
     assert time.monotonic() - begin < 25
+
+
+def _refuses(self, live):
+    """What a rank does for another, without the memory for it."""
+    numbers = torch.empty(5, dtype=torch.int64)
+    yield self._wires.evict.expect(numbers)
+    time.sleep(0.5)  # until the ranks wait for each other
+    raise MemoryError("no room for what comes")
+
+
+_gives_back = Served._give_back
+
+
+def _sleeps(self, live):
+    yield from _gives_back(self, live)
+    time.sleep(60)
+
+
+def _serves_badly(method, replacement, impatient, rendezvous, rank, size):
+    """One step in which the last rank does not serve the first one as it should."""
+    world = join_forked(rendezvous, rank, size, "cpu", 30)
+    schedule = swapped("1f1b", 1, Kind.EVICT)
+    toy = Toy(4, 8)
+    transport = ProcessGroupTransport(rank, edges_of(schedule, toy.outputs()), world.device, timedelta(seconds=30))
+    wires = make_wires(schedule, rank, world, [range(size)])
+    moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+    if rank == schedule.partners[0]:
+        setattr(Served, method, replacement)
+    executor = make_executor(schedule, rank, toy.modules(), toy.outputs(), transport, moves)
+    run_rank(executor, toy.inputs(), objective, 2 if rank == impatient else 20)
+
+
+@pytest.mark.parametrize("impatient", [0, 3])
+def test_what_fails_in_serving_another_rank_is_the_cause_that_is_shown(impatient):
+    """Whether another rank waits in vain first, or the rank itself."""
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="serving rank 0's evictions failed: MemoryError: no room for what comes"):
+        run_workers(partial(_serves_badly, "_accept", _refuses, impatient), 4)
+    assert time.monotonic() - begin < 30
+
+
+def test_a_rank_behind_its_row_says_what_it_still_does_for_others():
+    with pytest.raises(WorkerError, match="at the end of its [0-9]+ actions, serving rank 0's loads") as caught:
+        run_workers(partial(_serves_badly, "_give_back", _sleeps, 3), 4)
+    assert "waiting for" not in str(caught.value)
 
 
 def _two_schedules(rendezvous, rank, size):

@@ -10,8 +10,10 @@ from pipeloom.cli.simulate import order_of, simulate_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_plan import modelled_table, plan_slices
+from pipeloom.planner.slices import best_slices
 from pipeloom.predict.describe import describe
+from pipeloom.predict.step import simulate_step
 from pipeloom.report.memory import PARTS
 
 FEW = RunConfig(layout=Layout(pp=4, loops=1, num_microbatches=2))
@@ -34,6 +36,23 @@ def test_chosen_slices_beat_even_ones_and_whole_sequences(family):
     even_s = [one.step.prediction.step_time_s for one in found.even]
     assert [one.number for one in found.even] == [1, 2, 4, 8, 16, 32, 64]
     assert found.step.prediction.step_time_s < min(even_s) < even_s[0]
+
+
+@pytest.mark.parametrize("family", ["gpipe", "1f1b", "breadth-first"])
+def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(family):
+    described, order = describe(FEW), order_of(replace(FEW, schedule=replace(FEW.schedule, family=family)))
+    whole = (described.run, described.cluster, described.software)
+    table = modelled_table(*whole, 8)
+    programme = best_slices(table, 4, order.choice.num_microbatches).lengths
+
+    def step_s(lengths):
+        sliced = replace(described.run, slices=lengths if len(lengths) > 1 else ())
+        chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
+        return simulate_step(sliced, *whole[1:], chosen).prediction.step_time_s
+
+    found = plan_slices(*whole, order, 8).step.prediction.step_time_s
+    assert found <= step_s(programme)
+    assert found <= min(step_s(table.even(number).lengths) for number in range(1, 17))
 
 
 def test_auto_is_what_the_plan_chooses():

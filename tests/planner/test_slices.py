@@ -95,8 +95,50 @@ def test_trade_offs_fall_in_length_and_rise_in_sum():
 
 def test_a_judge_has_the_last_word():
     table = LatencyTable(lambda length, before: 1 + length + 0 * before, 24)
-    found, seconds = judged_slices(table, 4, 1, lambda lengths: 7.0 if len(lengths) == 3 else 8.0)
-    assert (len(found.lengths), seconds) == (3, 7.0)
+    found, seconds = judged_slices(table, 4, 1, lambda lengths: 70.0 if len(lengths) == 3 else 80.0)
+    assert (len(found.lengths), seconds) == (3, 70.0)
+
+
+@settings(max_examples=50)
+@given(seed=st.integers(0, 10**6), num_units=st.integers(1, 30), num_ranks=st.integers(1, 9), rounds=st.integers(1, 4))
+def test_what_is_judged_best_is_not_slower_than_the_programme_or_any_even_slices(seed, num_units, num_ranks, rounds):
+    """Whatever the judge says, as long as it is no less than what a rank computes."""
+    table = LatencyTable(random_latency(seed, num_units), num_units)
+
+    def step_s(lengths):
+        bounds = np.cumsum([0, *lengths]).tolist()
+        more = np.random.default_rng([seed, *lengths]).exponential()
+        return rounds * table.slicing(bounds).sum_s * (1 + more)
+
+    found, seconds = judged_slices(table, num_ranks, rounds, step_s)
+    assert seconds == step_s(found.lengths)
+    assert seconds <= step_s(best_slices(table, num_ranks, rounds).lengths)
+    assert seconds <= min(step_s(table.even(number).lengths) for number in range(1, num_units + 1))
+
+
+def test_even_slices_that_a_rank_cannot_compute_in_time_are_not_judged():
+    table = LatencyTable(lambda length, before: 1 + length + 0 * before, 24)
+    asked = []
+
+    def step_s(lengths):
+        asked.append(lengths)
+        return 4 * (24 + len(lengths)) + 3 * (1 + max(lengths))
+
+    found, seconds = judged_slices(table, 4, 4, step_s)
+    assert set(map(len, asked)) < set(range(1, 25))
+    assert all(4 * (24 + number) >= seconds for number in set(range(1, 25)) - set(map(len, asked)))
+    assert seconds == step_s(found.lengths)
+
+
+def test_messages_make_slices_shorter_where_they_only_delay():
+    """They take nothing from the sum, and are as long as the slice."""
+    alone = LatencyTable(causal, 96)
+    with_messages = LatencyTable(causal, 96, through=lambda length, before: causal(length, before) + length)
+    found, other = best_slices(with_messages, 6), best_slices(alone, 6)
+    assert len(found.lengths) > len(other.lengths)
+    assert found.step_s(6) == pytest.approx(found.sum_s + 5 * max(found.through_s))
+    assert found.step_s(6) < with_messages.slicing([0, *np.cumsum(other.lengths).tolist()]).step_s(6)
+    assert all(one > other for one, other in zip(found.through_s, found.seconds, strict=True))
 
 
 def test_the_bubble_is_the_rest_of_the_step():

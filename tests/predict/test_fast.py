@@ -11,9 +11,11 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import layer_pending_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
-from pipeloom.predict.fast import in_flight, pending_share, pipeline_s, predict
-from pipeloom.schedule import lower
+from pipeloom.generate import Choice, make_schedule
+from pipeloom.predict.fast import Ratios, found_schedule, in_flight, pending_share, pipeline_s, predict
+from pipeloom.predict.step import Order, simulate_step
+from pipeloom.report.summary import longest_rank_s
+from pipeloom.schedule import PLACEMENTS, lower
 from pipeloom.simulate import simulate
 
 A100 = load_cluster("dgx-a100")
@@ -99,9 +101,9 @@ def test_few_micro_batches_of_a_zero_bubble_schedule_take_the_way_there_and_back
     run = replace(RUN, pp=4, schedule="zb-2p", global_batch=2)
     found = predict(run, A100, PROGRAM)
     costs = found.costs
-    input_s = [seconds * (1 - costs.weight_share) for seconds in costs.backward_s]
+    input_s = [seconds - costs.half_s(stage) for stage, seconds in enumerate(costs.backward_s)]
     there_and_back_s = sum(costs.forward_s) + sum(input_s) + costs.forward_s[-1] + input_s[-1]
-    assert found.pipeline_s == pytest.approx(there_and_back_s + costs.weight_share * costs.backward_s[0])
+    assert found.pipeline_s == pytest.approx(there_and_back_s + costs.half_s(0))
 
 
 def test_a_schedule_that_no_family_makes_is_refused():
@@ -118,3 +120,37 @@ def test_an_observed_drain_counts_only_where_it_was_observed():
     longer = replace(run, seq=4096)
     assert predict(longer, A100, slow).pipeline_s == predict(longer, A100, PROGRAM).pipeline_s
     assert predict(RUN, A100, slow).pipeline_s == predict(RUN, A100, PROGRAM).pipeline_s
+
+
+def test_a_search_knows_nothing_of_a_longer_last_stage():
+    """As arXiv 2401.10241's authors search: with the seconds of the median stage for all."""
+    uneven = StageCosts((1.0, 2.0, 2.0, 2.5), (2.0, 4.0, 4.0, 5.0), 0.1, weight_s=(1.0, 1.9, 2.0, 2.4))
+    alike = StageCosts((2.0,) * 4, (4.1,) * 4, 0.1, weight_s=(2.0,) * 4)
+    assert Ratios.of(uneven) == Ratios.of(alike) == (33, 34, 33, 2)
+    placement = PLACEMENTS["looped"](4, 1)
+    found = found_schedule("zb-1p", placement, 8, Ratios.of(uneven), 0.4)
+    assert found.schedule == found_schedule("zb-1p", placement, 8, Ratios.of(alike), 0.4).schedule
+
+
+def test_of_equally_fast_orders_that_which_keeps_least_is_found():
+    """ZB-1p is as fast as ZB-H1 (arXiv 2401.10241, table 5) and holds no more, though it might."""
+    ratios = Ratios(40, 40, 20, 1)
+    found = found_schedule("zb-1p", PLACEMENTS["looped"](8, 1), 24, ratios, 0.37)
+    by_hand = make_schedule("zb-h1", pp=8, num_microbatches=24)
+    costs = StageCosts((0.40,) * 8, (0.60,) * 8, 0.01, weight_s=(0.20,) * 8)
+    assert found.rank_s == pytest.approx(100 * longest_rank_s(simulate(lower(by_hand), costs)))
+    assert found.schedule.peak_stage_inputs == by_hand.peak_stage_inputs
+
+
+def test_schedules_that_split_may_send_beside_compute_where_others_block():
+    program = replace(PROGRAM, blocks_split=False)
+    run = replace(RUN, pp=4, schedule="1f1b")
+    assert predict(run, A100, program) == predict(run, A100, PROGRAM)
+    split = replace(run, schedule="zb-h1")
+    blocking, free = (predict(split, A100, software) for software in (PROGRAM, program))
+    assert blocking.costs.transfer_s == 0 < free.costs.transfer_s
+    assert free.costs.forward_s[1] < blocking.costs.forward_s[1]
+    assert free.pipeline_s < blocking.pipeline_s
+    choice = Choice(family="zb-h1", pp=4, num_microbatches=split.num_microbatches)
+    step = simulate_step(split, A100, program, Order(choice=choice))
+    assert step.prediction.pipeline_s == pytest.approx(free.pipeline_s)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from small_run import small_run
 
-from pipeloom.config import ModelConfig
+from pipeloom.config import ModelConfig, TrainingConfig
 from pipeloom.layout import Layout
+from pipeloom.train import session
 from pipeloom.train.data import load_data
 from pipeloom.train.session import resolve
 from pipeloom.train.slices import fitted, measured, with_known_slices
@@ -61,3 +62,15 @@ def test_points_are_at_both_ends_of_sequences(tmp_path):
     points = measured(config, torch.device("cpu"))
     assert [point[:2] for point in points] == [(1, 0), (1, 7), (2, 0), (2, 6), (4, 0), (4, 4), (8, 0)]
     assert min(seconds for *_, seconds in points) > 0
+
+
+@pytest.mark.parametrize(
+    ("slices", "compiles", "minutes"), [(None, False, 0), (4, False, 0), ("auto", False, 30), (None, True, 30)]
+)
+def test_ranks_wait_longer_for_one_that_measures_or_compiles(tmp_path, monkeypatch, slices, compiles, minutes):
+    monkeypatch.setattr(session, "run_workers", lambda work, *_: [work.keywords["patience_s"]])
+    layout = Layout(pp=2, loops=1, num_microbatches=2, token_slices=slices)
+    training = TrainingConfig(compile=compiles, compile_backend="eager")
+    assert (
+        session.run_on_all_ranks(small_run(tmp_path, layout=layout, training=training), None, 30.0) == 30 + 60 * minutes
+    )

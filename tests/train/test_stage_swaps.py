@@ -1,9 +1,12 @@
 """A model several times larger than its budget trains on one process as it would without one."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from small_run import small_run
 
 from pipeloom.checkpoint_folder import FOLDER, find_checkpoint
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, WorkerError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
@@ -163,6 +166,31 @@ def test_stages_may_be_at_rest_in_files_which_are_gone_in_the_end(tmp_path):
     train_all(tmp_path, {"plain": plain, "files": files})
     assert metrics(tmp_path / "files") == metrics(tmp_path / "plain")
     assert list((tmp_path / "here" / "there").iterdir()) == []
+
+
+def fails(job, rendezvous, rank, size):
+    """A run that fails in its first step, with everything of it still there."""
+    world = join_forked(rendezvous, rank, size, "cpu", 60)
+    config = resolve(job, load_data(job.data, 0))
+    trainer = Trainer(config, world, load_data(job.data, 0), RunFolder(job.output.folder))
+
+    def stop(_):
+        maps = Path("/proc/self/maps")
+        assert not maps.exists() or str(job.schedule.swap_folder) in maps.read_text()  # the stages are in files there
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer._pipeline.train_step = stop
+    trainer.run()
+
+
+def test_a_run_that_is_killed_leaves_no_file_of_a_stage(tmp_path):
+    config, folder = config_of(tmp_path, 0.25), tmp_path / "swaps"
+    config = replace(config, schedule=replace(config.schedule, swap_folder=folder))
+    config.output.folder.mkdir()
+    load_data(config.data, 0)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        run_workers(partial(fails, config), 1)
+    assert list(folder.iterdir()) == []
 
 
 def test_a_budget_for_everything_swaps_each_stage_once(tmp_path):

@@ -52,7 +52,7 @@ class Options:
     slices: int = 1
     """Token slices of a micro-batch, all alike; costs are of whole micro-batches, and shared out among them."""
     group_size: int | None = None
-    """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
+    """Micro-batches that go through one local stage before the next; hybrid only. None: pp / slices, rounded up."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     keep: tuple[int, ...] | None = None

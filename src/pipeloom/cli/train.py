@@ -41,8 +41,7 @@ def run(words: list[str]) -> int:
     moved = _check_budgets(resolved)
     folder = make_run_folder(resolved)
     print(f"text       {data.description}{moved}\nrun        {folder.path}{goes_on}", flush=True)
-    patience = "compiling may take minutes" if config.training.compile else "the first step takes a few seconds"
-    print(f"starting   {count(config.layout.num_ranks, 'process')}; {patience}\n", flush=True)
+    print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
     except BaseException as error:
@@ -57,6 +56,14 @@ def run(words: list[str]) -> int:
     write_report(folder.path)
     _print_end(result.summary, folder.path)
     return 0
+
+
+def _patience(config: RunConfig) -> str:
+    """What to expect before the first step."""
+    from pipeloom.train.session import long_start
+
+    what = long_start(config)
+    return "the first step takes a few seconds" if what is None else f"{what} may take minutes"
 
 
 def _check_checkpoint(config: RunConfig, data: "Data") -> str:
@@ -128,7 +135,7 @@ def _announce(config: RunConfig) -> None:
         flush=True,
     )
     if schedule.budget_bytes is not None:
-        home = "memory of the host" if schedule.swap_folder is None else f"files below {schedule.swap_folder}"
+        home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
         print("prediction none: with a budget, `pipeloom simulate` predicts the step, training does not")
 

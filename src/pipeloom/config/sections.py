@@ -87,7 +87,7 @@ class ScheduleConfig:
     family: str = "breadth-first"
     """Family of schedules; `pipeloom schedule --help` lists them."""
     group_size: int | None = None
-    """Micro-batches that go through one local stage before the next; hybrid only. None: pp."""
+    """Micro-batches that go through one local stage before the next; hybrid only. None: pp / slices, rounded up."""
     placement: str | None = None
     """Stage -> rank: looped, v or linear. None: the one that the family runs on, else looped."""
     keep: tuple[int, ...] | None = None
@@ -117,8 +117,8 @@ class ScheduleConfig:
     and work space come on top; without layout.partition, stages are alike in bytes. None: everything is on the
     device."""
     swap_folder: Path | None = None
-    """Folder for the stages that are not on the device, in files that are removed at the end; with device_budget. None:
-    memory of the host."""
+    """Folder for the stages that are not on the device, in files without a name, of which nothing is left however the
+    run ends; with device_budget. None: memory of the host."""
 
     @property
     def budget_bytes(self) -> int | None:

@@ -138,12 +138,11 @@ class StageCosts:
     boundary_s: tuple[float, ...] = ()
     moves: tuple[Amounts, ...] = ()
     update_s: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
 
     def move_s(self, stage: int, content: Content) -> float:
         """Seconds of moving some of what there is of a stage between device and host."""
         return self.moves[stage].of(content) if self.moves else 0.0
-
-    weight_s: tuple[float, ...] = ()
 
     def half_s(self, stage: int) -> float:
         """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""

@@ -17,9 +17,19 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Curve = tuple[tuple[float, float], ...]
 """(x, y) points with rising x."""
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.5))
+TILES = (
+    (256, 128, 1.0),
+    (128, 256, 1.0),
+    (128, 128, 0.92),
+    (256, 64, 0.82),
+    (64, 256, 0.82),
+    (128, 64, 0.75),
+    (64, 128, 0.75),
+    (64, 64, 0.5),
+)
 """Tiles of a matrix product's output (height, width, rate): a multiprocessor computes one at a time; small ones load
-more for each operation. The sizes are cuBLAS's; the rates are rounded from general experience, not fitted."""
+more for each operation. The sizes are cuBLAS's (NVIDIA, "Matrix multiplication background"); the rates are rounded from
+general experience, not fitted, and those of 256 by 64 lie where their loads for each operation put them."""
 
 
 def interpolate(curve: Curve, x: float) -> float:

@@ -13,6 +13,8 @@ Backward has two products of the same FLOPs for each, and adds the gradients of 
 micro-batches before. What is not a product of matrices is bound by memory, and counted in bytes; what tensor
 parallelism leaves whole (norms, residual stream) is divided by t only with sequence parallelism (arXiv 2205.05198,
 section 4.2). A piece takes the device's time or the host's time to launch its kernels, whichever is longer.
+
+With a vocabulary of 0, embedding and head are not there.
 """
 
 from dataclasses import dataclass
@@ -74,12 +76,14 @@ class Pieces:
 
     Attributes:
         is_dragged: whether stages exchange over nodes, which slows down tensor-parallel collectives of some programs.
+        before: tokens of each sequence that come before those of the run, and are seen by attention.
     """
 
     run: Run
     cluster: Cluster
     software: Software
     is_dragged: bool = False
+    before: int = 0
 
     def seconds(self, parts: Parts) -> float:
         """Seconds of a piece: the device's or the host's."""
@@ -121,9 +125,17 @@ class Pieces:
         products_s = sum(self._matmul_backward_s(*size)[1] for size in self._layer_matmuls())
         return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
 
+    def attention_s(self) -> tuple[float, float]:
+        """Seconds of one layer's core of attention, forward and backward, with what is recomputed of it."""
+        forward_s = self._attention_forward_s()
+        again_s = 0.0 if self.run.recompute == "none" else forward_s
+        return forward_s, self._attention_backward_s() + again_s
+
     def head_weight_s(self) -> float:
         """The same of the head's: the second of its two products."""
         run = self.run
+        if not run.shape.vocab:
+            return 0.0
         product_s = self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp)[1]
         return product_s + self.accumulation_s(run.shape.embedding_parameters)
 
@@ -134,6 +146,8 @@ class Pieces:
     def embedding_forward(self) -> Parts:
         """A look-up; with tensor parallelism each rank has its part of the vocabulary and the results are summed."""
         run = self.run
+        if not run.shape.vocab:
+            return Parts()
         moved = run.tokens * run.shape.hidden * run.element_bytes * 3
         return Parts(
             memory_s=self._memory_s(moved),
@@ -145,12 +159,16 @@ class Pieces:
     def embedding_backward(self) -> Parts:
         """Gradients added to the rows that were looked up."""
         forward = self.embedding_forward()
+        if not self.run.shape.vocab:
+            return forward
         added_s = self.accumulation_s(self.run.shape.embedding_parameters)
         return Parts(memory_s=2 * forward.memory_s + added_s, num_kernels=4)
 
     def head_forward(self) -> Parts:
         """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
         run, vocab = self.run, self.run.shape.vocab / self.run.tp
+        if not vocab:
+            return Parts()
         is_gathered = self.software.gathers_logits and run.tp > 1
         logits = run.tokens * (run.shape.vocab if is_gathered else vocab)
         moved = logits * self.software.efficiency.loss_bytes
@@ -170,6 +188,8 @@ class Pieces:
     def head_backward(self) -> Parts:
         """Two products, the loss's gradient, and the sum of the gradient for the head's input."""
         run, forward = self.run, self.head_forward()
+        if not run.shape.vocab:
+            return forward
         matmul_s = sum(self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp))
         memory_s = forward.memory_s + self.accumulation_s(run.shape.embedding_parameters)
         return Parts(matmul_s, 0.0, memory_s, self._tensor_s(), 24, self._num_collectives())
@@ -225,8 +245,10 @@ class Pieces:
         return 2 * norms + READS_MORE * (self._elementwise_bytes() - norms)
 
     def _scores(self) -> float:
-        run = self.run
-        return run.micro_batch * run.shape.heads / run.tp * run.seq * run.seq
+        """Scores of one layer on a rank; flash kernels leave out half of those within the run's tokens."""
+        run, is_flash = self.run, self.run.effective_attention in ("flash1", "flash2")
+        seen = run.seq + self.before * (2 if is_flash else 1)
+        return run.micro_batch * run.shape.heads / run.tp * run.seq * seen
 
     def _score_bytes(self) -> float:
         """Bytes moved for each score in the forward: softmax, and dropout with its mask."""
@@ -238,6 +260,21 @@ class Pieces:
         return 4 * self._scores() * self.run.shape.hidden / self.run.shape.heads
 
     def _attention_forward_s(self) -> float:
+        return self._core_forward_s() + self._context_s()
+
+    def _attention_backward_s(self) -> float:
+        """Keys and values of what comes before are read again, and their gradient is written.
+
+        It is added to that of later tokens, which takes two reads and a write (``pipeloom.model.key_values``).
+        """
+        return self._core_backward_s() + 5 * self._context_s()
+
+    def _context_s(self) -> float:
+        """Seconds of reading once the keys and values of the tokens before, however few tokens see them."""
+        run = self.run
+        return self._memory_s(2 * run.micro_batch * self.before * run.shape.kv_width / run.tp * run.element_bytes)
+
+    def _core_forward_s(self) -> float:
         """Plain kernels: two batched products over all scores, and softmax; flash: half of them by the mask."""
         use, device = self.software.efficiency, self.cluster.device
         kernel = self.run.effective_attention
@@ -252,9 +289,9 @@ class Pieces:
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
         return self._attention_flops() / 2 / rate + device.kernel_s
 
-    def _attention_backward_s(self) -> float:
+    def _core_backward_s(self) -> float:
         """Plain: four products for two. Flash: five products for two, with the scores once more (arXiv 2307.08691)."""
-        forward_s = self._attention_forward_s()
+        forward_s = self._core_forward_s()
         if self.run.effective_attention in ("plain", "fused-softmax"):
             memory_s = self._memory_s(self._scores() * self._score_bytes())
             return 2 * (forward_s - memory_s) + READS_MORE * memory_s

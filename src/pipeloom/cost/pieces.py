@@ -20,6 +20,7 @@ class PieceSeconds:
         embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel exchanges.
         weight_s: the part of a layer's backward that a split leaves to the gradients of the weights.
         head_weight_s: the same of the head's; of the embedding's it is all.
+        idle_s: of a layer's seconds, in closed forms, those that the device waits for the host's launches.
         stage: of a stage beside its pieces, where that was measured.
         message_s: seconds of a core for a message between two stages; 0 where the link tells.
         is_measured: whether the cluster's file tells them; otherwise closed forms do.
@@ -30,6 +31,7 @@ class PieceSeconds:
     head: Both
     weight_s: float
     head_weight_s: float
+    idle_s: Both = (0.0, 0.0)
     stage: Both = (0.0, 0.0)
     message_s: float = 0.0
     is_measured: bool = False
@@ -86,12 +88,15 @@ def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceS
     def both(forward: Parts, backward: Parts) -> Both:
         return pieces.seconds(forward), pieces.seconds(backward)
 
+    layer = (pieces.layer_forward(), pieces.layer_backward())
+    layer_s = both(*layer)
     counted = PieceSeconds(
         embedding=both(pieces.embedding_forward(), pieces.embedding_backward()),
-        layer=both(pieces.layer_forward(), pieces.layer_backward()),
+        layer=layer_s,
         head=both(pieces.head_forward(), pieces.head_backward()),
         weight_s=pieces.layer_weight_s(),
         head_weight_s=pieces.head_weight_s(),
+        idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
     )
     key = PieceKey.of(run)
     found = next((one for one in cluster.pieces if one.key == key), None)

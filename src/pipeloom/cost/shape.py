@@ -25,7 +25,7 @@ class ModelShape:
         kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
         ffn: inner width of the feed-forward block.
         mlp: ``gelu`` has two matrices, ``swiglu`` three.
-        vocab: rows of the embedding.
+        vocab: rows of the embedding; 0 for layers alone, without embedding and head.
         tied: whether the embedding and the head are one matrix.
         name: for people.
     """

@@ -3,12 +3,16 @@
 With T tokens of which ``c`` come before a slice of ``l``, everything but the core of attention takes as long as for a
 sequence of ``l``, which a device fills less well. Attention's scores are ``l c`` more than those of a sequence of
 ``l``: in a kernel that leaves out what the causal mask hides, which counts ``T^2 / 2`` for the whole sequence, as in
-one that does not, which counts ``T^2``. So a slice takes ``f(l) + a l c`` (TeraPipe, arXiv 2102.07988, section 3.3).
+one that does not, which counts ``T^2``. Keys and values of the ``c`` tokens are read, and gradients are added to
+theirs, however short the slice is. So a device takes about ``f(l) + a l c + b c`` (TeraPipe, arXiv 2102.07988, section
+3.3, and the regression of its code), and a little more where the products are small. Where it waits for the host to
+launch the kernels of a short slice, what comes on top of ``f(l)`` fills that time first.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import ClassVar
 
 import numpy as np
@@ -19,6 +23,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.layers import Pieces
 from pipeloom.cost.mixed import MixedCluster
+from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import placement_of, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
@@ -84,21 +89,24 @@ class SliceModel:
             _ratio(self._whole.forward_s, counted.forward_s),
             _ratio(self._whole.backward_s, counted.backward_s),
         )
-        self._pair_s = _pair_s(self._run, self._cluster, software)
+        self._layers = _layers(self._run, self._cluster, software)
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
-        """What the stages take for a slice of some tokens behind others, and its messages."""
+        """What the stages take for a slice of some tokens behind others, and its messages.
+
+        Attention's core has no weights: what it takes for the tokens before belongs to the first half of a backward.
+        """
         alone = self._alone(length)
+        more_s = [self._more_s(stage, length, before) for stage in range(len(self._layers))]
         sides = [
             tuple(
-                factor * (seconds + pair_s * length * before)
-                for factor, seconds, pair_s in zip(factors, side, pairs_s, strict=True)
+                factor * (seconds + more[side])
+                for factor, seconds, more in zip(self._factor[side], alone_s, more_s, strict=True)
             )
-            for factors, side, pairs_s in zip(
-                self._factor, (alone.forward_s, alone.backward_s), self._pair_s, strict=True
-            )
+            for side, alone_s in enumerate((alone.forward_s, alone.backward_s))
         ]
-        return replace(alone, forward_s=sides[0], backward_s=sides[1])
+        weight_s = tuple(factor * seconds for factor, seconds in zip(self._factor[1], alone.weight_s, strict=True))
+        return replace(alone, forward_s=sides[0], backward_s=sides[1], weight_s=weight_s)
 
     def costs(self, whole: StageCosts, lengths: Sequence[int]) -> SliceCosts:
         """Costs of the actions of a schedule of slices.
@@ -127,16 +135,35 @@ class SliceModel:
         by_rank = [sum(s for s, one in zip(both, owner, strict=True) if one == rank) for rank in range(self._run.pp)]
         slowest = by_rank.index(max(by_rank))
         stages = [stage for stage, rank in enumerate(owner) if rank == slowest]
+        places = list(zip(lengths.astype(int).tolist(), before.astype(int).tolist(), strict=True))
+        total = np.zeros(lengths.shape)
+        alone = {length: self._alone(length) for length in {length for length, _ in places}}
+        for stage in stages:
+            factors = (self._factor[0][stage], self._factor[1][stage])
+            both_s = {length: (costs.forward_s[stage], costs.backward_s[stage]) for length, costs in alone.items()}
+            seconds = np.array([both_s[length] for length, _ in places])
+            seconds += np.array([self._more_s(stage, *place) for place in places])
+            total += seconds @ np.array(factors)
+        return total / len(stages)
+
+    def through_s(self, lengths: Seconds, before: Seconds) -> Seconds:
+        """From when a slice comes to a rank to when it comes to the next one, there and back: with its messages.
+
+        Of messages that differ the mean counts, for a slice passes all of them.
+
+        Args:
+            lengths: tokens of each.
+            before: tokens before each.
+        """
         different, where = np.unique(lengths.astype(np.int64), return_inverse=True)
         alone = [self._alone(length) for length in different.tolist()]
-        total = np.zeros(lengths.shape)
-        for stage in stages:
-            forward_s = np.array([costs.forward_s[stage] for costs in alone])[where].reshape(lengths.shape)
-            backward_s = np.array([costs.backward_s[stage] for costs in alone])[where].reshape(lengths.shape)
-            pairs = lengths * before
-            total += self._factor[0][stage] * (forward_s + self._pair_s[0][stage] * pairs)
-            total += self._factor[1][stage] * (backward_s + self._pair_s[1][stage] * pairs)
-        return total / len(stages)
+        message_s = np.array([fmean(costs.boundary_s or [costs.transfer_s]) for costs in alone])
+        return self.seconds(lengths, before) + 2 * message_s[where].reshape(lengths.shape)
+
+    def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:
+        """Seconds that a stage takes more for what comes before a slice, forward and backward."""
+        more_s = [(count, *layer.more_s(length, before)) for layer, count in self._layers[stage]]
+        return sum(count * one for count, one, _ in more_s), sum(count * one for count, _, one in more_s)
 
     def _alone(self, length: int) -> StageCosts:
         """What a whole sequence of this length takes."""
@@ -152,17 +179,48 @@ def _ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
     return tuple(one / other if other else 1.0 for one, other in zip(ones, others, strict=True))
 
 
-def _pair_s(run: Run, cluster: Cluster, software: Software) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each stage the seconds of one more pair of a query and a key before its slice, forward and backward."""
+class _Layer:
+    """A layer on some devices.
+
+    Args:
+        run: as if all layers recomputed the same.
+        part: the devices.
+        software: with what.
+    """
+
+    def __init__(self, run: Run, part: Cluster, software: Software) -> None:
+        self._run, self._part, self._software = run, part, software
+        self._alone: dict[int, tuple[Run, tuple[float, float]]] = {}
+        self._known: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def more_s(self, length: int, before: int) -> tuple[float, float]:
+        """Seconds more for what comes before a slice, forward and backward, beyond those of waiting for the host."""
+        known = self._known.get((length, before))
+        if known is None:
+            run, free_s = self._alone.get(length) or self._of_length(length)
+            behind_s = Pieces(run, self._part, self._software, before=before).attention_s()
+            known = max(0.0, behind_s[0] - free_s[0]), max(0.0, behind_s[1] - free_s[1])
+            self._known[length, before] = known
+        return known
+
+    def _of_length(self, length: int) -> tuple[Run, tuple[float, float]]:
+        """The run with sequences of a length, and how long attention may take without making a layer longer."""
+        run = replace(self._run, seq=length)
+        own_s = Pieces(run, self._part, self._software).attention_s()
+        idle_s = piece_seconds(run, self._part, self._software).idle_s
+        self._alone[length] = run, (own_s[0] + idle_s[0], own_s[1] + idle_s[1])
+        return self._alone[length]
+
+
+def _layers(run: Run, cluster: Cluster, software: Software) -> list[list[tuple[_Layer, int]]]:
+    """Of each stage its layers by what they recompute, and how many they are."""
     owner, parts = placement_of(run).rank_by_stage, rank_parts(run, cluster)
-    is_masked = run.effective_attention in ("flash1", "flash2")
-    pairs = run.seq * run.seq / (2 if is_masked else 1)
-    sides: tuple[list[float], list[float]] = ([], [])
-    for rank, layers in zip(owner, layers_by_recompute(run, software), strict=True):
-        of_kind = [(Pieces(alike, parts[rank], software), count) for alike, count in layers]
-        sides[0].append(sum(count * pieces.layer_forward().attention_s for pieces, count in of_kind) / pairs)
-        sides[1].append(sum(count * pieces.layer_backward().attention_s for pieces, count in of_kind) / pairs)
-    return tuple(sides[0]), tuple(sides[1])
+    stages = [
+        [((alike, parts[rank]), count) for alike, count in kinds]
+        for rank, kinds in zip(owner, layers_by_recompute(run, software), strict=True)
+    ]
+    different = {key: _Layer(*key, software) for kinds in stages for key, _ in kinds}
+    return [[(different[key], count) for key, count in kinds] for kinds in stages]
 
 
 def _unmeasured(cluster: Cluster) -> Cluster:

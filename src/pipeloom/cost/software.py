@@ -77,6 +77,8 @@ class Software:
             the pipeline; otherwise both stages hold it, and its gradients are reduced after the pipeline. For programs
             that are not blocking.
         is_blocking: whether a rank stands still while it sends or receives between stages.
+        blocks_split: whether that holds for schedules that split backwards as well; sail-sg/zero-bubble posts their
+            sends and receives and waits where a tensor is used.
         is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
@@ -118,6 +120,7 @@ class Software:
     has_reduction_lane: bool = False
     lends_tied: bool = False
     is_blocking: bool = True
+    blocks_split: bool = True
     is_both_ways: bool = True
     scatter_gather: bool = False
     reduces_whole: bool = True

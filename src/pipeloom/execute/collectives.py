@@ -1,7 +1,7 @@
 """What ranks that hold the same stage do together: the interface, one rank alone, and all ranks in one process.
 
-A *job* is what one action of the data-parallel lane does: a generator that starts collectives one after the other and
-works on their results. It yields for each how to come to its end.
+A *job* is what one action of a lane beside compute does, a collective or a move: a generator that starts one thing
+after the other and works on the results. It yields for each how to come to its end.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 Finish = Callable[[], bool]
-"""Waits for a collective where that is possible, and says whether it is done. On CUDA the stream waits, not the host;
-in one process nobody can wait, so it only looks."""
+"""Waits for a collective or a move where that is possible, and says whether it is done. On CUDA the stream waits, not
+the host; in one process nobody can wait, so it only looks."""
 
 Job = Iterator[Finish]
-"""Collectives under way, one after the other."""
+"""Collectives or moves, one after the other."""
 
 Reduction = Literal["sum", "max"]
 
@@ -55,16 +55,16 @@ class Alone:
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """Copy."""
         whole.copy_(shard)
-        return _done
+        return already_done
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         """Copy."""
         shard.copy_(whole)
-        return _done
+        return already_done
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:  # noqa: ARG002  it is its own
         """Nothing."""
-        return _done
+        return already_done
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,8 @@ class Groups:
     tensor: Group = field(default_factory=Alone)
 
 
-def _done() -> bool:
+def already_done() -> bool:
+    """The end of what is over at once."""
     return True
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeloom.errors import StallError
 from pipeloom.execute.collectives import Groups, Job
-from pipeloom.execute.lanes import Collective, Lane
+from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.weights import StageWeights
 from pipeloom.layout import Shard
@@ -53,7 +53,7 @@ class Held:
         return Held(**{name: max(mine[name], theirs[name]) for name in mine})
 
 
-def finish(collective: Collective, timeout_s: float) -> None:
+def finish(collective: JobUnderWay, timeout_s: float) -> None:
     """Wait for a collective outside a step.
 
     Raises:
@@ -206,7 +206,7 @@ class DataParallel:
                 if not weights.is_swapped:  # its first backward begins it with zeros
                     weights.gradient.zero_()
 
-    def unshard(self, stage: int) -> Collective:
+    def unshard(self, stage: int) -> JobUnderWay:
         """Start gathering a stage's weights from its shards."""
         weights = self.weights[stage]
         weights.hold()
@@ -218,7 +218,7 @@ class DataParallel:
         sent = shard.to(whole.dtype)  # weights go out in the type that computes
         yield self._groups.shard.gather(whole, sent)
 
-    def reshard(self, stage: int) -> Collective:
+    def reshard(self, stage: int) -> JobUnderWay:
         """Free a stage's gathered weights, now; the lane notes it in its order."""
         self.weights[stage].drop()
         self._gathered.discard(stage)
@@ -234,7 +234,7 @@ class DataParallel:
         weights.open_gradient(buffer[: weights.order.size])
         self._count()
 
-    def reduce(self, stage: int) -> Collective:
+    def reduce(self, stage: int) -> JobUnderWay:
         """Start adding up over the ranks what the backwards since the last reduction have added."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from pipeloom.errors import StallError
+from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.executor import Executor, StepResult, Steps
 from pipeloom.execute.stage import Objective
 from pipeloom.execute.transport import Pending
@@ -33,9 +33,13 @@ def run_rank(
     """
     try:
         return _wait_through(executor, executor.steps(inputs, objective), timeout_s, positions)
-    except BaseException:
-        executor.forget()
-        raise
+    except BaseException as error:
+        try:
+            if isinstance(error, PeerLostError | StallError):  # what failed beside the row may be what led to it
+                executor.check_services()
+            raise
+        finally:
+            executor.forget()
 
 
 def _wait_through(

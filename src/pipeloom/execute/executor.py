@@ -11,13 +11,15 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, UserError
+from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.data_parallel import DataParallel, Held
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.explain import explained
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.needs import awaited_slots, source_of
+from pipeloom.execute.partner import Service
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
@@ -36,7 +38,6 @@ from pipeloom.schedule.action import (
 )
 from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
-from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 
 
@@ -132,7 +133,7 @@ class Executor:
         }
         if data_parallel is not None:
             self._handlers |= dict.fromkeys(COLLECTIVE_KINDS, self._collect)
-            self._starts: dict[Kind, Callable[[int], Collective]] = {
+            self._starts: dict[Kind, Callable[[int], JobUnderWay]] = {
                 Kind.UNSHARD: data_parallel.unshard,
                 Kind.RESHARD: data_parallel.reshard,
                 Kind.REDUCE_GRAD: data_parallel.reduce,
@@ -180,15 +181,15 @@ class Executor:
             self._stage_swaps.begin(self._tied)
         for slot, action in enumerate(self._row):
             self._slot = slot
+            if self._services:
+                self.check_services()
             source = self._received[slot]
             if source is not None and not self._transfers[source].is_done():
                 yield self._waiting(source, self._transfers[source])
             for awaited in self._awaited.get(slot, ()):
                 receive = self._row[awaited]
                 is_tied = receive.kind in TIED_RECEIVE_KINDS
-                yield from self._until_done(
-                    receive, self._transfers[receive] if is_tied else self._collectives[awaited]
-                )
+                yield from self._until_done(receive, self._transfers[receive] if is_tied else self._jobs[awaited])
             self._run(action)
         self._slot = len(self._row)
         yield from self._rest()
@@ -196,7 +197,7 @@ class Executor:
         held = self._most_held()
         if self._tied is not None:
             self._tied.end()
-        record = partial(self._trace, self._marks, self._transfer_times, self._collectives)
+        record = partial(self._trace, self._marks, self._transfer_times, self._jobs)
         result = StepResult(self._results_of_objective, held, record)
         self._begin([], None)
         self._slot = len(self._row)
@@ -218,21 +219,34 @@ class Executor:
             yield from self._until_done(action, transfer)
             self._take_tied(action, transfer.take())
             self._note(action, transfer)
-        for slot, collective in self._collectives.items():
-            yield from self._until_done(self._row[slot], collective)
-            collective.take()
+        for slot, job in self._jobs.items():
+            yield from self._until_done(self._row[slot], job)
+            job.take()
         for service in self._services:
-            if not service.is_done():
-                yield service
-            service.take()
+            yield from self._until_done(service.what, service.job)
+        self.check_services()
 
-    def _until_done(self, action: Action, pending: Pending) -> Iterator[Pending]:
+    def check_services(self) -> None:
+        """Raise what has gone wrong in what this rank does for others, beside its row.
+
+        Raises:
+            RunError: names it.
+        """
+        for service in self._services:
+            try:
+                if service.job.is_done():
+                    service.job.take()
+            except Exception as error:
+                raise explained(self.schedule, self.rank, self._slot, service.what, error) from error
+
+    def _until_done(self, what: Action | str, pending: Pending) -> Iterator[Pending]:
         if not pending.is_done():
-            yield self._waiting(action, pending)
+            yield self._waiting(what, pending)
+            self._waits_for = None
 
-    def _waiting(self, action: Action, pending: Pending) -> Pending:
-        """What the rank waits for, noted for ``position`` until the next action runs."""
-        self._waits_for = action
+    def _waiting(self, what: Action | str, pending: Pending) -> Pending:
+        """What the rank waits for, noted for ``position`` until the wait is over or the next action runs."""
+        self._waits_for = what
         return pending
 
     def position(self) -> str:
@@ -244,6 +258,8 @@ class Executor:
             place = f"at slot {slot} of {len(self._row)}, {self._row[slot]}"
         if waits_for is None:
             return f"rank {self.rank} is {place}"
+        if isinstance(waits_for, str):
+            return f"rank {self.rank} is {place}, {waits_for}"
         peer = self._lane[waits_for].peer
         others = f"rank {peer}" if peer is not None else "its data-parallel ranks"
         if waits_for.kind in MOVE_KINDS and self._moves is not None:
@@ -253,7 +269,7 @@ class Executor:
         return f"rank {self.rank} is {place}, waiting for {waits_for} with {others}"
 
     def forget(self) -> None:
-        """Drop what a failed step left behind."""
+        """Drop what a failed step left behind. Lanes with threads stay failed: over processes no step can follow."""
         for stage in self._stages.values():
             stage.forget()
         if self._data_parallel is not None:
@@ -270,12 +286,12 @@ class Executor:
         self._inputs = inputs
         self._objective = objective
         self._slot = 0
-        self._waits_for: Action | None = None
+        self._waits_for: Action | str | None = None
         self._results: dict[Action, Tensor] = {}
         self._results_of_objective: dict[int, Tensor] = {}
         self._transfers: dict[Action, Transfer] = {}
-        self._collectives: dict[int, Collective] = {}
-        self._services: list[Collective] = []
+        self._jobs: dict[int, JobUnderWay] = {}
+        self._services: list[Service] = []
         self._held = Held()
         self._marks: list[tuple[Action, Mark, Mark]] = []
         self._transfer_times: list[tuple[Action, float, float]] = []
@@ -310,14 +326,14 @@ class Executor:
             if self._stage_swaps is not None:
                 self._stage_swaps.after(self._slot)
         except Exception as error:
-            raise self._explained(action, error) from error
+            raise explained(self.schedule, self.rank, self._slot, f"action {action}", error) from error
         self._marks.append((action, begin, self._clock.mark()))
 
     def _take_awaited(self) -> None:
         """Take what the action at the current slot waited for."""
         for awaited in self._awaited.get(self._slot, ()):
-            if awaited in self._collectives:
-                self._collectives[awaited].take()
+            if awaited in self._jobs:
+                self._jobs[awaited].take()
             else:
                 receive = self._row[awaited]
                 transfer = self._transfers.pop(receive)
@@ -325,14 +341,6 @@ class Executor:
                 self._take_tied(receive, transfer.take())
         if self._tied is not None:
             self._tied.hand_over(self._slot)
-
-    def _explained(self, action: Action, error: Exception) -> RunError:
-        """The error with the action's text and the rows around it."""
-        place = f"rank {self.rank}, slot {self._slot}, action {action}"
-        rows = window(self.schedule.rows, self.rank, self._slot)
-        if isinstance(error, (PeerLostError, BoundaryError)):
-            return type(error)(f"{place}: {error}\n{rows}")
-        return ActionError(f"{place} failed: {type(error).__name__}: {error}\n{rows}")
 
     def _input(self, action: Action) -> Tensor | None:
         source = self._source[action]
@@ -462,28 +470,28 @@ class Executor:
             self._tied.take(action.kind, tensor)
 
     def _collect(self, action: Action) -> None:
-        self._collectives[self._slot] = self._starts[action.kind](action.stage)
+        self._jobs[self._slot] = self._starts[action.kind](action.stage)
 
     def _move(self, action: Action) -> None:
         assert self._moves is not None
-        self._collectives[self._slot] = self._moves.start(action)
+        self._jobs[self._slot] = self._moves.start(action)
 
     def _swap_stage(self, _: Action) -> None:
         assert self._stage_swaps is not None
-        self._collectives[self._slot] = self._stage_swaps.start(self._slot)
+        self._jobs[self._slot] = self._stage_swaps.start(self._slot)
 
     def _trace(
         self,
         marks: Sequence[tuple[Action, Mark, Mark]],
         transfers: Sequence[tuple[Action, float, float]],
-        collectives: Mapping[int, Collective],
+        jobs: Mapping[int, JobUnderWay],
     ) -> Trace:
         seconds = self._clock.seconds
         spans = [Span(a, self.rank, COMPUTE_LANE, seconds(begin), seconds(end)) for a, begin, end in marks]
         for action, start_s, end_s in transfers:
             spans.append(Span(action, self.rank, self._lane[action], start_s, end_s))
-        for slot, collective in collectives.items():
+        for slot, job in jobs.items():
             action, waits = self._row[slot], self._stage_swaps.waits.get(slot, ()) if self._stage_swaps else ()
-            begin = max(seconds(mark) for mark in (collective.begin, *(collectives[other].end for other in waits)))
-            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(collective.end)))
+            begin = max(seconds(mark) for mark in (job.begin, *(jobs[other].end for other in waits)))
+            spans.append(Span(action, self.rank, self._lane[action], begin, seconds(job.end)))
         return Trace(Spans.of(spans), self.schedule.num_ranks)

@@ -17,7 +17,7 @@ from pipeloom.execute.collectives import Finish, Job
 from pipeloom.execute.transport import Pending
 
 
-class Collective(Pending, Protocol):
+class JobUnderWay(Pending, Protocol):
     """A job under way. On CUDA, compute that is issued after ``is_done`` waits for it, not the host.
 
     Attributes:
@@ -40,7 +40,7 @@ class Collective(Pending, Protocol):
 class Lane(Protocol):
     """Runs jobs one after the other."""
 
-    def start(self, job: Job) -> Collective:
+    def start(self, job: Job) -> JobUnderWay:
         """Run a job behind those that were started before."""
         ...
 
@@ -52,6 +52,9 @@ class Lane(Protocol):
 class ThreadLane:
     """A thread that runs the jobs: on gloo, a collective is over when somebody has waited for it.
 
+    Behind a job that failed all others fail as it did: the other ranks would not come to them. So an executor over
+    processes ends with its first failure.
+
     Args:
         clock: what spans are measured with.
         name: of the thread.
@@ -62,17 +65,19 @@ class ThreadLane:
         self._clock = clock
         self._name = name
         self._stream = stream
-        self._queue: queue.SimpleQueue[tuple[Job, _ThreadCollective] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Job, _ThreadJob] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, job: Job) -> Collective:
+    def start(self, job: Job) -> JobUnderWay:
         """Queue a job."""
+        return self._put(job, _ThreadJob())
+
+    def _put(self, job: Job, under_way: "_ThreadJob") -> "_ThreadJob":
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        collective = _ThreadCollective()
-        self._queue.put((job, collective))
-        return collective
+        self._queue.put((job, under_way))
+        return under_way
 
     def close(self) -> None:
         """Let the thread end."""
@@ -90,21 +95,21 @@ class ThreadLane:
     def _serve(self) -> None:
         failed: Exception | None = None
         while (entry := self._queue.get()) is not None:
-            job, collective = entry
-            collective.begin = self._clock.mark()
+            job, under_way = entry
+            under_way.begin = self._clock.mark()
             try:
                 if failed is not None:
                     raise failed  # noqa: TRY301  the other ranks would not come to what follows
                 for finish in job:
                     finish()
             except Exception as error:
-                failed = collective.error = error
-            collective.end = self._clock.mark()
-            collective.done.set()
-            del entry, job, collective  # the queue may stay empty for long
+                failed = under_way.error = error
+            under_way.end = self._clock.mark()
+            under_way.done.set()
+            del entry, job, under_way  # the queue may stay empty for long
 
 
-class _ThreadCollective:
+class _ThreadJob:
     """A job that the lane's thread runs."""
 
     def __init__(self) -> None:
@@ -125,6 +130,48 @@ class _ThreadCollective:
         return None
 
 
+class WaitingStreamLane(ThreadLane):
+    """A CUDA stream whose jobs may wait on the host: a thread issues them, and compute is issued meanwhile.
+
+    A job begins when the compute issued before it has ended; compute waits for it as for that of a ``StreamLane``.
+
+    Args:
+        clock: what spans are measured with; marks the current stream.
+        name: of the thread.
+        stream: that the jobs issue their work on.
+    """
+
+    def start(self, job: Job) -> JobUnderWay:
+        """Queue a job."""
+        import torch
+
+        behind, under_way = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedJob()
+        return self._put(self._ordered(job, behind, under_way), under_way)
+
+    def _ordered(self, job: Job, behind: Any, under_way: "_IssuedJob") -> Job:
+        self._stream.wait_event(behind)
+        under_way.begin = self._clock.mark()
+        yield from job
+        under_way.event = self._stream.record_event()
+
+
+class _IssuedJob(_ThreadJob):
+    """A job that a thread issues and the device then orders."""
+
+    event: Any = None
+
+    def is_done(self) -> bool:
+        return self.wait(0.0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """The host waits until it is issued, the current stream until it is done."""
+        if not self.done.wait(timeout_s):
+            return False
+        if self.event is not None:  # none where it failed
+            self.event.wait()
+        return True
+
+
 class StreamLane:
     """A CUDA stream: a job begins when the compute issued before it has ended, and the host never waits.
 
@@ -139,7 +186,7 @@ class StreamLane:
         self._clock = clock
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, job: Job) -> Collective:
+    def start(self, job: Job) -> JobUnderWay:
         """Issue a job on the stream."""
         import torch
 
@@ -151,13 +198,13 @@ class StreamLane:
             end = self._clock.mark()
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _StreamCollective(event, begin, end)
+        return _StreamJob(event, begin, end)
 
     def close(self) -> None:
         """Nothing to let go of."""
 
 
-class _StreamCollective:
+class _StreamJob:
     """A job that the device orders: compute works behind its event."""
 
     def __init__(self, event: Any, begin: Mark, end: Mark) -> None:
@@ -176,7 +223,7 @@ class _StreamCollective:
 
 
 class Neighborhood:
-    """The lanes of all ranks of one process: looking at one collective pushes every lane as far as it gets."""
+    """The lanes of all ranks of one process: looking at one job pushes every lane as far as it gets."""
 
     def __init__(self) -> None:
         self._lanes: list[PolledLane] = []
@@ -199,16 +246,16 @@ class PolledLane:
         self._clock = clock
         self._push = push
         self._is_eager = is_eager
-        self._jobs: deque[tuple[Job, _PolledCollective]] = deque()
+        self._jobs: deque[tuple[Job, _PolledJob]] = deque()
         self._finish: Finish | None = None
 
-    def start(self, job: Job) -> Collective:
+    def start(self, job: Job) -> JobUnderWay:
         """Queue a job."""
-        collective = _PolledCollective(self._push)
-        self._jobs.append((job, collective))
+        under_way = _PolledJob(self._push)
+        self._jobs.append((job, under_way))
         if self._is_eager:
             self._push()
-        return collective
+        return under_way
 
     def close(self) -> None:
         """Drop what is queued."""
@@ -219,20 +266,20 @@ class PolledLane:
         """Go on with the first job, as far as it gets; whether anything was done."""
         if not self._jobs:
             return False
-        job, collective = self._jobs[0]
+        job, under_way = self._jobs[0]
         if self._finish is None:
-            collective.begin = self._clock.mark()
+            under_way.begin = self._clock.mark()
         elif not self._finish():
             return False
         self._finish = next(job, None)
         if self._finish is None:
             self._jobs.popleft()
-            collective.end = self._clock.mark()
-            collective.has_ended = True
+            under_way.end = self._clock.mark()
+            under_way.has_ended = True
         return True
 
 
-class _PolledCollective:
+class _PolledJob:
     def __init__(self, push: Callable[[], None]) -> None:
         self.begin: Mark = None
         self.end: Mark = None

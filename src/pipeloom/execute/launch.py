@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import PeerLostError, PipeloomError, UserError, WorkerError
+from pipeloom.errors import PeerLostError, PipeloomError, StallError, UserError, WorkerError
 
 Work = Callable[[Path, int, int], Any]
 """(file for the rendezvous, rank, number of ranks) -> result, picklable."""
@@ -36,6 +36,7 @@ class Failure:
         message: for people.
         is_user_error: the input was wrong, not the run.
         is_consequence: only saw that another worker went away.
+        is_stall: waited too long, perhaps for a worker that failed.
         traceback: of the worker, where the error is not one of ours.
     """
 
@@ -44,6 +45,7 @@ class Failure:
     is_user_error: bool = False
     is_consequence: bool = False
     traceback: str = ""
+    is_stall: bool = False
 
 
 def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
@@ -124,7 +126,8 @@ def describe(rank: int, error: BaseException) -> Failure:
     trace = "" if isinstance(root, PipeloomError) else "".join(traceback.format_exception(error))
     is_ours = isinstance(error, PipeloomError)
     message = str(error) if is_ours else f"{type(error).__name__}: {error}"
-    return Failure(rank, message, isinstance(error, UserError), isinstance(error, PeerLostError), trace)
+    is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
+    return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
 
 
 def _supervise(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
@@ -160,8 +163,8 @@ def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
 
 
 def _error(failures: Sequence[Failure]) -> PipeloomError:
-    """The error to show: the first failure that is not merely a consequence of another one."""
-    cause = next((failure for failure in failures if not failure.is_consequence), failures[0])
+    """The error to show: the first failure that is not merely a consequence of another one, nor a wait for it."""
+    cause = min(failures, key=lambda failure: (failure.is_consequence, failure.is_stall))
     if cause.is_user_error:
         return UserError(cause.message)
     others = len({failure.rank for failure in failures} - {cause.rank})

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.collectives import Job, already_done
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
-from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.partner import Served, Service, announcement, key_of
 from pipeloom.execute.saved import Packing, Parcel
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Wires, evictions
@@ -48,7 +48,8 @@ class ActivationMoves:
         self._device, self._counts = lanes.device, counts
         plans = evictions(schedule)
         self._wires = wires[rank] if rank in plans else None
-        self._served = [Served(wires[other], plan, lanes, other) for other, plan in plans.items() if plan[0] == rank]
+        others = {other: plan for other, plan in plans.items() if plan.partner == rank}
+        self._served = [Served(wires[other], plan, lanes, other) for other, plan in others.items()]
         self._away = Vault(waits=lanes.waits)
         self._parcels: dict[tuple[int, int, int], Parcel] = {}
         self._held: dict[tuple[int, int, int], int] = {}
@@ -65,7 +66,7 @@ class ActivationMoves:
         """With whom an action of some kind works, for people."""
         return "the memory of the host" if kind in (Kind.OFFLOAD, Kind.RELOAD) else f"rank {self.partner}"
 
-    def begin(self) -> list[Collective]:
+    def begin(self) -> list[Service]:
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
         self._parcels.clear()
         self._held.clear()
@@ -114,7 +115,7 @@ class ActivationMoves:
             self._live.add(pending_bytes)
             self._held[key_of(action)] = pending_bytes
 
-    def start(self, action: Action) -> Collective:
+    def start(self, action: Action) -> JobUnderWay:
         """Start what an action does, on its lane."""
         return self._lanes[action.kind].start(self._job(action, self._parcels[key_of(action)]))
 
@@ -177,7 +178,7 @@ class ActivationMoves:
             self._live.add(-piece.numel())
             del piece
         self._away.put(key_of(action), memory, self._device)
-        yield _done
+        yield already_done
 
     def _reload(self, action: Action, parcel: Parcel) -> Job:
         yield self._away.until(key_of(action))
@@ -189,7 +190,3 @@ class ActivationMoves:
     def _room_for(self, parcel: Parcel) -> Tensor:
         self._live.add(parcel.nbytes)
         return torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, device=self._device)
-
-
-def _done() -> bool:
-    return True

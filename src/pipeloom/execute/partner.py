@@ -1,13 +1,15 @@
 """What a rank does for one that evicts to it, and what the two tell each other."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
 from pipeloom.execute.vault import Live, Vault
-from pipeloom.execute.wires import Wires
+from pipeloom.execute.wires import Evictions, Wires
 from pipeloom.schedule import Action
 
 _NUM_NUMBERS = 5
@@ -28,31 +30,44 @@ def _behind(messages: tuple[tuple[int, int], ...]) -> int:
     return messages[-1][1] if messages else 0
 
 
+class Service(NamedTuple):
+    """A job of a step that no action of the rank's row stands for.
+
+    Attributes:
+        what: it is, for people.
+        job: under way.
+    """
+
+    what: str
+    job: JobUnderWay
+
+
 class Served:
     """What a rank does for one that evicts to it: no action of its own row, beside its compute.
 
     Args:
         wires: between the two.
-        plan: this rank, and how often the other one evicts and loads in a step.
+        plan: what the other one does in a step.
         lanes: what this runs on.
         evictor: the other rank.
     """
 
-    def __init__(self, wires: Wires, plan: tuple[int, int, int], lanes: MoveLanes, evictor: int) -> None:
+    def __init__(self, wires: Wires, plan: Evictions, lanes: MoveLanes, evictor: int) -> None:
         self._wires = wires
-        _, self._num_evictions, self._num_loads = plan
+        self._plan = plan
+        self._evictor = evictor
         self._device = lanes.device
         self._accepts, self._returns = (lanes.service(f"{name} {evictor}") for name in ("accept for", "return to"))
         self._vault = Vault(waits=lanes.waits)
         self._messages: dict[int, tuple[tuple[int, int], ...]] = {}
 
-    def begin(self, live: Live) -> list[Collective]:
+    def begin(self, live: Live) -> list[Service]:
         """Serve a step."""
         self._vault.begin()
-        return [
-            self._accepts.start(self._vault.watched(self._accept(live))),
-            self._returns.start(self._give_back(live)),
-        ]
+        accepted = self._accepts.start(self._vault.watched(self._accept(live)))
+        returned = self._returns.start(self._give_back(live))
+        whose = f"serving rank {self._evictor}'s"
+        return [Service(f"{whose} evictions", accepted), Service(f"{whose} loads", returned)]
 
     def forget(self) -> None:
         """Drop what a failed step left behind."""
@@ -66,7 +81,7 @@ class Served:
 
     def _accept(self, live: Live) -> Job:
         wire = self._wires.evict
-        for _ in range(self._num_evictions):
+        for _ in range(self._plan.num_evictions):
             numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
             yield wire.expect(numbers)
             *key, packing, num_messages = numbers.tolist()
@@ -84,7 +99,7 @@ class Served:
 
     def _give_back(self, live: Live) -> Job:
         wire = self._wires.load
-        for _ in range(self._num_loads):
+        for _ in range(self._plan.num_loads):
             numbers = torch.empty(_NUM_NUMBERS, dtype=torch.int64)
             yield wire.expect(numbers)
             key = tuple(numbers.tolist()[:-1])

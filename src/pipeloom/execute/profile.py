@@ -3,8 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import NamedTuple
 
@@ -16,8 +15,9 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.data_parallel import DataParallel, finish
-from pipeloom.execute.lanes import Collective
+from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
@@ -74,7 +74,7 @@ class Collectives:
 
 
 class Times(NamedTuple):
-    """Seconds of one micro-batch on a stage.
+    """Seconds of one micro-batch, or of a slice of it, on a stage.
 
     Attributes:
         forward_s: of the forward.
@@ -85,6 +85,19 @@ class Times(NamedTuple):
     forward_s: float
     backward_s: float
     weight_s: float
+
+    @classmethod
+    def medians(cls, times: Sequence["Times"]) -> "Times":
+        """Of several measurements."""
+        return cls(*map(median, zip(*times, strict=True)))
+
+
+def timed(costs: StageCosts, times: Sequence[Times]) -> StageCosts:
+    """The costs with the measured seconds of each stage."""
+    forward_s, first_s, weight_s = zip(*times, strict=True)
+    backward_s = tuple(first + second for first, second in zip(first_s, weight_s, strict=True))
+    split_s = weight_s if any(weight_s) else ()
+    return replace(costs, forward_s=forward_s, backward_s=backward_s, weight_s=split_s)
 
 
 @dataclass(frozen=True)
@@ -166,11 +179,9 @@ def profile_stages(
 
 def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
     own = [parts[rank] for rank in pipeline]
-    by_stage = {index: (*times, *part.collective_s[index]) for part in own for index, times in part.alone.items()}
-    forward_s, first_s, weight_s, unshard_s, reduce_s = zip(
-        *(by_stage[index] for index in sorted(by_stage)), strict=True
-    )
-    backward_s = tuple(first + second for first, second in zip(first_s, weight_s, strict=True))
+    by_stage = {index: (times, part.collective_s[index]) for part in own for index, times in part.alone.items()}
+    times, collective_s = zip(*(by_stage[index] for index in sorted(by_stage)), strict=True)
+    unshard_s, reduce_s = zip(*collective_s, strict=True)
     hosts = [part.host for part in own]
     capacity: dict[str, float] = {}
     for host in set(hosts):
@@ -178,9 +189,8 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
         num_ranks = len(slowdowns)
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
         capacity[host] = served * hosts.count(host) / num_ranks  # replicas do the same at the same time
-    split_s = weight_s if any(weight_s) else ()
-    costs = StageCosts(forward_s, backward_s, own[0].transfer_s, unshard_s, reduce_s, weight_s=split_s)
-    return Profile(costs, tuple(hosts), capacity)
+    around = StageCosts((), (), own[0].transfer_s, unshard_s, reduce_s)
+    return Profile(timed(around, times), tuple(hosts), capacity)
 
 
 @dataclass(frozen=True)
@@ -214,7 +224,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
         gather_s = _time_under_load(collectives.clock, lambda: parallel.unshard(stage), load, timeout_s)
     if collectives.has(Kind.REDUCE_GRAD):
 
-        def reduce() -> Collective:
+        def reduce() -> JobUnderWay:
             parallel.begin(trains=True)
             parallel.before_backward(stage)
             return parallel.reduce(stage)
@@ -223,7 +233,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
     return gather_s, reduce_s
 
 
-def _time_under_load(clock: Clock, start: Callable[[], Collective], load: _Load, timeout_s: float) -> float:
+def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load, timeout_s: float) -> float:
     """Median seconds of a collective on its lane, while the rank computes for longer than it takes without."""
 
     def seconds(num_runs: int) -> float:
@@ -253,34 +263,33 @@ def stage_runner(
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
     def run() -> Times:
-        marks = [_now(device)]
+        begin = now(device)
         stage.forward(Part(0), tensor, objective if is_last else None, trains=True)
-        marks.append(_now(device))
-        if stage.splits:
-            stage.backward_input(Part(0), gradient)
-            marks.append(_now(device))
-            stage.backward_weight(Part(0))
-        else:
-            stage.backward(Part(0), gradient)
-        marks.append(_now(device))
-        return Times(*(end - begin for begin, end in pairwise(marks)), *[0.0] * (4 - len(marks)))
+        forward_s = now(device) - begin
+        return Times(forward_s, *time_backward(stage, Part(0), gradient, device))
 
     return run
+
+
+def time_backward(stage: Stage, part: Part, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
+    """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
+    begin = now(device)
+    if not stage.splits:
+        stage.backward(part, gradient)
+        return now(device) - begin, 0.0
+    stage.backward_input(part, gradient)
+    middle = now(device)
+    stage.backward_weight(part)
+    return middle - begin, now(device) - middle
 
 
 def _random(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.randn(spec.shape, dtype=spec.dtype, device=device)
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def _time(run: Run) -> Times:
     run()  # allocates, and fills caches
-    return Times(*map(median, zip(*(run() for _ in range(_REPEATS)), strict=True)))
+    return Times.medians([run() for _ in range(_REPEATS)])
 
 
 class _Exchange:
@@ -330,10 +339,10 @@ class _Exchange:
             return 0.0
         times: list[float] = []
         for _ in range(_MESSAGES):
-            begin = _now(self.world.device)
+            begin = now(self.world.device)
             for is_send in (self._place == 0, self._place != 0):
                 self.finish(self._one_way(is_send=is_send))
-            times.append((_now(self.world.device) - begin) / 2)
+            times.append((now(self.world.device) - begin) / 2)
         return mean(times[_MESSAGES // 4 :])
 
     def _one_way(self, *, is_send: bool) -> Transfer:
@@ -362,7 +371,7 @@ def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> lis
         exchanged = exchange.receive_all()
         run()
         exchanged += exchange.send_all()
-        times.append(_now(world.device) - begin)
+        times.append(now(world.device) - begin)
         for transfer in under_way:
             exchange.finish(transfer)
         under_way = exchanged

@@ -1,26 +1,22 @@
 """Measured seconds of token slices, each behind the ones before it."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from statistics import median
 
 import torch
 from torch import Tensor
 
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.slices import moved
 from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.data_parallel import DataParallel
-from pipeloom.execute.profile import Profile
+from pipeloom.execute.profile import Profile, Times, time_backward, timed
 from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 
 _REPEATS = 5
-
-Times = list[tuple[float, float]]
-"""For each slice the seconds of its forward and its backward."""
 
 
 def profile_slices(
@@ -33,8 +29,10 @@ def profile_slices(
     tokens: Sequence[Tensor],
     objective: Objective,
     layout: Layout,
-) -> dict[int, Times] | None:
+) -> dict[int, list[Times]] | None:
     """Time every slice of one micro-batch in every stage, each rank alone. Every rank calls it.
+
+    The halves of a backward are timed each where the stage splits it.
 
     Args:
         world: this process among the others.
@@ -47,9 +45,9 @@ def profile_slices(
         layout: of the ranks.
 
     Returns:
-        By stage of the first pipeline, on rank 0; ``None`` elsewhere.
+        By stage of the first pipeline, of each slice, on rank 0; ``None`` elsewhere.
     """
-    own: dict[int, Times] = {}
+    own: dict[int, list[Times]] = {}
     for index, stage in stages.items():
         with data_parallel.gathered(index, world.timeout.total_seconds()):
             for team in layout.tensor_groups():
@@ -58,7 +56,7 @@ def profile_slices(
                 world.wait_for_all()
         for parameter in stage.module.parameters():
             parameter.grad = None
-    every: list[dict[int, Times]] | None = world.gather(own)
+    every: list[dict[int, list[Times]]] | None = world.gather(own)
     return None if every is None else {i: t for rank in layout.pipelines()[0] for i, t in every[rank].items()}
 
 
@@ -68,7 +66,7 @@ def _time(
     slices: TokenSlices,
     tokens: Sequence[Tensor],
     objective: Objective,
-) -> Times:
+) -> list[Times]:
     """Medians over a few micro-batches: all slices forward, then all back."""
     device, numbers = tokens[0].device, range(len(slices.lengths))
     is_last = stage.index == len(outputs) - 1
@@ -79,34 +77,31 @@ def _time(
 
     inputs = [tokens[number] if stage.index == 0 else random(stage.index - 1, number, 1.0) for number in numbers]
     gradients = [None if is_last else random(stage.index, number, 1e-6) for number in numbers]
-    times: list[Times] = []
+    times: list[list[Times]] = []
     for _ in range(_REPEATS + 1):
-        marks = [_now(device)]
+        forward_s: list[float] = []
         for number in numbers:
+            begin = now(device)
             stage.forward(Part(0, number), inputs[number], objective if is_last else None, trains=True)
-            marks.append(_now(device))
-        for number in reversed(numbers):
-            stage.backward(Part(0, number), gradients[number])
-            marks.append(_now(device))
-        seconds = [end - begin for begin, end in pairwise(marks)]
-        times.append(list(zip(seconds[: len(numbers)], seconds[: len(numbers) - 1 : -1], strict=True)))
-    return [
-        (median(one[number][0] for one in times[1:]), median(one[number][1] for one in times[1:])) for number in numbers
-    ]
+            forward_s.append(now(device) - begin)
+        backward_s = [time_backward(stage, Part(0, number), gradients[number], device) for number in reversed(numbers)]
+        times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
+    return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+def with_slices(profile: Profile, times: Mapping[int, Sequence[Times]], slices: TokenSlices) -> Profile:
+    """The profile with costs of slices.
 
-
-def with_slices(profile: Profile, times: Mapping[int, Times], slices: TokenSlices) -> Profile:
-    """The profile with costs of slices; messages take their share of a whole one's time."""
+    Args:
+        profile: of whole micro-batches, complete: messages of a slice and its activations take their share of what
+            theirs take.
+        times: by stage, of each slice.
+        slices: how micro-batches are cut.
+    """
+    whole, stages = profile.costs, sorted(times)
     parts: list[StageCosts] = []
     for number, length in enumerate(slices.lengths):
-        forward_s, backward_s = zip(*(times[stage][number] for stage in sorted(times)), strict=True)
         share = length / slices.num_tokens
-        sides = {"forward_s": forward_s, "backward_s": backward_s}
-        parts.append(replace(profile.costs, **sides, transfer_s=profile.costs.transfer_s * share))
+        part = replace(moved(whole, whole, share), transfer_s=whole.transfer_s * share)
+        parts.append(timed(part, [times[stage][number] for stage in stages]))
     return replace(profile, slices=tuple(parts))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
@@ -24,16 +25,17 @@ class _Home:
 
     Args:
         tensor: a view of all of the storage, with its first values; taken over.
-        file: where it is at rest, in a new file that is mapped to memory; ``None`` for memory of the host.
+        folder: where it is at rest, in a new file that is mapped to memory; ``None`` for memory of the host.
     """
 
-    def __init__(self, tensor: Tensor, file: Path | None) -> None:
+    def __init__(self, tensor: Tensor, folder: Path | None) -> None:
         self._storage = tensor.untyped_storage()
         self.size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage, 0, (self.size,), (1,))
         self._is_cuda = tensor.device.type == "cuda"
-        if file is not None:
-            self.rest = torch.from_file(str(file), shared=True, size=self.size, dtype=torch.uint8)
+        if folder is not None:
+            with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
+                self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
@@ -59,13 +61,19 @@ class _Home:
             self._bytes.record_stream(torch.cuda.default_stream(self._bytes.device))
         self._storage.resize_(0)
 
+    def settle(self) -> None:
+        """Let the host wait for what the current stream copies."""
+        if self._is_cuda:
+            torch.cuda.current_stream(self._bytes.device).synchronize()
+
 
 class StageStore:
     """The stages of one rank, each at rest or on the device, and how much of the device they take.
 
     Args:
         budget: most bytes of them on the device at once.
-        folder: where they are at rest, in files; ``None`` for memory of the host, pinned on CUDA.
+        folder: where they are at rest, in files without a name, of which nothing is left however the process ends;
+            ``None`` for memory of the host, pinned on CUDA.
 
     Attributes:
         budget: as given.
@@ -89,7 +97,8 @@ class StageStore:
             RunError: the budget has no room for it.
         """
         weights.is_swapped = True
-        assert weights.parts, "views have to be made while there is memory"
+        parts = weights.parts  # makes the views, while there is memory
+        assert parts, "a stage has parameters"
         self.add(stage, Content.WEIGHTS, weights.whole)
         self.add(stage, Content.GRADIENT, weights.gradient)
         if weights.shard.untyped_storage()._cdata not in self._home_of:  # noqa: SLF001
@@ -103,11 +112,9 @@ class StageStore:
         """
         size = tensor.untyped_storage().nbytes()
         self._take(size)
-        file = None
-        if self._folder is not None:
-            file = self._folder / f"stage-{stage}-{len(self._home_of)}.bin"
-        home = _Home(tensor, file)
+        home = _Home(tensor, self._folder)
         home.leave(with_values=True)
+        home.settle()
         self._give(size)
         self._homes.setdefault(stage, {}).setdefault(content, []).append(home)
         self._home_of[home.address] = home
@@ -123,7 +130,10 @@ class StageStore:
         return empty.set_(home.rest.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def now(self, stage: int, content: Content, tensor: Tensor) -> Tensor:
-        """A view of some of a stage: itself if it is on the device, else of what is at rest. No swap is under way."""
+        """A view of some of a stage: itself if it is on the device, else of what is at rest.
+
+        The content is not on its way.
+        """
         return tensor if content in self._here[stage] else self.at_rest(tensor)
 
     def amounts(self, stage: int) -> Amounts:
@@ -155,10 +165,16 @@ class StageStore:
 
     @contextmanager
     def visit(self, stage: int, held: Content, taken: Content = NOTHING) -> Iterator[None]:
-        """Outside a step, have some of a stage on the device meanwhile."""
+        """Outside a step, have some of a stage on the device meanwhile; after an error nothing of it comes to rest."""
         self.bring(stage, held, held)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.leave(stage, NOTHING)
+            raise
         self.leave(stage, taken)
+        for _, home in self._parts(stage, taken):
+            home.settle()
 
     def forget(self) -> None:
         """After a step that failed: everything is at rest again, as it was there."""
@@ -174,8 +190,10 @@ class StageStore:
             RunError: there is no room.
         """
         self._take(size)
-        yield
-        self._give(size)
+        try:
+            yield
+        finally:
+            self._give(size)
 
     def _parts(self, stage: int, held: Content) -> Iterator[tuple[Content, _Home]]:
         for part, homes in self._homes[stage].items():
@@ -220,7 +238,11 @@ class LentMatrix:
 
     @contextmanager
     def collected(self) -> Iterator[Tensor]:
-        """The gradient that was collected, on the device meanwhile. No swap is under way."""
+        """The gradient that was collected, on the device meanwhile.
+
+        It is not on its way: the borrower brings it for backwards alone, which are over, and its way out has been
+        waited for.
+        """
         found = self._store.now(self._borrower, Content.LENT_GRADIENT, self.gradient)
         with self._store.room(self.gradient.nbytes if found is not self.gradient else 0):
             yield found.to(self.gradient.device)

@@ -5,8 +5,9 @@ from functools import partial
 from typing import Protocol
 
 from pipeloom.errors import StallError
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import Collective, Lane
+from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.tied import Tied
 from pipeloom.schedule import Action, Kind, Schedule
@@ -30,11 +31,13 @@ class HostLanes:
     """The two lanes between device and host.
 
     Args:
-        to_host, from_host: each runs its jobs in order.
+        to_host: runs its jobs in order.
+        from_host: as well; its jobs may wait on the host.
+        clock: what the spans of both are measured with.
     """
 
-    def __init__(self, to_host: Lane, from_host: Lane) -> None:
-        self.to_host, self.from_host = to_host, from_host
+    def __init__(self, to_host: Lane, from_host: Lane, clock: Clock) -> None:
+        self.to_host, self.from_host, self.clock = to_host, from_host, clock
 
     def close(self) -> None:
         """Let go of the lanes."""
@@ -72,7 +75,7 @@ class StageSwaps:
             slot: [needed - first for needed in graph.needed(first + slot) if needed - first in self._goes]
             for slot in self._comes
         }
-        self._under_way: dict[int, Collective] = {}
+        self._under_way: dict[int, JobUnderWay] = {}
 
     def begin(self, tied: Tied | None) -> None:
         """Before a step, with the matrix that embedding and head share if they do."""
@@ -96,18 +99,18 @@ class StageSwaps:
             self._tied.return_gradient()
         self.updates.complete(stage)
 
-    def start(self, slot: int) -> Collective:
+    def start(self, slot: int) -> JobUnderWay:
         """Start the swap that stands in a slot."""
         if slot in self._comes:
-            collective = self._lanes.from_host.start(self._come(slot))
+            job = self._lanes.from_host.start(self._come(slot))
         else:
-            collective = self._lanes.to_host.start(self._go(slot))
-        self._under_way[slot] = collective
-        return collective
+            job = self._lanes.to_host.start(self._go(slot))
+        self._under_way[slot] = job
+        return job
 
     def _come(self, slot: int) -> Job:
         for out in self.waits[slot]:
-            yield partial(self._until, self._under_way[out])
+            yield partial(self._until, out)
         stay = self._comes[slot]
         self.store.bring(stay.stage, stay.held, stay.brought)
 
@@ -117,21 +120,30 @@ class StageSwaps:
         yield from ()
 
     def settle(self) -> None:
-        """Wait for the stages that are on their way out."""
-        for slot, collective in self._under_way.items():
+        """Wait for the stages that are on their way out; who asks needs none of those that are on their way in."""
+        for slot in self._under_way:
             if slot in self._goes:
-                self._until(collective)
+                self._until(slot)
 
-    def _until(self, out: Collective) -> bool:
+    def _until(self, slot: int) -> bool:
+        """Wait on the host until a stage has left the device.
+
+        On CUDA its memory is free for others no earlier: who takes memory before gets more than the budget says.
+        """
+        out = self._under_way[slot]
         if not out.wait(self._timeout_s):
-            raise StallError(f"waited {self._timeout_s:g} s in vain for a stage to leave the device")
+            raise StallError(
+                f"waited {self._timeout_s:g} s in vain for stage {self._goes[slot].stage} to leave the device; where "
+                "writing it takes longer, as in files on a slow disk, raise training.stall_timeout_s"
+            )
         out.take()
+        self._lanes.clock.wait(out.end)
         return True
 
     def forget(self) -> None:
         """After a step that failed: wait for what is under way, and let every stage rest."""
-        for collective in self._under_way.values():
-            collective.wait(self._timeout_s)
+        for job in self._under_way.values():
+            job.wait(self._timeout_s)
         self._under_way.clear()
         self.store.forget()
 

@@ -5,10 +5,8 @@ parameters, whose gradient is collected here and becomes part of the first stage
 messages of the schedule; on one rank they are handed over here.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +15,7 @@ from torch import Tensor
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.stage_store import LentMatrix
+from pipeloom.execute.timing import median_seconds
 from pipeloom.execute.transport import Transport, finish
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
@@ -242,20 +241,17 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
     first, last = schedule.placement.rank_by_stage[0], schedule.placement.rank_by_stage[-1]
     if first == last:
         return 0.0, 0.0
-    times: list[float] = []
     timeout_s = world.timeout.total_seconds()
-    for _ in range(_REPEATS + 1):
-        world.wait_for_all()
-        begin = time.perf_counter()
+
+    def once() -> None:
         for source, destination, kind in (first, last, Kind.SEND_TIED), (last, first, Kind.SEND_TIED_GRAD):
             spec = tied.specs[kind]
             if rank == source:
                 finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), timeout_s)
             elif rank == destination:
                 finish(transport.receive(spec, source), timeout_s)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        times.append(time.perf_counter() - begin)
-    both_s = median(times[1:]) if rank == first else 0.0
+
+    measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
+    both_s = measured_s if rank == first else 0.0
     weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
     return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)

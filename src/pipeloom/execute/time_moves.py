@@ -1,12 +1,11 @@
 """How long it takes to move what stages keep, before the first step."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pipeloom.execute.saved import Packing
+from pipeloom.execute.timing import median_seconds
 from pipeloom.execute.wires import Wire, Wires, evictions
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
@@ -33,10 +32,10 @@ def time_moves(
         By stage; without those that move nothing.
     """
     evicted: dict[int, float] = {}
-    for evictor, (partner, _, _) in evictions(schedule).items():
+    for evictor, plan in evictions(schedule).items():
         for stage in _moving(schedule, evictor, Kind.EVICT):
             world.wait_for_all()
-            if rank in (evictor, partner):
+            if rank in (evictor, plan.partner):
                 seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
                 if rank == evictor:
                     evicted[stage] = seconds / 2
@@ -62,7 +61,7 @@ def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool
         move(wires.evict, sends=is_evictor)
         move(wires.load, sends=not is_evictor)
 
-    return _median_seconds(once, world.device)
+    return median_seconds(once, _REPEATS, world.device)
 
 
 def _to_host_and_back(nbytes: int, device: torch.device) -> float:
@@ -73,15 +72,4 @@ def _to_host_and_back(nbytes: int, device: torch.device) -> float:
         host.copy_(memory, non_blocking=True)
         memory.copy_(host, non_blocking=True)
 
-    return _median_seconds(once, device)
-
-
-def _median_seconds(run: Callable[[], None], device: torch.device) -> float:
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):
-        begin = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return median(times[1:])
+    return median_seconds(once, _REPEATS, device)

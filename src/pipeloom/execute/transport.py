@@ -14,7 +14,7 @@ from pipeloom.execute.boundary import TensorSpec
 
 
 class Pending(Protocol):
-    """Communication that a rank can wait for: a message, or a collective."""
+    """Communication that a rank can wait for: a message, a collective, or a move."""
 
     def is_done(self) -> bool:
         """Whether its tensors may be used, or dropped by whoever sent them."""

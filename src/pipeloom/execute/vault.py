@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.errors import RunError
 from pipeloom.execute.collectives import Finish, Job
 
 
@@ -40,12 +41,15 @@ class Vault:
         self._changed = threading.Condition()
         self._kept: dict[tuple[int, ...], tuple[Tensor, Any]] = {}
         self._error: Exception | None = None
+        self._num_begun = 0
 
     def begin(self) -> None:
-        """Before a step, or after one that failed."""
+        """Before a step, or after one that failed: who still waits for something of that is told so."""
         with self._changed:
             self._kept.clear()
             self._error = None
+            self._num_begun += 1
+            self._changed.notify_all()
 
     def put(self, key: tuple[int, ...], memory: Tensor, device: torch.device) -> None:
         """Put memory aside; on CUDA, what the current stream does to it until now counts."""
@@ -79,12 +83,19 @@ class Vault:
             self._changed.notify_all()
 
     def until(self, key: tuple[int, ...]) -> Finish:
-        """Wait until something is there."""
+        """Wait until something is there.
+
+        Raises:
+            RunError: in ``finish``, if the step was given up meanwhile.
+        """
+        begun = self._num_begun
 
         def finish() -> bool:
             with self._changed:
-                while self._waits and key not in self._kept and self._error is None:
+                while self._waits and key not in self._kept and self._error is None and begun == self._num_begun:
                     self._changed.wait()
+                if begun != self._num_begun:
+                    raise RunError("the step was given up")
                 if self._error is not None:
                     raise self._error
                 return key in self._kept

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError, UserError
-from pipeloom.execute.collectives import Finish
+from pipeloom.execute.collectives import Finish, already_done
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
 
@@ -54,13 +54,21 @@ class Wires(NamedTuple):
     load: Wire
 
 
-def evictions(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
-    """For each rank that evicts its partner, and how often it evicts and loads in a step.
+class Evictions(NamedTuple):
+    """What a rank that evicts does in a step: with whom, and how often."""
+
+    partner: int
+    num_evictions: int
+    num_loads: int
+
+
+def evictions(schedule: Schedule) -> dict[int, Evictions]:
+    """What each rank that evicts does.
 
     Raises:
         UserError: the schedule does not say to whom a rank evicts, or names itself.
     """
-    found: dict[int, tuple[int, int, int]] = {}
+    found: dict[int, Evictions] = {}
     for rank, row in enumerate(schedule.rows):
         num_evictions, num_loads = (int(row.is_kind(kind).sum()) for kind in (Kind.EVICT, Kind.LOAD))
         if num_evictions:
@@ -68,7 +76,7 @@ def evictions(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
                 raise UserError(
                     f"rank {rank} evicts, but the schedule does not say to whom: partners has to name another"
                 )
-            found[rank] = (schedule.partners[rank], num_evictions, num_loads)
+            found[rank] = Evictions(schedule.partners[rank], num_evictions, num_loads)
     return found
 
 
@@ -112,7 +120,7 @@ class _PostWire:
 
     def _leave(self, what: str, tensor: Tensor) -> Finish:
         self._post.place(*self._name, what).append(tensor.clone())
-        return lambda: True
+        return already_done
 
     def _fetch(self, what: str, tensor: Tensor) -> Finish:
         def look() -> bool:
@@ -143,8 +151,8 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
     """
     found: dict[int, Wires] = {}
     for evictor, plan in evictions(schedule).items():
-        ends = {direction: _open(evictor, plan[0], world, pipelines) for direction in ("evict", "load")}
-        if rank in (evictor, plan[0]):
+        ends = {direction: _open(evictor, plan.partner, world, pipelines) for direction in ("evict", "load")}
+        if rank in (evictor, plan.partner):
             pair = [ends[direction] for direction in ("evict", "load")]
             evict, load = (wire for wire in pair if wire is not None)
             found[evictor] = Wires(evict, load)
@@ -168,7 +176,7 @@ def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence
     return own
 
 
-def _exercise(wire: "GroupWire", plan: tuple[int, int, int], *, is_evictor: bool) -> None:
+def _exercise(wire: "GroupWire", plan: Evictions, *, is_evictor: bool) -> None:
     """Announce how much will come, and compare; then send a byte."""
     expected = torch.tensor(plan, dtype=torch.int64)
     byte = torch.zeros(1, dtype=torch.uint8, device=wire.device)
@@ -180,7 +188,8 @@ def _exercise(wire: "GroupWire", plan: tuple[int, int, int], *, is_evictor: bool
     wire.expect(found)()
     wire.receive(byte)()
     if not torch.equal(found, expected):
-        said, own = ("{} evictions and {} loads".format(*numbers[1:].tolist()) for numbers in (found, expected))
+        plans = (Evictions(*numbers.tolist()) for numbers in (found, expected))
+        said, own = (f"{one.num_evictions} evictions and {one.num_loads} loads" for one in plans)
         raise BoundaryError(f"a rank announces {said} a step, but its partner expects {own}")
 
 
@@ -209,7 +218,7 @@ class GroupWire:
         self._said.append((work, numbers))
         if len(self._said) > _SAID:
             self._said.popleft()[0].wait()  # long heard
-        return lambda: True
+        return already_done
 
     def expect(self, numbers: Tensor) -> Finish:
         """Wait until it is said."""

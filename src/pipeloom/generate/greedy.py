@@ -162,13 +162,15 @@ def _candidates(task: Task) -> Iterator[tuple[str, Woven]]:
             woven = _listed(task, rule, patience, keeps_room=keeps_room)
             if woven is not None:
                 yield f"priorities {rule}, patience {patience:g}", woven
+    whole = task.clock.held_whole()
     for name, orders in _orders(task.placement, task.num_microbatches):
         for patience, pulls in product(_PATIENCE, (False, True) if is_looped else (False,)):
-            try:
-                woven = weave(orders, task.placement, task.budgets, task.clock.changed(patience, pulls=pulls))
-            except ScheduleError:
-                continue  # it does not fit
-            yield f"{name}, patience {patience:g}{', ahead' * pulls}", woven
+            for clock in (task.clock,) if whole is task.clock else (task.clock, whole):
+                try:
+                    woven = weave(orders, task.placement, task.budgets, clock.changed(patience, pulls=pulls))
+                except ScheduleError:
+                    continue  # it does not fit
+                yield f"{name}, patience {patience:g}{', ahead' * pulls}{', whole' * (clock is whole)}", woven
 
 
 @lru_cache(maxsize=64)

@@ -58,6 +58,10 @@ class Clock:
         limits = np.array(room, np.float64)
         return clocked.World(stages, owner, self.seconds, self.over_s, self.kept, self.pending, reserve, limits)
 
+    def held_whole(self) -> "Clock":
+        """As if all of a micro-batch were kept between the halves: second halves come sooner; itself if it is."""
+        return self if bool((self.pending >= self.kept).all()) else replace(self, pending=self.kept)
+
     def changed(self, patience: float, *, pulls: bool) -> "Clock":
         """The same with another patience, with forwards before their turn or without."""
         return replace(self, patience=patience, pulls=pulls)
@@ -92,7 +96,7 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
     columns = Columns.of(orders)
     state = clocked.begin(placement.num_ranks, placement.num_stages, int(columns.microbatch.max(initial=0)) + 1)
     is_done = np.zeros(len(columns.kind), np.bool_)
-    order = clocked.Order(*columns[:3], columns.first, columns.first[:-1].copy(), is_done)
+    order = clocked.Order(*columns[:3], columns.first, columns.first[:-1].copy(), is_done, columns.first[:-1].copy())
     run = kernel(clocked.weave, state.kind.size)
     run(clock.world(placement, room), state, order, clock.patience, clock.pulls)
     made = made_of(state)

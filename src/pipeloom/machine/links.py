@@ -12,10 +12,11 @@ from torch import Tensor
 from pipeloom.cost.hardware import Collective
 from pipeloom.execute.collectives import Finish, Group
 from pipeloom.execute.process_collectives import GlooGroup, NcclGroup
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.machine.findings import Collectives, Messages, Timing
 from pipeloom.machine.host import num_devices
-from pipeloom.machine.stopwatch import Run, Sample, Stopwatch, now
+from pipeloom.machine.stopwatch import Run, Sample, Stopwatch
 
 SIZES = {
     "cpu": tuple(2**exponent for exponent in (12, 15, 18, 21, 24)),

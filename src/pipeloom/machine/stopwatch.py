@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.machine.findings import Timing
 
@@ -83,13 +84,6 @@ class Stopwatch:
 
 def _is_steady(times_s: list[float]) -> bool:
     return len(times_s) >= MOST or (len(times_s) >= LEAST and Timing.of(times_s).uncertainty < STEADY)
-
-
-def now(device: torch.device) -> float:
-    """Seconds on the host's clock, when the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def on_device(device: torch.device, run: Run) -> Sample:

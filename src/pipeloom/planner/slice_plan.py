@@ -46,6 +46,16 @@ class SlicePlan:
     even: tuple[EvenSlices, ...]
 
 
+def modelled_table(run: Run, cluster: Cluster, software: Software, unit: int) -> LatencyTable:
+    """What slices of a run's sequences take by the cost model, their messages as the program has them.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    model = SliceModel(run, cluster, software)
+    return LatencyTable(model.seconds, run.seq, unit, model.through_s)
+
+
 def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, unit: int | None = None) -> SlicePlan:
     """Lengths from the dynamic programme, judged by the simulator for the family that runs.
 
@@ -62,7 +72,7 @@ def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, un
             simulated.
     """
     unit = _unit(run, unit)
-    table = LatencyTable(SliceModel(run, cluster, software).seconds, run.seq, unit)
+    table = modelled_table(run, cluster, software, unit)
     rounds = order.choice.num_microbatches * order.choice.loops
     steps: dict[tuple[int, ...], SimulatedStep] = {}
 

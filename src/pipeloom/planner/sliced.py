@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeloom.cost.slices import SliceModel
 from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import settle
-from pipeloom.planner.slices import LatencyTable, best_slices, default_unit
+from pipeloom.planner.slice_plan import modelled_table
+from pipeloom.planner.slices import best_slices, default_unit
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.predict.step import SimulatedStep
 
@@ -76,7 +76,7 @@ def cut_by_programme(leaf: Leaf, chosen: Candidate) -> SimulatedStep | None:
     """
     run, cluster = chosen.run, leaf.cut.arrangement.cluster
     unit = default_unit(run.seq, run.tp, _MOST_UNITS)
-    table = LatencyTable(SliceModel(run, cluster, chosen.software).seconds, run.seq, unit)
+    table = modelled_table(run, cluster, chosen.software, unit)
     lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
         return None

@@ -1,4 +1,4 @@
-"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.4), for any number of rounds.
+"""Lengths of token slices: TeraPipe's dynamic programme (arXiv 2102.07988, section 3.3), for any number of rounds.
 
 A rank runs all slices of a step, and the last rank begins when the first slice has come through the others. With P
 ranks, R rounds over a sequence (micro-batches x loops) and slices of t_i seconds, forward and backward, a step takes
@@ -11,6 +11,9 @@ dynamic programming over the end of each slice,
     S(e; t_max) = min over b < e of S(b; t_max) + t(e - b, b)  where t(e - b, b) <= t_max
 
 and T is the smallest of R S(N; t_max) + (P - 1) t_max over all t_max. Everything is counted in *units* of some tokens.
+
+Where messages go beside compute, the sum does not have them, but the way of a slice through the ranks does: the longest
+slice is then the one that takes longest from rank to rank, with its messages.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +38,12 @@ class Slicing:
     Attributes:
         lengths: tokens of each slice.
         seconds: of each slice, forward and backward on one rank.
+        through_s: of each slice, from rank to rank.
     """
 
     lengths: tuple[int, ...]
     seconds: tuple[float, ...]
+    through_s: tuple[float, ...]
 
     @property
     def sum_s(self) -> float:
@@ -47,11 +52,11 @@ class Slicing:
 
     def step_s(self, num_ranks: int, rounds: int = 1) -> float:
         """Seconds of a step, by the formula above."""
-        return rounds * self.sum_s + (num_ranks - 1) * max(self.seconds)
+        return rounds * self.sum_s + (num_ranks - 1) * max(self.through_s)
 
     def bubble_overhead(self, num_ranks: int, rounds: int = 1) -> float:
         """Idle time by the time in which a rank computes."""
-        return (num_ranks - 1) * max(self.seconds) / (rounds * self.sum_s)
+        return (num_ranks - 1) * max(self.through_s) / (rounds * self.sum_s)
 
 
 def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
@@ -67,27 +72,36 @@ class LatencyTable:
         latency: of a slice.
         num_tokens: of the sequence.
         unit: tokens that every length is a multiple of; divides ``num_tokens``.
+        through: of a slice from rank to rank, with messages that go beside compute; ``None`` for ``latency``.
 
     Attributes:
         unit: as given.
         num_units: of the sequence.
         by_end: [end, begin] in units, seconds of the slice between them; infinite where there is none.
+        through_by_end: the same from rank to rank.
     """
 
-    def __init__(self, latency: Latency, num_tokens: int, unit: int = 1) -> None:
+    def __init__(self, latency: Latency, num_tokens: int, unit: int = 1, through: Latency | None = None) -> None:
         assert num_tokens % unit == 0, f"units of {unit} tokens do not make {num_tokens}"
         self.unit = unit
         self.num_units = num_tokens // unit
         ends, begins = np.tril_indices(self.num_units + 1, -1)
+        places = (((ends - begins) * unit).astype(np.float64), (begins * unit).astype(np.float64))
         self.by_end: Seconds = np.full((self.num_units + 1, self.num_units + 1), np.inf)
-        lengths = (ends - begins).astype(np.float64)
-        self.by_end[ends, begins] = latency(lengths * unit, begins.astype(np.float64) * unit)
+        self.by_end[ends, begins] = latency(*places)
+        self.through_by_end = self.by_end
+        if through is not None:
+            self.through_by_end = np.full_like(self.by_end, np.inf)
+            self.through_by_end[ends, begins] = through(*places)
 
     def slicing(self, bounds: Sequence[int]) -> Slicing:
         """The slices between some places, in units, from 0 to the end."""
         pairs = list(pairwise(bounds))
         lengths = tuple((end - begin) * self.unit for begin, end in pairs)
-        return Slicing(lengths, tuple(float(self.by_end[end, begin]) for begin, end in pairs))
+        seconds, through_s = (
+            tuple(float(known[end, begin]) for begin, end in pairs) for known in (self.by_end, self.through_by_end)
+        )
+        return Slicing(lengths, seconds, through_s)
 
     def even(self, number: int) -> Slicing:
         """So many slices, as even as units allow."""
@@ -95,8 +109,8 @@ class LatencyTable:
         return self.slicing([0, *np.cumsum(lengths).tolist()])
 
     def shortest(self, longest_s: float) -> Slicing | None:
-        """The slices whose seconds add up to the least, none of them longer; ``None`` if there are no such ones."""
-        allowed = np.where(self.by_end <= longest_s, self.by_end, np.inf)
+        """The slices whose seconds add up to the least, none longer from rank to rank; ``None`` if there are none."""
+        allowed = np.where(self.through_by_end <= longest_s, self.by_end, np.inf)
         best = np.zeros(self.num_units + 1)
         begin_of = np.zeros(self.num_units + 1, np.int64)
         for end in range(1, self.num_units + 1):
@@ -125,7 +139,7 @@ def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator
     while (found := table.shortest(longest_s)) is not None and rounds * found.sum_s < best_s:
         yield found
         best_s = min(best_s, found.step_s(num_ranks, rounds))
-        longest_s = np.nextafter(max(found.seconds), 0.0)
+        longest_s = np.nextafter(max(found.through_s), 0.0)
 
 
 def best_slices(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Slicing:
@@ -133,20 +147,25 @@ def best_slices(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Slicing
     return min(trade_offs(table, num_ranks, rounds), key=lambda one: one.step_s(num_ranks, rounds))
 
 
-def judged_slices(
-    table: LatencyTable, num_ranks: int, rounds: int, step_s: Callable[[tuple[int, ...]], float], most: int = 8
-) -> tuple[Slicing, float]:
-    """The slices with which a step of a certain schedule is fastest, among the best few by the formula and even ones.
+Judge = Callable[[tuple[int, ...]], float]
+"""Lengths in tokens -> seconds of a step."""
 
-    The formula is that of forward and backward as one, of equal ranks, and of free messages. A simulation of the family
-    that runs knows better.
+
+def judged_slices(
+    table: LatencyTable, num_ranks: int, rounds: int, step_s: Judge, most: int = 8
+) -> tuple[Slicing, float]:
+    """The slices with which a step of a certain schedule is fastest, of the best few by the formula and all even ones.
+
+    The formula is that of forward and backward as one, of equal ranks, and of messages that never wait for each other.
+    A simulation of the family that runs knows better. Even slices of which a rank cannot even compute a step in the
+    time of the best so far are not judged.
 
     Args:
         table: seconds of slices.
         num_ranks: pipeline ranks.
         rounds: of the sequence on each rank in a step: micro-batches x loops.
-        step_s: lengths in tokens -> seconds of a step.
-        most: slicings of either kind that are judged.
+        step_s: judges; never less than ``rounds`` times what the table has for the sequence.
+        most: slicings by the formula that are judged.
 
     Returns:
         The slices, and the seconds.
@@ -155,11 +174,13 @@ def judged_slices(
     def formula_s(one: Slicing) -> float:
         return one.step_s(num_ranks, rounds)
 
-    even = [table.even(number) for number in range(1, table.num_units + 1)]
-    chosen = [*nsmallest(most, trade_offs(table, num_ranks, rounds), formula_s), *nsmallest(most, even, formula_s)]
-    judged = {one.lengths: (step_s(one.lengths), one) for one in chosen}
-    seconds, found = min(judged.values(), key=lambda entry: entry[0])
-    return found, seconds
+    even = sorted((table.even(number) for number in range(1, table.num_units + 1)), key=formula_s)
+    chosen = [*nsmallest(most, trade_offs(table, num_ranks, rounds), formula_s), *even]
+    found, best_s = chosen[0], np.inf
+    for one in {one.lengths: one for one in chosen}.values():
+        if rounds * one.sum_s < best_s and (seconds := step_s(one.lengths)) < best_s:
+            found, best_s = one, seconds
+    return found, best_s
 
 
 def best_batches(tables: Mapping[int, LatencyTable], num_sequences: int, num_ranks: int) -> list[tuple[int, Slicing]]:
@@ -182,7 +203,7 @@ def best_batches(tables: Mapping[int, LatencyTable], num_sequences: int, num_ran
         sum_s = sum(one.sum_s for _, one in groups)
         if sum_s >= best_s:
             break
-        slowest_s = max(max(one.seconds) for _, one in groups)
+        slowest_s = max(max(one.through_s) for _, one in groups)
         if sum_s + (num_ranks - 1) * slowest_s < best_s:
             best, best_s = groups, sum_s + (num_ranks - 1) * slowest_s
         longest_s = np.nextafter(slowest_s, 0.0)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import median_high
+from typing import NamedTuple
 
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
@@ -33,30 +35,56 @@ def _schedule(family: str, pp: int, loops: int, num_microbatches: int, *, has_tr
     return lower(schedule) if has_transfers else schedule
 
 
+class Ratios(NamedTuple):
+    """Seconds of the median stage, as parts of all that it takes for a micro-batch, in hundredths.
+
+    Attributes:
+        forward, input, weight: of a forward and of the halves of a backward.
+        message: of a tensor that moves to the next stage.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    message: float
+
+    @classmethod
+    def of(cls, costs: StageCosts) -> "Ratios":
+        """Rounded, so that runs whose seconds hardly differ have one order."""
+        stages = range(len(costs.forward_s))
+        weights_s = [costs.half_s(stage) for stage in stages]
+        inputs_s = [whole_s - half_s for whole_s, half_s in zip(costs.backward_s, weights_s, strict=True)]
+        forward_s, input_s, weight_s = map(median_high, (costs.forward_s, inputs_s, weights_s))
+        message_s = median_high(costs.over_s(stage) for stage in stages[:-1])
+        each = (forward_s, input_s, weight_s, message_s)
+        return cls(*(round(100 * seconds / (forward_s + input_s + weight_s)) for seconds in each))
+
+
 @lru_cache(maxsize=512)
-def found_schedule(
-    family: str, placement: Placement, num_microbatches: int, costs: StageCosts, pending: float
-) -> Found:
-    """The schedule of a family that searches, for the seconds of a run: as fast as steps can follow each other.
+def found_schedule(family: str, placement: Placement, num_microbatches: int, ratios: Ratios, pending: float) -> Found:
+    """The schedule of a family that searches, as its authors find it: as fast as steps can follow each other.
+
+    They search with the seconds of the median stage for all (``update_schedule`` in
+    github.com/sail-sg/zero-bubble-pipeline-parallelism), so that the order knows nothing of a longer last stage.
 
     Args:
         family: its name.
         placement: stage -> rank.
         num_microbatches: of the step.
-        costs: seconds of the stages.
+        ratios: of a stage's seconds.
         pending: of what a micro-batch keeps on a stage, the part that it keeps between the halves of its backward.
     """
-    share, stages = costs.weight_share, range(placement.num_stages)
-    most = float(SEARCHED[family] * placement.num_stages)
+    num_stages = placement.num_stages
+    most = float(SEARCHED[family] * num_stages)
     task = Task(
         placement=placement,
         num_microbatches=num_microbatches,
-        forward_s=costs.forward_s,
-        input_s=[seconds * (1 - share) for seconds in costs.backward_s],
-        weight_s=[seconds * share for seconds in costs.backward_s],
-        boundary_s=[costs.over_s(stage) for stage in stages[:-1]],
+        forward_s=[ratios.forward] * num_stages,
+        input_s=[ratios.input] * num_stages,
+        weight_s=[ratios.weight] * num_stages,
+        boundary_s=[ratios.message] * (num_stages - 1),
         budgets=[most] * placement.num_ranks,
-        pending=[pending] * placement.num_stages,
+        pending=[pending] * num_stages,
     )
     return best_schedule(task, "rank")
 
@@ -140,6 +168,7 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     Raises:
         UserError: no family makes the run's schedule, or the cluster has not so many devices.
     """
+    software = as_it_exchanges(software, FAMILY_OF.get(run.schedule, ""))
     run = with_own_layers(_placed(run), cluster, software)
     costs = stage_costs(run, cluster, software)
     backward_s = max(costs.backward_s)
@@ -158,6 +187,12 @@ def predict(run: Run, cluster: Cluster, software: Software) -> Prediction:
     return Prediction(step_s + terms.total_s, step_s, terms, costs, memory, rank_device_bytes(run, cluster))
 
 
+def as_it_exchanges(software: Software, family: str) -> Software:
+    """The program as it sends and receives in a family's schedules."""
+    is_free = family in FAMILIES and FAMILIES[family].splits_backward and not software.blocks_split
+    return replace(software, is_blocking=False) if is_free else software
+
+
 def _placed(run: Run) -> Run:
     """The run with the placement that its family runs on."""
     known = FAMILIES.get(FAMILY_OF.get(run.schedule, ""))
@@ -167,10 +202,15 @@ def _placed(run: Run) -> Run:
 def _step_pipeline_s(run: Run, software: Software, costs: StageCosts, aim: Aim) -> float:
     family = FAMILY_OF[run.schedule]
     if family in SEARCHED:
-        share = pending_share(run, software)
-        found = found_schedule(family, placement_of(run), run.num_microbatches, costs, share)
-        return found.step_s if aim == "step" else found.rank_s
+        trace = simulate(_found_order(run, software, costs, has_transfers=costs.transfer_s > 0), costs)
+        return trace.end_s if aim == "step" else longest_rank_s(trace)
     return pipeline_s(family, run.pp, run.loops, run.num_microbatches, costs, aim=aim)
+
+
+def _found_order(run: Run, software: Software, costs: StageCosts, *, has_transfers: bool) -> Schedule:
+    family, share = FAMILY_OF[run.schedule], pending_share(run, software)
+    found = found_schedule(family, placement_of(run), run.num_microbatches, Ratios.of(costs), share)
+    return lower(found.schedule) if has_transfers else found.schedule
 
 
 def pending_share(run: Run, software: Software) -> float:
@@ -197,7 +237,7 @@ def in_flight(run: Run, software: Software, costs: StageCosts | None = None) -> 
     if family in ("1f1b", "depth-first"):
         count = min(count, 4 * run.pp + count % run.pp)
     if costs is not None and family in SEARCHED:
-        schedule = found_schedule(family, placement_of(run), count, costs, pending_share(run, software)).schedule
+        schedule = _found_order(run, software, costs, has_transfers=False)
     else:
         schedule = _schedule(family, run.pp, run.loops, count, has_transfers=False)
     if not known.splits_backward:

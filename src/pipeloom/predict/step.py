@@ -17,7 +17,7 @@ from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard, even_slices
-from pipeloom.predict.fast import Prediction
+from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import Moving, Placed, with_moves
@@ -196,6 +196,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     Raises:
         UserError: the schedule cannot be made, or the cluster has not so many devices.
     """
+    software = as_it_exchanges(software, order.choice.family)
     placement = order.choice.placement_name
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     if order.choice.num_slices > 1 and not run.slices:

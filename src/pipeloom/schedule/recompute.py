@@ -35,21 +35,31 @@ def recompute_beyond(
     if len(room) != schedule.num_ranks:
         raise UserError(f"expected room for each of {schedule.num_ranks} ranks, found {len(room)} numbers")
     parts = schedule.num_slices
-    rows = [_with_recomputation(row, room[rank] * parts, kept, left, rank) for rank, row in enumerate(schedule.rows)]
+    rows: list[Row] = []
+    for rank, row in enumerate(schedule.rows):
+        actions = list(row)
+        recomputed = _with_recomputation(row, actions, room[rank] * parts, kept, left)
+        if recomputed is None:
+            most = _all_recomputed(actions, kept, left) / parts
+            raise UserError(
+                f"rank {rank} has room for {room[rank]:g} and holds {most:g} with everything recomputed; "
+                f"{most - room[rank]:g} are missing: shorten the micro-batch, or share the stages among more ranks"
+            )
+        rows.append(recomputed)
     return schedule.with_rows(rows, schedule.level)
 
 
-def _with_recomputation(row: Row, room: float, kept: Sequence[float], left: Sequence[float], rank: int) -> Row:
-    """A rank's row with ``R`` where it has to be."""
-    actions = list(row)
+def _with_recomputation(
+    row: Row, actions: Sequence[Action], room: float, kept: Sequence[float], left: Sequence[float]
+) -> Row | None:
+    """A rank's row with ``R`` where it has to be; ``None`` if it has too little room.
+
+    Slices count as if each kept what a micro-batch does, so that sums are exact: the room is that of as many.
+    """
     end_of = {_of(action): slot for slot, action in enumerate(actions) if action.kind in _ENDS}
     again = _dropped(actions, end_of, room, kept, left)
     if again is None:
-        most = _all_recomputed(actions, kept, left)
-        raise UserError(
-            f"rank {rank} has room for {room:g} and holds {most:g} with everything recomputed; {most - room:g} are "
-            f"missing: shorten the micro-batch, or share the stages among more ranks"
-        )
+        return None
     slots = sorted(end_of[forward] for forward in again)
     inserted = [actions[slot]._replace(kind=Kind.RECOMPUTE) for slot in slots]
     return row.insert([slot - 1 for slot in slots], Row.of(inserted))

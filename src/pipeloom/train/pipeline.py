@@ -104,7 +104,7 @@ class Pipeline:
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
-        self.store, self._files = make_store(config)
+        self.store = make_store(config)
         self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
@@ -222,24 +222,24 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
-            found = self._with_slices(found, batch)
-        return self._with_moves(self._with_tied_messages(found))
+        return self._with_slices(self._with_moves(self._with_tied_messages(found)), batch)
 
     def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
-        """The profile, on the rank that has one, with the seconds of token slices."""
+        """The profile, on the rank that has one, with the seconds of token slices: last, for they share its costs."""
         if self._slices is None:
             return profile
         cut = batch.cut(self._slices)
-        times = profile_slices(
-            self._world,
-            self._stages(self.schedule, self._outputs_in_training, self._slices),
-            self.data_parallel,
-            outputs=self._outputs_in_training,
-            slices=self._slices,
-            tokens=cut.inputs[: len(self._slices.lengths)],
-            objective=self._loss_of(cut),
-            layout=self._config.layout,
-        )
+        with self._rehearsal():
+            times = profile_slices(
+                self._world,
+                self._stages(self.schedule, self._outputs_in_training, self._slices),
+                self.data_parallel,
+                outputs=self._outputs_in_training,
+                slices=self._slices,
+                tokens=cut.inputs[: len(self._slices.lengths)],
+                objective=self._loss_of(cut),
+                layout=self._config.layout,
+            )
         return profile if profile is None or times is None else with_slices(profile, times, self._slices)
 
     def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
@@ -287,8 +287,6 @@ class Pipeline:
         self.data_parallel.close()
         if self._host_lanes is not None:
             self._host_lanes.close()
-        if self._files is not None:
-            self._files.cleanup()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""

@@ -27,8 +27,8 @@ Job = Callable[[RunConfig, World, Data], Any]
 _LAUNCHED_PATIENCE_S = 1800.0
 """Under a launcher, ranks may have to wait until another host has turned its text into tokens."""
 
-_COMPILE_PATIENCE_S = 1800.0
-"""The other ranks wait while rank 0 compiles."""
+_RANK_0_PATIENCE_S = 1800.0
+"""The other ranks wait while rank 0 compiles, or measures token slices to choose their lengths."""
 
 
 def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> Any:
@@ -46,8 +46,8 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     Raises:
         WorkerError: a process of its own failed.
     """
-    if config.training.compile:
-        patience_s += _COMPILE_PATIENCE_S
+    if long_start(config) is not None:
+        patience_s += _RANK_0_PATIENCE_S
     if is_launched():
         return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
     # imported once here, not once in every worker: optimizers import it on first use
@@ -59,6 +59,13 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
 
     work = partial(_work, config, job, patience_s=patience_s)
     return run_workers(work, config.layout.num_ranks, config.training.threads)[0]
+
+
+def long_start(config: RunConfig) -> str | None:
+    """What rank 0 may do for minutes before the first step, while the others wait; slices are not compiled."""
+    if config.training.compile:
+        return "compiling"
+    return "measuring token slices" if config.layout.token_slices == "auto" else None
 
 
 def check_processes(config: RunConfig) -> None:

@@ -1,6 +1,5 @@
 """Token slices that suit this machine: measured at a few lengths and contexts, chosen by the dynamic programme."""
 
-import time
 from dataclasses import replace
 from statistics import median
 
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
+from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import KeyValueCache, Transformer, build_stage, stage_pieces
@@ -26,6 +26,8 @@ Point = tuple[int, int, float]
 
 def with_known_slices(config: RunConfig, world: World) -> RunConfig:
     """The configuration with lengths in place of ``auto``, the same on every rank. Every rank calls it.
+
+    The others wait while rank 0 measures and chooses, as long as communication may take (``World.timeout``).
 
     Args:
         config: resolved.
@@ -100,7 +102,7 @@ def measured(config: RunConfig, device: torch.device) -> list[Point]:
         pieces,
         max_positions=num_tokens,
         seed=config.training.seed,
-        dtype=getattr(torch, config.training.dtype),
+        dtype=_dtype(config),
         device=device,
     )
     stage.set_recompute(layout.recompute_by_layer(config.model.num_layers))
@@ -127,10 +129,10 @@ def _seconds(stage: Transformer, config: RunConfig, place: tuple[int, int], devi
             if before:
                 stage(_input(stage, config, before, device), cache)
         tensor = _input(stage, config, length, device)
-        begin = _now(device)
+        begin = now(device)
         output = stage(tensor, cache)
         output.backward(torch.ones_like(output))
-        times.append(_now(device) - begin)
+        times.append(now(device) - begin)
     return median(times[1:])
 
 
@@ -139,9 +141,3 @@ def _input(stage: Transformer, config: RunConfig, num_tokens: int, device: torch
     if stage.has_embedding:
         return torch.zeros(sequences, num_tokens, dtype=torch.int64, device=device)
     return torch.randn(sequences, num_tokens, config.model.hidden_size, dtype=_dtype(config), device=device)
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

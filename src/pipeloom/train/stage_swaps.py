@@ -1,8 +1,7 @@
 """A model that is larger than what it may take of its device: how large its stages are, and when they come and go."""
 
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryFile
 
 import torch
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.lanes import StreamLane, ThreadLane
+from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
 from pipeloom.execute.stage_store import LentMatrix, StageStore
 from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
@@ -82,26 +81,30 @@ def with_stage_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
     return add_stage_swaps(schedule, budget, sizes=sizes)
 
 
-def make_store(config: RunConfig) -> tuple[StageStore | None, TemporaryDirectory[str] | None]:
-    """The store of a run that swaps stages, and the folder of its files if they are in files."""
+def make_store(config: RunConfig) -> StageStore | None:
+    """The store of a run that swaps stages.
+
+    Raises:
+        UserError: its folder cannot be written to.
+    """
     budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
     if budget is None:
-        return None, None
-    if folder is None:
-        return StageStore(budget), None
+        return None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = TemporaryDirectory(prefix="stages-", dir=folder)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
-    return StageStore(budget, Path(files.name)), files
+    return StageStore(budget, folder)
 
 
 def make_host_lanes(clock: Clock, world: World) -> HostLanes:
     """Lanes between device and host: streams on CUDA, else threads."""
     if world.device.type == "cuda":
-        return HostLanes(StreamLane(clock, world.device.index), StreamLane(clock, world.device.index))
-    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"))
+        from_host = WaitingStreamLane(clock, "from host", torch.cuda.Stream(world.device))
+        return HostLanes(StreamLane(clock, world.device.index), from_host, clock)
+    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"), clock)
 
 
 def lend_matrix(

@@ -145,6 +145,7 @@ class Order(NamedTuple):
         first: for each rank the number of its first action; behind them the number of all.
         place: for each rank its next action.
         is_done: whether an action was run before its turn.
+        ahead: for each rank where the next forward of its first stage behind ``place`` is looked for.
     """
 
     kind: Ints
@@ -153,6 +154,7 @@ class Order(NamedTuple):
     first: Longs
     place: Longs
     is_done: Bools
+    ahead: Longs
 
 
 def weave(world: World, state: State, order: Order, patience: float, pulls: bool) -> None:
@@ -208,14 +210,16 @@ def is_far(world: World, state: State, rank: int, ready: float, patience: float)
 
 def ahead_of(world: World, state: State, order: Order, rank: int) -> int:
     """The next forward of a rank's first stage if it can run before its turn, with room for later stages; else -1."""
-    for node in range(order.place[rank] + 1, order.first[rank + 1]):
-        here = order.stage[node]
-        if order.is_done[node] or order.kind[node] != FORWARD or here != world.stages[rank, 0]:
-            continue
-        has_room = state.held[rank] + world.kept[here] + world.reserve[here] <= world.room[rank] * EXACT
-        ready = ready_at(0, here, order.microbatch[node], state.end, world.over_s)
-        return node if has_room and ready <= state.clock[rank] else -1
-    return -1
+    here, end = world.stages[rank, 0], order.first[rank + 1]
+    node = max(order.ahead[rank], order.place[rank] + 1)
+    while node < end and (order.is_done[node] or order.kind[node] != FORWARD or order.stage[node] != here):
+        node += 1
+    order.ahead[rank] = node
+    if node == end:
+        return -1
+    has_room = state.held[rank] + world.kept[here] + world.reserve[here] <= world.room[rank] * EXACT
+    ready = ready_at(0, here, order.microbatch[node], state.end, world.over_s)
+    return node if has_room and ready <= state.clock[rank] else -1
 
 
 BACKWARD_FIRST, IN_TURN, FORWARD_FIRST = range(3)
