@@ -2,15 +2,23 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
+from families import fitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.shape import Run
+from pipeloom.generate import FAMILIES, Choice
+from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.plan import with_memory
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.space import arrangements
+from pipeloom.schedule import lower
+from pipeloom.simulate import simulate
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
 """Parts of a device's memory: with less, layers are recomputed because they have to be."""
@@ -58,7 +66,7 @@ def test_bounds_are_never_above_what_is_simulated(leaf):
     assert narrowed is not None
     assert narrowed.bound_s <= step_s
     assert settled_bound_s(leaf, chosen) <= step_s
-    assert scheduled_bound_s(leaf, chosen) <= step_s
+    assert unsent_bound_s(leaf, chosen) <= step_s
 
 
 @settings(max_examples=80, deadline=None)
@@ -81,3 +89,51 @@ def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     (leaf,) = next(arrangement.cuts()).leaves()
     step = settle(leaf).simulate(question.cluster)
     assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+
+
+SPLIT = sorted(name for name, known in FAMILIES.items() if known.splits_backward and known.stage_inputs)
+
+
+def bounds_of(choice, costs):
+    """Of stages with given costs, whatever model and cluster make of them."""
+    run = Run(
+        shape=load_model("gpt-6.6b"),
+        seq=1024,
+        pp=choice.pp,
+        loops=choice.loops,
+        placement=choice.placement_name,
+        global_batch=choice.num_microbatches,
+    )
+    bounds = Bounds(run, load_cluster("dgx-a100"), load_software("pipeloom"), choice.placed(), splits=True)
+    vars(bounds)["costs"] = costs
+    return bounds
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(SPLIT), st.integers(2, 9), st.integers(1, 3), st.integers(1, 24), st.data())
+def test_what_ranks_hold_tells_no_more_than_how_long_they_wait(name, pp, loops, count, data):
+    choice = Choice(family=name, pp=pp, num_microbatches=count, **fitting(name, loops))
+    stages = choice.placed().num_stages
+    seconds = st.lists(st.integers(1, 9), min_size=stages, max_size=stages)
+    backward_s = data.draw(seconds)
+    costs = StageCosts(
+        tuple(data.draw(seconds)),
+        tuple(backward_s),
+        data.draw(st.integers(0, 4)),
+        weight_s=tuple(data.draw(st.sampled_from([0, 0.25, 0.5, 1])) * each for each in backward_s),
+    )
+    bounds, simulated_s = bounds_of(choice, costs), simulate(lower(choice.make()), costs).end_s
+    assert bounds.turning_s(np.array(choice.stage_inputs)) <= simulated_s * (1 + 1e-9)
+    assert bounds.work[0].end_s().max() <= simulated_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("name", "share"), [("v-min", 1.0), ("v-half", 0.95)])
+@pytest.mark.parametrize(("pp", "count"), [(8, 8), (8, 40), (16, 16), (16, 64), (32, 32)])
+def test_where_memory_is_short_the_waits_are_the_bubble(name, share, pp, count):
+    """With T_F = T_I = T_W; what the work alone tells is less."""
+    choice, stages = Choice(family=name, pp=pp, num_microbatches=count, loops=2), 2 * pp
+    costs = StageCosts((1.0,) * stages, (2.0,) * stages)
+    bounds, simulated_s = bounds_of(choice, costs), simulate(choice.make(), costs).end_s
+    least_s = bounds.turning_s(np.array(choice.stage_inputs))
+    assert share * simulated_s <= least_s <= simulated_s
+    assert bounds.work[0].end_s().max() < least_s

@@ -92,6 +92,7 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
 LayersByRecompute = tuple[tuple[tuple[Run, int], ...], ...]
 
 
+@lru_cache(maxsize=256)
 def layers_by_recompute(run: Run, software: Software) -> LayersByRecompute:
     """For each stage its layers by what they recompute: the run as if all did the same, and how many do."""
     counts, _ = stage_layers(run, software)

@@ -17,11 +17,12 @@ where sequences are cut into token slices, also keys and values, which later sli
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.layout import Shard
 
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""
@@ -107,21 +108,22 @@ def stage_input_bytes(run: Run) -> float:
     return run.tokens * run.shape.hidden * run.element_bytes / (run.tp if run.sequence_parallel else 1)
 
 
-def state_bytes(run: Run, parameters: float, software: Software) -> State:
+def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> State:
     """Bytes of weights, gradients and optimizer state of a device that holds ``parameters``.
 
     What data parallelism divides: nothing; the optimizer's state; also the gradients; everything. Weights have the
     size of the precision and gradients the rest of what the program holds beside the optimizer's state. In single
-    precision both have four bytes, and the optimizer keeps no copy of the weights.
+    precision both have four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level.
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
+    shard = shard or run.shard
     weights = min(run.element_bytes, kept / 2)
     gradients = kept - weights
     if run.precision == "fp32":
         weights, gradients, optimizer = 4.0, 4.0, max(0.0, optimizer - 4.0)
-    weights /= among if run.shard == "full" else 1
-    gradients /= among if run.shard in ("gradients", "full") else 1
-    optimizer /= among if run.shard != "none" else 1
+    weights /= among if shard == "full" else 1
+    gradients /= among if shard in ("gradients", "full") else 1
+    optimizer /= among if shard != "none" else 1
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
@@ -134,7 +136,7 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
     first, last = 0 in stages, run.num_stages - 1 in stages
     if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
         return State(0.0, 0.0, 0.0)
-    whole = state_bytes(replace(run, shard="none"), run.shape.embedding_parameters / run.tp, software)
+    whole = state_bytes(run, run.shape.embedding_parameters / run.tp, software, "none")
     is_copied = last and not (first and run.shard != "full")
     return State(whole.weights_bytes if is_copied else 0.0, whole.gradients_bytes, 0.0)
 
@@ -153,6 +155,9 @@ def key_value_bytes(run: Run) -> float:
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
+    if run.recompute_layers is None:
+        all_alike = kept_bytes(run, software)
+        return [count * all_alike for count in stage_layers(run, software)[0]]
     stages = layers_by_recompute(run, software)
     each = {kind: kept_bytes(alike, software) for kind, alike in kinds_of(stages).items()}
     return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
@@ -174,7 +179,7 @@ def layer_pending_bytes(run: Run) -> float:
 def stage_pending_bytes(run: Run, software: Software) -> list[float]:
     """For each stage the bytes that its layers keep of one micro-batch between the two halves of a split backward."""
     each = layer_pending_bytes(run)
-    return [each * sum(count for _, count in stage) for stage in layers_by_recompute(run, software)]
+    return [each * count for count in stage_layers(run, software)[0]]
 
 
 def _whole_bytes(run: Run, software: Software) -> float:

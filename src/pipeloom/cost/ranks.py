@@ -44,8 +44,12 @@ def rank_parts(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
     Raises:
         UserError: the cluster has not so many devices.
     """
-    size = run.dp * run.tp
-    return tuple(cluster.part(first_device(run, rank), size) for rank in range(run.pp))
+    return _parts(cluster, run.dp * run.tp, run.pp, run.pipeline_order)
+
+
+@lru_cache(maxsize=4096)
+def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
+    return tuple(cluster.part(place_of(rank, order) * size, size) for rank in range(pp))
 
 
 def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:

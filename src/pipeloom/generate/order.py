@@ -1,9 +1,11 @@
 """Orders from which families are built."""
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from pipeloom.schedule import Action, Kind, Row
+import numpy as np
+
+from pipeloom.schedule import Kind, Row
+from pipeloom.schedule.row import CODE
 
 
 def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
@@ -12,25 +14,25 @@ def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
     return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]
 
 
-def numbered(steps: Iterable[tuple[Kind, int]]) -> Row:
+def numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
     """Actions by kind and stage, for which each stage takes its micro-batches in ascending order.
 
     A gradient of weights belongs to the oldest gradient of the input of its stage that waits for it.
     """
-    forwards: dict[int, int] = defaultdict(int)
-    backwards: dict[int, int] = defaultdict(int)
-    waiting: dict[int, deque[int]] = defaultdict(deque)
-    actions: list[Action] = []
-    for kind, stage in steps:
-        if kind is Kind.BACKWARD_WEIGHT:
-            actions.append(Action(kind, stage, waiting[stage].popleft()))
-            continue
-        counts = forwards if kind is Kind.FORWARD else backwards
-        if kind is Kind.BACKWARD_INPUT:
-            waiting[stage].append(counts[stage])
-        actions.append(Action(kind, stage, counts[stage]))
-        counts[stage] += 1
-    return Row.of(actions)
+    number = {step: n for n, step in enumerate(dict.fromkeys(steps))}
+    which = np.array([number[step] for step in steps])
+    kind = np.array([CODE[kind] for kind, _ in number], np.int32)[which]
+    stage = np.array([stage for _, stage in number], np.int32)[which]
+    microbatch = np.zeros_like(kind)
+    for own in {stage for _, stage in number}:
+        for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
+            places = np.flatnonzero((stage == own) & np.isin(kind, [CODE[one] for one in kinds]))
+            microbatch[places] = np.arange(len(places))
+        inputs, weights = (
+            np.flatnonzero((stage == own) & (kind == CODE[one])) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
+        microbatch[weights] = microbatch[inputs]
+    return Row(kind, stage, microbatch, np.zeros_like(kind))
 
 
 def up_to(rows: Sequence[Row], num_microbatches: int) -> list[Row]:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeloom.generate.family import Request, Rows, family
 from pipeloom.generate.order import numbered, up_to
 from pipeloom.generate.weave import woven
-from pipeloom.schedule import Action, Kind, Row
+from pipeloom.schedule import Kind, Row
 
 _PERIOD = 6
 
@@ -37,19 +39,48 @@ def _on_a_v(request: Request) -> list[list[int]]:
     return [[held, 2 * min(pp, count) - held] for held in there]
 
 
+def _at_half(request: Request) -> list[list[int]]:
+    """The closed form for V-Half: P + 2 inputs together, or P + 1; every other rank has one more on the way back."""
+    pp, count = request.placement.num_ranks, request.num_microbatches
+    most, back = 2 * ((pp + 2) // 2), [1 + (rank + 1) // 2 for rank in range(pp)]
+    return [[min(most - held, count), min(held, count)] for held in back]
+
+
+def _at_least(request: Request) -> list[list[int]]:
+    """The closed form for V-Min: on every third rank one input more on the way back; pauses leave room unused.
+
+    Where the block pauses (P is not 1 more than a multiple of 3), short steps are over before some ranks hold the most.
+    """
+    pp, count = request.placement.num_ranks, request.num_microbatches
+    found, most = list[list[int]](), 2 * ((pp + 4) // 3)
+    for rank in range(pp):
+        back = 1 + (rank + (1 if pp % 3 == 1 else 2)) // 3
+        unused = (1 if rank == 0 else 2) if pp % 3 == 2 and rank % 3 == 0 else 0
+        there = most - back - unused
+        is_over = (pp % 3 == 0 and rank == 1 and count <= there) or (pp % 3 == 2 and rank % 3 == 1 and count < there)
+        found.append([min(there, count), min(back, count) - (is_over and count >= back)])
+    return found
+
+
+def _in_pairs(request: Request) -> list[list[int]]:
+    """The closed form for DualPipe-V: 2 P + 1 together, one less on the way there from rank to rank."""
+    pp, count = request.placement.num_ranks, request.num_microbatches
+    return [[min(2 * pp - rank, count), min(rank + 1, count)] for rank in range(pp)]
+
+
 @family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
-@family("v-half", is_looped=True, loops=2, placement="v", splits_backward=True)
+@family("v-half", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_at_half)
 def v_half(request: Request) -> Rows:
     """A V in half of 1F1B's memory, with half of its bubble (arXiv 2405.15362, section 3.3)."""
     return _repeated(request, _Hops(1, 2), (request.placement.num_ranks + 2) // 2)
 
 
-@family("v-min", is_looped=True, loops=2, placement="v", splits_backward=True)
+@family("v-min", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_at_least)
 def v_min(request: Request) -> Rows:
     """A V in a third of 1F1B's memory, with two thirds of its bubble (arXiv 2405.15362, section 3.3)."""
     return _repeated(request, _Hops(1, 1), (request.placement.num_ranks + 4) // 3)
@@ -68,21 +99,14 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: b
     orders = []
     for rank, times in enumerate(_block(pp, hops)):
         there, back = request.local_stages(rank)
-        events = [
-            (at + _PERIOD * microbatch, Action(kind, stage, microbatch))
-            for at, (kind, stage) in zip(
-                times,
-                (
-                    (Kind.FORWARD, there),
-                    (Kind.FORWARD, back),
-                    (Kind.BACKWARD_INPUT, back),
-                    (Kind.BACKWARD_INPUT, there),
-                ),
-                strict=True,
-            )
-            for microbatch in range(count)
-        ]
-        orders.append(Row.of([action for _, action in sorted(events, key=lambda event: event[0])]))
+        at = np.add.outer(times, _PERIOD * np.arange(count))
+        actions = Row.join(
+            [
+                Row.grid(Kind.FORWARD, [there, back], range(count)),
+                Row.grid(Kind.BACKWARD_INPUT, [back, there], range(count)),
+            ]
+        )
+        orders.append(actions.take(np.argsort(at.reshape(-1))))
     return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
 
@@ -109,7 +133,7 @@ def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
     raise AssertionError(f"no block of {hops} on {pp} ranks")
 
 
-@family("dualpipe-v", is_looped=True, loops=2, placement="v", splits_backward=True)
+@family("dualpipe-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_in_pairs)
 def dualpipe_v(request: Request) -> Rows:
     """DualPipe cut in half, a V that pairs a forward with a whole backward (arXiv 2412.19437, 3.2.1; DualPipeV).
 

@@ -28,7 +28,9 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.layout import Shard
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
-from pipeloom.schedule import Placement, Schedule
+from pipeloom.schedule import Kind, Placement
+from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.row import KINDS
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -115,24 +117,50 @@ class Bounds:
         return stages_by_rank(self.placement)
 
     @cached_property
-    def work(self) -> "tuple[Work, Work]":
-        """What each rank has to do, and what each stage has, as if it were a rank alone."""
-        costs = self.costs
-        forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
+    def _passage(self) -> "Passage":
+        costs, stages = self.costs, range(self.placement.num_stages)
         crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placement.rank_by_stage))])
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
-        stages = range(len(forward_s))
         weights_s = np.array([costs.half_s(stage) if self.splits else 0.0 for stage in stages])
-        there_s, back_s = (np.cumsum(seconds) - seconds + hops_s for seconds in (forward_s, backward_s - weights_s))
-        back_s += weights_s[0]
-        count, first = self.run.num_microbatches, self.stages[:, 0]
-        own_s, later_s = count * (forward_s + backward_s), count * weights_s
+        return Passage(np.array(costs.forward_s), np.array(costs.backward_s), weights_s, hops_s)
+
+    @cached_property
+    def work(self) -> "tuple[Work, Work]":
+        """What each rank has to do, and what each stage has, as if it were a rank alone."""
+        passage, count = self._passage, self.run.num_microbatches
+        there_s, back_s = (
+            np.cumsum(seconds) - seconds + passage.hops_s for seconds in (passage.forward_s, passage.inputs_s)
+        )
+        back_s += passage.weights_s[0]
+        own_s, later_s, first = count * passage.own_s, count * passage.weights_s, self.stages[:, 0]
         return (
             Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1), later_s[self.stages].sum(axis=1)),
             Work(there_s, back_s, own_s, later_s),
         )
+
+    def turning_s(self, in_flight: Floats) -> float:
+        """Seconds of the pipeline at least, for an order in which ranks hold no more stage inputs than these.
+
+        Before the first gradient comes back to a rank it has run no more forwards than it holds inputs, and behind its
+        last forward there are no more backwards to run. Both times it waits for the longest way through all stages.
+
+        Args:
+            in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
+        """
+        held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._turns
+        between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
+        has_both = count * forward_s > held * longest_s[0]  # otherwise the last forward may come before any gradient
+        return float(((around_s + np.maximum(between_s, 0.0)) * has_both).max())
+
+    @cached_property
+    def _turns(self) -> tuple[int, tuple[Floats, ...]]:
+        """Micro-batches; for each rank its forwards, backwards, the longest of each, and to the end and back twice."""
+        passage, last = self._passage, self.stages[:, -1]
+        each = np.array([passage.forward_s[self.stages], passage.backward_s[self.stages]])
+        around_s = passage.first_gradient_s[last] + passage.to_the_end_s[last]
+        return self.run.num_microbatches, (*each.sum(axis=2), each.max(axis=2), around_s)
 
     @cached_property
     def input_bytes(self) -> Floats:
@@ -144,6 +172,45 @@ class Bounds:
         if self.splits:
             kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
         return kept[self.stages]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a micro-batch takes through all stages and back.
+
+    Attributes:
+        forward_s: for each stage its forward.
+        backward_s: for each stage its backward.
+        weights_s: for each stage the part of that for which nobody waits.
+        hops_s: for each stage the messages from the first stage to it.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    weights_s: Floats
+    hops_s: Floats
+
+    @property
+    def own_s(self) -> Floats:
+        """For each stage forward and backward."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def inputs_s(self) -> Floats:
+        """For each stage the part of its backward for which the stage before it waits."""
+        return self.backward_s - self.weights_s
+
+    @property
+    def first_gradient_s(self) -> Floats:
+        """For each stage the seconds until the gradient of the first micro-batch can have come to it."""
+        behind_s = self.inputs_s.sum() - np.cumsum(self.inputs_s)
+        return self.forward_s.sum() + behind_s + 2 * self.hops_s[-1] - self.hops_s
+
+    @property
+    def to_the_end_s(self) -> Floats:
+        """For each stage the seconds from its last forward until the first stage has done the last backward."""
+        behind_s = self.forward_s.sum() - np.cumsum(self.forward_s)
+        return behind_s + self.inputs_s.sum() + 2 * self.hops_s[-1] - self.hops_s + self.weights_s[0]
 
 
 @dataclass(frozen=True)
@@ -219,12 +286,39 @@ class Sharded:
         lane_s = (gathers_s + reductions_s)[stages].sum(axis=1).max()
         return float(max(pipeline_s, lane_s)) + self.after_s
 
-    def lane_s(self, schedule: Schedule) -> float:
-        """Seconds of the step at least: all gathers and reductions that a schedule has on a rank follow each other."""
-        if not self._has_collectives:
-            return self.after_s
-        each_s = sum(np.array(n) * s for n, s in zip(schedule.collectives, self._collectives_s, strict=True))
-        return float(np.asarray(each_s)[self.bounds.stages].sum(axis=1).max()) + self.after_s
+    def turning_s(self, in_flight: Floats) -> float:
+        """Seconds that the step takes at least, for an order in which ranks hold no more stage inputs than these.
+
+        Args:
+            in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
+        """
+        gather_s = self._collectives_s[0][0] if self._has_collectives else 0.0
+        return float(gather_s) + self.bounds.turning_s(in_flight) + self.after_s
+
+    def unsent_s(self, graph: Graph) -> float:
+        """Seconds of the step at least, if what waits for what is known but for messages.
+
+        Args:
+            graph: compute actions, gathers and reductions.
+        """
+        row = graph.facts.row
+        return float(graph.times(self._seconds[row.kind, row.stage])[1].max()) + self.after_s
+
+    @cached_property
+    def _seconds(self) -> Floats:
+        """[kind, stage] seconds of compute actions, gathers and reductions."""
+        costs, stages = self.bounds.costs, range(self.bounds.placement.num_stages)
+        forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
+        weights_s = np.array([costs.half_s(stage) for stage in stages])
+        found = {
+            Kind.FORWARD: forward_s,
+            Kind.BACKWARD: backward_s,
+            Kind.BACKWARD_INPUT: backward_s - weights_s,
+            Kind.BACKWARD_WEIGHT: weights_s,
+        }
+        if self._has_collectives:
+            found |= dict(zip((Kind.UNSHARD, Kind.REDUCE_GRAD), self._collectives_s, strict=True))
+        return np.array([found.get(kind, 0 * forward_s) for kind in KINDS])
 
     def held_bytes(self, in_flight: Floats | None = None, gathered: int = 1) -> Floats:
         """For each rank the bytes that a device holds at least.
@@ -267,7 +361,8 @@ class Sharded:
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""
         bounds = self.bounds
-        sizes, number = np.unique(bounds.parameters, return_inverse=True)
+        sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.parameters))}
+        number = [sizes[held] for held in bounds.parameters]
         parts = rank_parts(self.run, bounds.cluster)
         gathers, reductions = (
             {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
@@ -287,18 +382,16 @@ class Sharded:
 
     def _always_bytes(self, gathered: int) -> Floats:
         """For each rank what it holds beside stage inputs."""
-        run, software = self.run, self.bounds.software
+        run, software, stages = self.run, self.bounds.software, self.bounds.stages
         _, head = stage_layers(run, software)
-        working, logits = working_bytes(run, software), logits_bytes(run, software)
-        alone = replace(run, shard="none", replicate=1)
-        found: list[float] = []
-        for stages in self.bounds.stages.tolist():
-            parameters = [self.bounds.parameters[stage] for stage in stages]
-            held = state_bytes(run, sum(parameters), software).total_bytes
-            held += lent_bytes(run, software, stages).total_bytes
-            if run.shard == "full" and run.dp > 1:
-                largest = sorted(parameters, reverse=True)[:gathered]
-                held += state_bytes(alone, sum(largest), software).weights_bytes
-            own = working + (logits if head in stages else 0.0)
-            found.append(held + own * (1 + software.fragmentation) + software.reserve_bytes)
-        return np.array(found)
+        parameters = np.array(self.bounds.parameters)[stages]
+        held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
+        owner = self.bounds.placement.rank_by_stage
+        for rank in {owner[0], owner[-1]}:
+            held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
+        if run.shard == "full" and run.dp > 1:
+            alone = state_bytes(run, 1.0, software, "none")
+            held += np.sort(parameters, axis=1)[:, ::-1][:, :gathered].sum(axis=1) * alone.weights_bytes
+        own = np.full(run.pp, working_bytes(run, software))
+        own[owner[head]] += logits_bytes(run, software)
+        return held + own * (1 + software.fragmentation) + software.reserve_bytes

@@ -11,6 +11,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
+from pipeloom.planner.bounds import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Limits:
         """Whether each value is one that may be chosen."""
         return all((among := getattr(self, name)) is None or value in among for name, value in values.items())
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """Those that limit anything."""
         return [item.name for item in fields(self) if getattr(self, item.name) is not None]
@@ -77,6 +78,11 @@ class Question:
     attention: Attention = "flash2"
     fused_norm: bool = True
     limits: Limits = field(default_factory=Limits)
+
+    @cached_property
+    def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:
+        """What is known of the steps of its layouts (``planner.bounds``), by run, cluster and kind of backward."""
+        return {}
 
     def __post_init__(self) -> None:
         """Refuse what cannot be asked.

@@ -17,7 +17,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
-from pipeloom.planner.settle import cut_again, scheduled_bound_s, settle, settled_bound_s
+from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.sliced import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.planner.ways import Relief, reliefs
@@ -134,10 +134,17 @@ class Rank(NamedTuple):
 
 @dataclass(frozen=True)
 class Settled:
-    """A leaf with everything decided."""
+    """A leaf with everything decided.
+
+    Attributes:
+        leaf: what is decided.
+        candidate: how.
+        is_close: whether its bound is that of its schedule without messages.
+    """
 
     leaf: Leaf
     candidate: Candidate
+    is_close: bool = False
     count = 1
 
     def simulate(self) -> SimulatedStep:
@@ -204,6 +211,7 @@ class Search:
         ways = limits.ways or self._question.limits.ways
         has_plain = ways is None or "none" in ways
         goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
+        goal.is_urgent = deadline is not None
         open_bound_s = self._prove(goal, deadline)
         if open_bound_s is None and (limits.ways is not None or not limits.names):
             asked = goal if has_plain else self._goal(count, replace(limits, ways=ways))
@@ -280,11 +288,12 @@ class Search:
             self._simulate(goal, entry.bound_s, node)
 
     def _simulate(self, goal: "_Goal", bound_s: float, settled: Settled) -> None:
-        """With its schedule at hand it is bounded once more first, which takes less than to simulate it."""
-        closer_s = max(bound_s, scheduled_bound_s(settled.leaf, settled.candidate))
-        if self._prunes and closer_s > bound_s and (closer_s > goal.limit_s or goal.beats(settled, closer_s)):
-            self._push(goal, closer_s, settled)
-            return
+        """Bounded once more first, by its order, which takes less than to add its messages and simulate it."""
+        if self._prunes and not settled.is_close:
+            closer_s = max(bound_s, unsent_bound_s(settled.leaf, settled.candidate))
+            if goal.limit_s < float("inf") or not goal.is_urgent:
+                self._push(goal, closer_s, replace(settled, is_close=True))
+                return
         self._counts.simulated += 1
         rank = Rank.of(settled.simulate())
         self._simulated.append((rank, settled))
@@ -304,7 +313,8 @@ class Search:
 
     def _attempt(self, goal: "_Goal", attempts: Iterator[Attempt], deadline: float | None) -> None:
         """Try those that promise most, until nothing promises to be the best."""
-        promising = [one for one in attempts if one.estimate_s <= goal.first_s]
+        first_s = goal.first_s
+        promising = [one for one in attempts if one.estimate_s <= first_s]
         tried, of_kind = 0, Counter[Kind]()
         for one in sorted(promising, key=lambda one: one.estimate_s):
             if _is_over(deadline) or tried == MOST_TRIED or one.estimate_s > goal.first_s:
@@ -345,9 +355,12 @@ class _Goal:
 
     def __init__(self, count: int, limits: Limits) -> None:
         self._count, self._limits = count, limits
+        self._plain_limits = replace(limits, ways=None)
         self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
         self.limit_s = float("inf")
         """What is slower than this is not among the best."""
+        self.is_urgent = False
+        """Whether any answer soon is worth more than simulating few."""
         self.queue: list[_Entry] = []
         """What is open and allowed."""
         self.aside: list[_Entry] = []
@@ -378,7 +391,7 @@ class _Goal:
 
     def may_be(self, node: Arrangement | Leaf) -> bool:
         """Whether something is allowed, whatever way it is left open."""
-        return _admits(replace(self._limits, ways=None), node)
+        return _admits(self._plain_limits, node)
 
     @property
     def first_s(self) -> float:

@@ -6,16 +6,19 @@ that fits is taken.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
 from pipeloom.generate import Choice
 from pipeloom.layout import Recompute, Shard
+from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
-from pipeloom.predict.step import Order, compute_schedule
+from pipeloom.predict.step import Order, compute_schedule, unsent
+from pipeloom.schedule.peaks import Peaks
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""
@@ -44,14 +47,18 @@ def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
 
 def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
     """Seconds of the step at least, with the layers that are recomputed."""
+    return _bounds_of(leaf, chosen).step_s
+
+
+def unsent_bound_s(leaf: Leaf, chosen: Candidate) -> float:
+    """Seconds of the step at least: those of its schedule with gathers and reductions, but without messages."""
+    return _bounds_of(leaf, chosen).unsent_s(unsent(chosen.run, chosen.software, chosen.order))
+
+
+def _bounds_of(leaf: Leaf, chosen: Candidate) -> Sharded:
     run = chosen.run
     time = leaf.cut.time if run.recompute_layers is None else leaf.cut.bounds(run)
-    return time.sharded(run.shard, run.replicate).step_s
-
-
-def scheduled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
-    """Seconds of the step at least, with the gathers and reductions that its schedule has."""
-    return leaf.cut.time.sharded(chosen.run.shard, chosen.run.replicate).lane_s(chosen.schedule)
+    return time.sharded(run.shard, run.replicate)
 
 
 def orders_of(choice: Choice, shard: Shard) -> list[Order]:
@@ -85,9 +92,17 @@ def room_of(chosen: Candidate) -> Room:
 
 def free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
     """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-    held = memory_with_room(chosen.run, chosen.software, compute_schedule(chosen.order.choice), room_of(chosen))
+    choice = chosen.order.choice
+    rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
+    held = memory_with_room(chosen.run, chosen.software, rows, room_of(chosen))
     rooms = leaf.cut.memory.rooms.tolist()
     return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def peaks_of(choice: Choice) -> Peaks:
+    """What the ranks of a schedule hold at their peaks."""
+    return Peaks.of(compute_schedule(choice))
 
 
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
@@ -141,7 +156,7 @@ def _saved_bytes(chosen: Candidate) -> list[float]:
     """For each rank about what one recomputed layer saves."""
     run, software = chosen.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
-    peaks = compute_schedule(chosen.order.choice).peak_stage_inputs
+    peaks = peaks_of(chosen.order.choice).stage_inputs
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 

@@ -129,9 +129,15 @@ class Arrangement:
 
     def cuts(self) -> Iterator["Cut"]:
         """With every number of loops."""
-        for loops, placement in self._loops:
-            if self.choices(loops, placement):
-                yield self._cut(replace(self.run, loops=loops, placement=placement))
+        return iter(self._cuts)
+
+    @cached_property
+    def _cuts(self) -> tuple["Cut", ...]:
+        return tuple(
+            self._cut(replace(self.run, loops=loops, placement=placement))
+            for loops, placement in self._loops
+            if self.choices(loops, placement)
+        )
 
     def _cut(self, run: Run) -> "Cut":
         placement = placement_of(run)
@@ -247,9 +253,13 @@ class Cut:
         return self.bounds(replace(self.run, recompute="full")) if is_open else self.time
 
     def bounds(self, run: Run) -> Bounds:
-        """Of a run that is cut like this."""
+        """Of a run that is cut like this; the same ones wherever the run is the same, whatever is left open of it."""
         arrangement = self.arrangement
-        return Bounds(run, arrangement.cluster, arrangement.question.software, self.placement, arrangement.splits)
+        question, key = arrangement.question, (run, arrangement.cluster, arrangement.splits)
+        if key not in question.bounds:
+            found = Bounds(run, arrangement.cluster, question.software, self.placement, arrangement.splits)
+            question.bounds[key] = found
+        return question.bounds[key]
 
     @property
     def placement(self) -> Placement:
@@ -278,7 +288,7 @@ class Cut:
         """With every sharding and every schedule."""
         return (Leaf(self, sharding, choice) for sharding in self.shardings for choice in self.choices)
 
-    @property
+    @cached_property
     def bound_s(self) -> float:
         """Seconds of the step at least, whatever is sharded."""
         return self.time.any_step_s
@@ -332,10 +342,13 @@ class Leaf:
     def bound_s(self) -> float:
         """Seconds of the step at least, with the layers that have to be recomputed for it to fit."""
         time, in_flight = self.cut.time.sharded(self.sharding.levels[0], self.sharding.replicate), self.stage_inputs
-        if self.cut.arrangement.kept != "some" or in_flight is None:
+        if in_flight is None:
             return time.step_s
+        step_s = max(time.step_s, time.turning_s(in_flight)) if self.cut.arrangement.splits else time.step_s
+        if self.cut.arrangement.kept != "some":
+            return step_s
         layers = time.layers_to_recompute(in_flight)
-        return max(time.step_s, self.cut.time.recomputing_s(layers) + time.after_s)
+        return max(step_s, self.cut.time.recomputing_s(layers) + time.after_s)
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:

@@ -1,8 +1,8 @@
 """Memory of each rank of a step: what its row holds at once, and how large those things are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
@@ -22,11 +22,12 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.report.matching import match_spans
 from pipeloom.report.memory import HeldBytes
-from pipeloom.schedule import Level, Schedule
+from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
+from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 
@@ -58,7 +59,10 @@ def memory_by_rank(
         )
         for rank, own in enumerate(stages)
     ]
-    return _memory(run, software, schedule, rooms, trace)
+    most_held = partial(most_in_row, schedule)
+    if moves_anything(schedule):
+        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
+    return _memory(run, software, rooms, schedule.placement, most_held)
 
 
 class Room(NamedTuple):
@@ -75,16 +79,17 @@ class Room(NamedTuple):
     unreduced: int
 
 
-def memory_with_room(run: Run, software: Software, schedule: Schedule, room: Room) -> tuple[Memory, ...]:
+def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
     """The same of a schedule whose communication is not added yet, for a search that need not add it to see it.
 
     Args:
         run: what is trained.
         software: with what.
-        schedule: compute actions.
+        schedule: compute actions, or the peaks of what they hold.
         room: of every rank.
     """
-    return _memory(run, software, schedule, [room] * schedule.num_ranks)
+    most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_row, schedule)
+    return _memory(run, software, [room] * schedule.placement.num_ranks, schedule.placement, most_held)
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
@@ -110,26 +115,28 @@ def kept_by_stage(run: Run, software: Software) -> list[float]:
 
 
 def _memory(
-    run: Run, software: Software, schedule: Schedule, rooms: Sequence[Room], trace: Trace | None = None
+    run: Run,
+    software: Software,
+    rooms: Sequence[Room],
+    placement: Placement,
+    most_held: Callable[[int, KeptBytes], float],
 ) -> tuple[Memory, ...]:
-    """Memory of each rank with its room."""
+    """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
     _, head = stage_layers(run, software)
     by_stage = stage_parameters(run, software)
     working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
     kept = _kept(run, software)
-    only_head = KeptBytes([float(stage == head) for stage in range(schedule.num_stages)], shares=shares)
+    only_head = KeptBytes([float(stage == head) for stage in range(placement.num_stages)], shares=shares)
     working, logits_each = working * max(shares), logits_each * max(shares)
-    most_held = partial(most_in_row, schedule)
-    if moves_anything(schedule):
-        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
-        stages = schedule.placement.stages_of(rank)
+        stages = placement.stages_of(rank)
         activations = most_held(rank, kept) + working
-        logits = most_held(rank, only_head) * kept_logits(run, software)
+        logits = 0.0
         if head in stages:
+            logits = most_held(rank, only_head) * kept_logits(run, software)
             logits += logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
@@ -142,7 +149,7 @@ def _memory(
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
-                buffers_bytes=_num_peers(schedule, stages)
+                buffers_bytes=_num_peers(placement, stages)
                 * room.receive_buffers
                 * stage_input_bytes(run)
                 * max(shares),
@@ -183,8 +190,8 @@ def recomputed_bytes(run: Run, software: Software) -> list[float]:
     Where sequences are cut into slices, also the keys and values of its layers.
     """
     counts, _ = stage_layers(run, software)
-    each = key_value_bytes(run) if run.slices else 0.0
-    return [stage_input_bytes(run) + count * each for count in counts]
+    each, own = key_value_bytes(run) if run.slices else 0.0, stage_input_bytes(run)
+    return [own + count * each for count in counts]
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -204,9 +211,10 @@ def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: KeptByte
     return all_changes(*timed, kept).peak(rank)
 
 
-def _num_peers(schedule: Schedule, stages: Sequence[int]) -> int:
+@lru_cache(maxsize=4096)
+def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
     """Other ranks from which a rank receives."""
-    owner = schedule.placement.rank_by_stage
+    owner = placement.rank_by_stage
     near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 

@@ -1,10 +1,11 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
+from typing import Generic, TypeVar
 
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import Costs, StageCosts
@@ -25,6 +26,8 @@ from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_cost
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.lower_sharding import row_with_data_parallel
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -258,6 +261,20 @@ def lowered(run: Run, software: Software, order: Order) -> Schedule:
     return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent, sharding=sharding))
 
 
+def unsent(run: Run, software: Software, order: Order) -> Graph:
+    """What ``lowered`` makes without its messages: it takes no longer, and is made in a fraction of the time.
+
+    Outputs are where they are needed as soon as they are computed. Nothing can run that, and nobody proves it.
+
+    Raises:
+        UserError: the schedule cannot be made.
+    """
+    if software.is_blocking or not software.has_reduction_lane or run.dp == 1:
+        return compute_schedule(order.choice).graph
+    sharding = (run.shard, order.residency, order.prefetch, order.gradient_buffers)
+    return _UNSENT.get(_Lowering(order.choice, sharding=sharding))
+
+
 def compute_schedule(choice: Choice) -> Schedule:
     """The schedule before anything is added to it; the last few are remembered.
 
@@ -298,33 +315,51 @@ class _Lowering:
         schedule = lower(compute_schedule(self.choice), self.receive_buffers)
         return add_tied(schedule) if self.is_lent else schedule
 
+    def make_unsent(self) -> Graph:
+        """Without messages."""
+        assert self.sharding is not None, "only collectives are added"
+        shard, residency, prefetch, buffers = self.sharding
+        schedule = compute_schedule(self.choice)
+        add = partial(row_with_data_parallel, shard=shard, residency=residency, prefetch=prefetch)
+        rows = [add(row, gradient_buffers=buffers) for row in schedule.rows]
+        return Graph(replace(schedule.facts, rows=rows), buffers if shard in ("gradients", "full") else None)
 
-class _Remembered:
-    """The schedules used last, as many as have a given number of actions together."""
 
-    def __init__(self, most_actions: int) -> None:
-        self._most, self._actions = most_actions, 0
-        self._known: OrderedDict[_Lowering, Schedule] = OrderedDict()
+Made = TypeVar("Made", Schedule, Graph)
 
-    def get(self, lowering: _Lowering) -> Schedule:
+
+class _Remembered(Generic[Made]):
+    """What was made last, as much as has a given number of actions together.
+
+    Args:
+        make: from how a schedule is made.
+        most_actions: of all that is remembered.
+    """
+
+    def __init__(self, make: Callable[[_Lowering], Made], most_actions: int) -> None:
+        self._make, self._most, self._actions = make, most_actions, 0
+        self._known: OrderedDict[_Lowering, Made] = OrderedDict()
+
+    def get(self, lowering: _Lowering) -> Made:
         known = self._known.get(lowering)
         if known is not None:
             self._known.move_to_end(lowering)
             return known
-        schedule = lowering.make()
-        self._known[lowering] = schedule
-        self._actions += _num_actions(schedule)
+        made = self._make(lowering)
+        self._known[lowering] = made
+        self._actions += _num_actions(made)
         while self._actions > self._most:
             _, oldest = self._known.popitem(last=False)
             self._actions -= _num_actions(oldest)
-        return schedule
+        return made
 
 
-_LOWERED = _Remembered(2_000_000)
+_LOWERED = _Remembered(_Lowering.make, 2_000_000)
+_UNSENT = _Remembered(_Lowering.make_unsent, 1_000_000)
 
 
-def _num_actions(schedule: Schedule) -> int:
-    return sum(map(len, schedule.rows))
+def _num_actions(made: Schedule | Graph) -> int:
+    return made.num_nodes if isinstance(made, Graph) else made.num_actions
 
 
 def _blocked_s(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,39 +113,50 @@ class Facts:
             found.setdefault(KINDS[code], []).append(node)
         return found
 
-    @cached_property
+    @property
     def lanes(self) -> tuple[tuple[int, Lane], ...]:
         """Every lane with its rank: those of one rank alone, each by rank; of the directed edges."""
-        ranks = range(self.placement.num_ranks)
-        lanes = dict.fromkeys((rank, lane) for lane in _OWN_LANES for rank in ranks)
-        lanes.update(dict.fromkeys(self._message_lanes.values()))
-        return tuple(lanes)
-
-    @cached_property
-    def _message_lanes(self) -> dict[tuple[Kind, int], tuple[int, Lane]]:
-        """Lane of each send and receive by kind and stage."""
-        owner = self.placement.rank_by_stage
-        found: dict[tuple[Kind, int], tuple[int, Lane]] = {}
-        for stage in np.flatnonzero(self.crosses).tolist():
-            here = (Kind.SEND_F, stage), (Kind.RECV_B, stage), (Kind.RECV_F, stage + 1), (Kind.SEND_B, stage + 1)
-            found.update({key: (owner[key[1]], lane_of(Action(*key, 0), self.placement)) for key in here})
-        for kind in self.tied_nodes:
-            action = tied_action(kind, self.placement.num_stages)
-            found[kind, action.stage] = (owner[action.stage], lane_of(action, self.placement))
-        return found
+        return _lanes(self.placement, tuple(self.tied_nodes))[0]
 
     @cached_property
     def lane(self) -> Ints:
         """For each action the number of its lane in ``lanes``."""
-        number = {lane: n for n, lane in enumerate(self.lanes)}
-        table = np.tile(self.owner, (len(KINDS), 1))
-        for kind, lane in OWN_LANES.items():
-            table[CODE[kind]] += _OWN_LANES.index(lane) * self.placement.num_ranks
-        for (kind, stage), lane in self._message_lanes.items():
-            table[CODE[kind], stage] = number[lane]
-        return table[self.columns.kind, self.columns.stage]
+        return _lanes(self.placement, tuple(self.tied_nodes))[1][self.columns.kind, self.columns.stage]
 
     def action_of(self, key: int) -> Action:
         """The action of a key, see ``kernels.key_of``."""
         kind, stage, microbatch, part = np.unravel_index(key, (kernels.NUM_KEYED, *self.shape))
         return Action(KINDS[int(kind)], int(stage), int(microbatch), int(part))
+
+
+@lru_cache(maxsize=512)
+def _lanes(placement: Placement, tied: tuple[Kind, ...]) -> tuple[tuple[tuple[int, Lane], ...], Ints]:
+    """Every lane with its rank, and [kind, stage] the number of the lane; the same for all schedules on a placement.
+
+    Args:
+        placement: stage -> rank.
+        tied: kinds of the messages about a tied matrix.
+    """
+    of_messages = _message_lanes(placement, tied)
+    found = dict.fromkeys((rank, lane) for lane in _OWN_LANES for rank in range(placement.num_ranks))
+    found.update(dict.fromkeys(of_messages.values()))
+    number = {lane: n for n, lane in enumerate(found)}
+    table = np.tile(np.array(placement.rank_by_stage, np.int32), (len(KINDS), 1))
+    for kind, lane in OWN_LANES.items():
+        table[CODE[kind]] += _OWN_LANES.index(lane) * placement.num_ranks
+    for (kind, stage), lane in of_messages.items():
+        table[CODE[kind], stage] = number[lane]
+    return tuple(found), table
+
+
+def _message_lanes(placement: Placement, tied: tuple[Kind, ...]) -> dict[tuple[Kind, int], tuple[int, Lane]]:
+    """Lane of each send and receive by kind and stage."""
+    owner = placement.rank_by_stage
+    found: dict[tuple[Kind, int], tuple[int, Lane]] = {}
+    for stage in filter(placement.crosses, range(placement.num_stages)):
+        here = (Kind.SEND_F, stage), (Kind.RECV_B, stage), (Kind.RECV_F, stage + 1), (Kind.SEND_B, stage + 1)
+        found.update({key: (owner[key[1]], lane_of(Action(*key, 0), placement)) for key in here})
+    for kind in tied:
+        action = tied_action(kind, placement.num_stages)
+        found[kind, action.stage] = (owner[action.stage], lane_of(action, placement))
+    return found

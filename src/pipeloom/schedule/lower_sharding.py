@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import USES_WEIGHTS, Action, Kind
-from pipeloom.schedule.row import Row
+from pipeloom.schedule.row import CODE, Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays
 
@@ -31,6 +31,15 @@ def add_data_parallel(
     if shard != "none":
         schedule = add_unshard(schedule, residency if shard == "full" else None, prefetch)
     return add_reduce_grad(schedule, gradient_buffers if shard in ("gradients", "full") else None)
+
+
+def row_with_data_parallel(
+    row: Row, shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
+) -> Row:
+    """A rank's row with what ``add_data_parallel`` adds to it, whether it has its other communication or not."""
+    if shard != "none":
+        row = _with_gathers(row, residency if shard == "full" else None, prefetch)
+    return _with_reductions(row, gradient_buffers if shard in ("gradients", "full") else None)
 
 
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
@@ -138,11 +147,13 @@ def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
     return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
 
 
+_GATHERS = CODE[Kind.UNSHARD], CODE[Kind.RESHARD]
+
+
 def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:
     """The slot of the last of the drops and gathers right behind ``slot`` that are needed before ``needed_at``."""
-    while slot + 1 < len(row) and row[slot + 1].kind in (Kind.RESHARD, Kind.UNSHARD):
-        following = row[slot + 1]
-        if following.kind is Kind.UNSHARD and _next_compute(row, slot + 1) > needed_at:
+    while slot + 1 < len(row) and row.kind[slot + 1] in _GATHERS:
+        if row.kind[slot + 1] == _GATHERS[0] and _next_compute(row, slot + 1) > needed_at:
             break
         slot += 1
     return slot

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipeloom.errors import UserError
 
@@ -40,7 +41,14 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages that a pipeline rank holds, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.rank_by_stage) if owner == rank)
+        return self._stages.get(rank, ())
+
+    @cached_property
+    def _stages(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for stage, rank in enumerate(self.rank_by_stage):
+            found.setdefault(rank, []).append(stage)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     def crosses(self, stage: int) -> bool:
         """Whether the boundary between ``stage`` and ``stage + 1`` lies between two ranks."""

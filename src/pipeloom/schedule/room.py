@@ -86,10 +86,12 @@ class _Lane:
     def latest(self, earliest_s: float, deadline_s: float, seconds: float) -> float | None:
         """The latest start of a free stretch that is over by a deadline; ``None`` if it would start too early."""
         number, end_s = bisect_left(self.begins, deadline_s), deadline_s
-        while number and self.ends[number - 1] > end_s - seconds:
+        while end_s - seconds >= earliest_s:
+            if not number or self.ends[number - 1] <= end_s - seconds:
+                return end_s - seconds
             number -= 1
             end_s = min(end_s, self.begins[number])
-        return end_s - seconds if end_s - seconds >= earliest_s else None
+        return None
 
     def earliest(self, earliest_s: float, seconds: float) -> float:
         """The earliest start of a free stretch."""
@@ -230,6 +232,8 @@ class _Planner:
     away_bytes: float = 0.0
     returning: dict[int, list[int]] = field(default_factory=dict)
     """Numbers of moves by the first compute action before which they are back."""
+    seconds: dict[tuple[Kind, int, int], float] = field(default_factory=dict)
+    """What was asked already."""
 
     def __post_init__(self) -> None:
         self.outs, self.backs = self.clock.lane(self.clock.out), self.clock.lane(self.clock.back)
@@ -295,7 +299,10 @@ class _Planner:
         return False
 
     def _seconds(self, kept: Part, kind: Kind) -> float:
-        return self.clock.seconds_of(kept.forward._replace(kind=kind))
+        key = kind, kept.forward.stage, kept.forward.slice  # the same for all micro-batches
+        if key not in self.seconds:
+            self.seconds[key] = self.clock.seconds_of(kept.forward._replace(kind=kind))
+        return self.seconds[key]
 
     def _last_before(self, start_s: float, kept: Part) -> int:
         """The last compute action that ends before a load, and before the backward for which it is."""

@@ -48,17 +48,23 @@ def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None
     for use in range(len(stages) - 1, -1, -1):
         next_use[use] = seen.get(stages[use], len(stages))
         seen[stages[use]] = use
-    stays: list[Stay] = []
+    firsts, lasts = list[int](), list[int]()
     present: dict[int, int] = {}  # stage -> number of its stay
+    taken = 0
     for use, stage in enumerate(stages):
         if stage in present:
-            stays[present[stage]] = stays[present[stage]]._replace(last=use)
+            lasts[present[stage]] = use
             continue
-        while sum(map(size_of, present)) + size_of(stage) > places:
-            del present[max(present, key=lambda other: next_use[stays[present[other]].last])]
-        present[stage] = len(stays)
-        stays.append(Stay(use, use))
-    return stays
+        size = size_of(stage)
+        while taken + size > places:
+            furthest = max(present, key=lambda other: next_use[lasts[present[other]]])
+            taken -= size_of(furthest)
+            del present[furthest]
+        taken += size
+        present[stage] = len(firsts)
+        firsts.append(use)
+        lasts.append(use)
+    return list(map(Stay, firsts, lasts))
 
 
 def arrivals(
