@@ -33,8 +33,9 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World, join_forked
 from pipeloom.generate import make_schedule
+from pipeloom.passes import balance, lower, offload
 from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.schedule import Schedule, balance, lower, offload
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate

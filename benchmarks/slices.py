@@ -32,8 +32,9 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import make_schedule
 from pipeloom.model import KeyValueCache
-from pipeloom.planner.slices import LatencyTable, Slicing, best_slices
-from pipeloom.schedule import Schedule, lower
+from pipeloom.passes import lower
+from pipeloom.planner.slice_lengths import LatencyTable, Slicing, best_slices
+from pipeloom.schedule import Schedule
 from pipeloom.simulate import simulate
 from side_by_side.stages import sleep_precisely
 

@@ -5,8 +5,9 @@ import pytest
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
 from pipeloom.plot import plot_timeline
-from pipeloom.schedule import add_reduce_grad, add_unshard, balance, lower, parse_schedule
+from pipeloom.schedule import parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 

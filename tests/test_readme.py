@@ -10,8 +10,8 @@ from pipeloom.cli import main
 from pipeloom.config_file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.summary import summarize
-from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Action, Kind, lower, parse_schedule
+from pipeloom.passes import lower
+from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.simulate import simulate
 
 quick = settings(max_examples=60, deadline=None)

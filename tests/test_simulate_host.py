@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.summary import communication
-from pipeloom.schedule import lower, parse_schedule
+from pipeloom.schedule import parse_schedule
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.simulate import Host, Sharing, simulate
 from pipeloom.trace import from_chrome, to_chrome

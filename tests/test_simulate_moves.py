@@ -4,10 +4,11 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError
+from pipeloom.launch.torch_csv import format_torch_csv
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.report.summary import communication
-from pipeloom.schedule import format_schedule, format_torch_csv, parse_schedule
+from pipeloom.schedule import format_schedule, parse_schedule
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 

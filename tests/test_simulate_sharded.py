@@ -13,9 +13,10 @@ from orders import family_schedules, one_rank_schedules
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.summary import communication
-from pipeloom.schedule import add_reduce_grad, add_unshard, lower, parse_schedule
+from pipeloom.schedule import parse_schedule
 from pipeloom.schedule.depend import DATA_PARALLEL_LANE
 from pipeloom.simulate import simulate
 

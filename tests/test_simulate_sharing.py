@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, lower, parse_schedule
+from pipeloom.passes import lower
+from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.simulate import Sharing, simulate
 
 

@@ -4,10 +4,11 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_stage_swaps, add_updates, lower
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.report.summary import communication
-from pipeloom.schedule import Action, Kind, add_stage_swaps, add_updates, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate

@@ -4,9 +4,9 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_reduce_grad, add_tied, lower
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.summary import communication
-from pipeloom.schedule import add_reduce_grad, add_tied, lower
 from pipeloom.simulate import simulate
 
 FORWARD, BACKWARD = 1.0, 2.0

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Action, lower
+from pipeloom.passes import lower
+from pipeloom.schedule import Action
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome

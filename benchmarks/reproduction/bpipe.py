@@ -16,10 +16,11 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.layout import paired_order
+from pipeloom.passes import balance, lower
+from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.predict.memory import held_bytes
 from pipeloom.report.memory import HeldBytes, MemoryCurve, memory_over_time
-from pipeloom.schedule import Kind, Schedule, balance, lower
-from pipeloom.schedule.recompute import recompute_beyond
+from pipeloom.schedule import Kind, Schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from reproduction.bpipe_cases import CLUSTER, RECOMPUTE, SEQ, Case, Setting, program_of

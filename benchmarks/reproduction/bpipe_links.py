@@ -8,7 +8,8 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.schedule import Schedule, balance
+from pipeloom.passes import balance
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.held import KeptBytes
 from reproduction.bpipe import (
     balanced,

@@ -20,8 +20,8 @@ from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
+from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_batches, best_slices
 from pipeloom.planner.slice_plan import modelled_table
-from pipeloom.planner.slices import Latency, LatencyTable, Slicing, best_batches, best_slices
 from pipeloom.predict.step import Order, simulate_step
 from reproduction.machine import CLUSTER, OWN, Row
 from reproduction.tables import table

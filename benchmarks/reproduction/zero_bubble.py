@@ -20,9 +20,10 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
 from pipeloom.generate import make_schedule
 from pipeloom.generate.greedy import INPUTS_BY_RANKS, Task, best_schedule
+from pipeloom.passes import lower
 from pipeloom.predict.fast import FAMILY_OF, pending_share, predict
 from pipeloom.report.summary import longest_rank_s
-from pipeloom.schedule import Placement, Schedule, lower
+from pipeloom.schedule import Placement, Schedule
 from pipeloom.simulate import simulate
 from pipeloom.validate.rows import Row as Measured
 from pipeloom.validate.rows import read_rows

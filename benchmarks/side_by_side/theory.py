@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pipeloom.passes import add_data_parallel, lower
 from pipeloom.report.summary import summarize
-from pipeloom.schedule import Action, Kind, Schedule, add_data_parallel, lower
+from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.action import SEND_KINDS
 from pipeloom.simulate import Sharing, simulate
 from side_by_side.case import Case, Contender

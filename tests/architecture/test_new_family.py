@@ -8,7 +8,8 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.errors import ScheduleError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Level, lower
+from pipeloom.passes import lower
+from pipeloom.schedule import Level
 
 FILE = '''
 """One micro-batch after the other."""

@@ -5,7 +5,7 @@ import torch
 
 import slices
 from pipeloom.model import KeyValueCache
-from pipeloom.planner.slices import LatencyTable, best_slices
+from pipeloom.planner.slice_lengths import LatencyTable, best_slices
 
 TABLE = LatencyTable(slices.latency, slices.TOKENS, slices.UNIT)
 

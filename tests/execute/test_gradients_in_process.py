@@ -16,8 +16,8 @@ from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.schedule import lower
-from pipeloom.schedule.recompute import recompute_beyond
+from pipeloom.passes import lower
+from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients

@@ -19,7 +19,8 @@ from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import MovePost
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Action, Kind, lower, parse_schedule, split_backward
+from pipeloom.passes import lower, split_backward
+from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.action import MOVE_KINDS
 
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]

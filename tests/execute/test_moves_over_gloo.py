@@ -31,7 +31,8 @@ from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import Action, Kind, lower
+from pipeloom.passes import lower
+from pipeloom.schedule import Action, Kind
 from pipeloom.trace import merge
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]

@@ -30,7 +30,8 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import PLACEMENTS, add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, lower
+from pipeloom.schedule import PLACEMENTS
 
 
 @pytest.mark.parametrize("pp", [2, 4])

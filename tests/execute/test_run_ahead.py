@@ -9,7 +9,7 @@ from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import lower
+from pipeloom.passes import lower
 
 
 class Watched(HostClock):

@@ -21,8 +21,9 @@ from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
+from pipeloom.passes import add_data_parallel, lower, split_backward
 from pipeloom.run_folder import read_run
-from pipeloom.schedule import Kind, add_data_parallel, lower, split_backward
+from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import TOLERANCES

@@ -12,7 +12,8 @@ from pipeloom.execute.lanes import StreamLane, WaitingStreamLane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.stage_swaps import HostLanes, StageSwaps
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, add_stage_swaps, lower
+from pipeloom.passes import add_stage_swaps, lower
+from pipeloom.schedule import Kind
 from pipeloom.schedule.stage_swaps import Content
 
 SIZE = 1024

@@ -12,8 +12,9 @@ from pipeloom.execute.tied import handover
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import TIED_NAME
+from pipeloom.passes import lower
 from pipeloom.report.bubble import account_bubble
-from pipeloom.schedule import Kind, lower, parse_schedule
+from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.trace import from_chrome, merge, to_chrome
 
 LEVELS = ("none", "optimizer", "gradients", "full")

@@ -23,10 +23,10 @@ from pipeloom.execute.wires import MovePost
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.layout import Layout
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.schedule import lower
+from pipeloom.passes import lower
+from pipeloom.passes.balance import balance
+from pipeloom.passes.offload import offload
 from pipeloom.schedule.action import MOVE_KINDS
-from pipeloom.schedule.balance import balance
-from pipeloom.schedule.offload import offload
 from pipeloom.train.batch import Batch
 from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients

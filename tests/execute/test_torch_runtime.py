@@ -14,7 +14,9 @@ from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.world import join_forked
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Level, format_torch_csv, lower
+from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.passes import lower
+from pipeloom.schedule import Level
 
 MICROBATCHES = 4
 

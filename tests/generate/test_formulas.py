@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.summary import summarize
-from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)

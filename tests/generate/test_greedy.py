@@ -8,8 +8,9 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import make_schedule
 from pipeloom.generate.greedy import Task, best_schedule
+from pipeloom.passes import lower
 from pipeloom.report.summary import longest_rank_s
-from pipeloom.schedule import PLACEMENTS, Placement, lower
+from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.simulate import simulate
 

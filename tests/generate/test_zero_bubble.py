@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import FAMILIES, Choice, make_schedule
-from pipeloom.schedule import Placement, lower
+from pipeloom.passes import lower
+from pipeloom.schedule import Placement
 from pipeloom.simulate import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)

@@ -8,7 +8,8 @@ from launch_runs import reasons_of, run_of, written_for
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 
 from pipeloom.generate import FAMILIES
-from pipeloom.schedule import Level, parse_torch_csv
+from pipeloom.launch.torch_csv import parse_torch_csv
+from pipeloom.schedule import Level
 
 
 def loaded(folder, num_local, num_stages):

@@ -6,7 +6,7 @@ import re
 import pytest
 from launch_runs import command_of, reasons_of, values_of, written_for
 
-from pipeloom.schedule import parse_torch_csv
+from pipeloom.launch.torch_csv import parse_torch_csv
 
 
 def command(folder, **sections):

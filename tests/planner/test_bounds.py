@@ -12,12 +12,12 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
 from pipeloom.generate import FAMILIES, Choice
+from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.plan import with_memory
 from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.space import arrangements
-from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])

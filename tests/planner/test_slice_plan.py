@@ -10,8 +10,8 @@ from pipeloom.cli.simulate import order_of, simulate_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout
+from pipeloom.planner.slice_lengths import best_slices
 from pipeloom.planner.slice_plan import modelled_table, plan_slices
-from pipeloom.planner.slices import best_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import simulate_step
 from pipeloom.report.memory import PARTS

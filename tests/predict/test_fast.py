@@ -12,10 +12,11 @@ from pipeloom.cost.memory import layer_pending_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice, make_schedule
+from pipeloom.passes import lower
 from pipeloom.predict.fast import Ratios, found_schedule, in_flight, pending_share, pipeline_s, predict
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.report.summary import longest_rank_s
-from pipeloom.schedule import PLACEMENTS, lower
+from pipeloom.schedule import PLACEMENTS
 from pipeloom.simulate import simulate
 
 A100 = load_cluster("dgx-a100")

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.bubble import BubbleAccount, account_bubble
-from pipeloom.schedule import Action, Kind, lower, parse_schedule
+from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
 

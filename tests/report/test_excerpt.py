@@ -2,8 +2,8 @@
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.excerpt import excerpt
-from pipeloom.schedule import lower
 from pipeloom.simulate import simulate
 
 TRACE = simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=6)), UniformCosts(1.0, 2.0, 0.1))

@@ -4,8 +4,8 @@ import pytest
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_reduce_grad, add_slices, add_unshard, balance, lower
 from pipeloom.report.memory import HeldBytes, inputs_over_time, memory_over_time
-from pipeloom.schedule import add_reduce_grad, add_slices, add_unshard, balance, lower
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 

@@ -4,8 +4,9 @@ import pytest
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
+from pipeloom.passes import lower
 from pipeloom.report.summary import communication, summarize
-from pipeloom.schedule import Action, lower
+from pipeloom.schedule import Action
 from pipeloom.schedule.depend import COMPUTE_LANE, Lane
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace

@@ -9,18 +9,8 @@ from unverified import unverified
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import (
-    Action,
-    Kind,
-    add_reduce_grad,
-    add_stage_swaps,
-    add_tied,
-    add_unshard,
-    add_updates,
-    compiled,
-    lower,
-    parse_schedule,
-)
+from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
+from pipeloom.schedule import Action, Kind, compiled, parse_schedule
 from pipeloom.schedule import verify as rules
 from pipeloom.schedule.accept import accepts
 from pipeloom.schedule.action import STAGE_KINDS

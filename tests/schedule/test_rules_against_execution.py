@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from pipeloom.errors import ScheduleError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Level, add_tied, lower
+from pipeloom.passes import add_tied, lower
+from pipeloom.schedule import Level
 
 PLACEMENTS = st.sampled_from(["looped", "v", "linear"])
 FAMILIES = st.sampled_from(["breadth-first", "depth-first", "forward-only"])

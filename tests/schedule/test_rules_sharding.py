@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Action, Level, Placement, Schedule, add_reduce_grad, add_unshard
+from pipeloom.passes import add_reduce_grad, add_unshard
+from pipeloom.schedule import Action, Level, Placement, Schedule
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 
 # One rank, three stages, two micro-batches; two stages gathered and two unreduced gradients at most. Stage 2 goes

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Action, Level, Placement, Schedule, add_data_parallel, add_tied
+from pipeloom.passes import add_data_parallel, add_tied
+from pipeloom.schedule import Action, Level, Placement, Schedule
 from pipeloom.schedule.verify import rule_name
 from pipeloom.schedule.verify_tied import TIED_RULES
 

@@ -11,23 +11,10 @@ from orders import family_schedules, one_rank_schedules
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError, UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import (
-    Action,
-    Kind,
-    Level,
-    Placement,
-    Schedule,
-    add_reduce_grad,
-    add_stage_swaps,
-    add_tied,
-    add_unshard,
-    add_updates,
-    format_schedule,
-    format_torch_csv,
-    lower,
-    parse_schedule,
-)
-from pipeloom.schedule.lower_stage_swaps import UpdatePlace, num_swaps_in
+from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
+from pipeloom.passes.lower_stage_swaps import UpdatePlace, num_swaps_in
+from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.stage_swaps import USES_STAGE, Amounts, Content, defers_updates, stage_moves, stage_stays
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 from pipeloom.simulate import simulate

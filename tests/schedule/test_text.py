@@ -5,16 +5,9 @@ from families import fitting
 
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import (
-    PLACEMENTS,
-    Kind,
-    Level,
-    format_schedule,
-    format_torch_csv,
-    lower,
-    parse_schedule,
-    parse_torch_csv,
-)
+from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.passes import lower
+from pipeloom.schedule import PLACEMENTS, Kind, Level, format_schedule, parse_schedule
 
 SLICED = """\
 0F0 0F0.1 0F1 0F1.1 0B0.1 0B0 0B1.1 0B1

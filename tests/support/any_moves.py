@@ -5,9 +5,10 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from orders import family_schedules
 
-from pipeloom.schedule import Action, Kind, lower
+from pipeloom.passes import lower
+from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF
-from pipeloom.schedule.recompute import recompute_beyond
 from pipeloom.schedule.row import Row
 
 BACKWARDS = {Kind.BACKWARD, Kind.BACKWARD_INPUT}

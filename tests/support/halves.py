@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.generate.family import Rows, family
-from pipeloom.schedule import Kind, Schedule, split_backward
+from pipeloom.passes import split_backward
+from pipeloom.schedule import Kind, Schedule
 
 
 def moved(schedule, random):

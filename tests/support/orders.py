@@ -4,8 +4,9 @@ import hypothesis.strategies as st
 from families import named_sizes
 
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Action, Kind, Placement, Schedule, lower
-from pipeloom.schedule.recompute import recompute_beyond
+from pipeloom.passes import lower
+from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.schedule import Action, Kind, Placement, Schedule
 
 
 @st.composite

@@ -13,7 +13,7 @@ from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, lower
 from pipeloom.train.optimizer import make_adamw
 
 

@@ -10,7 +10,8 @@ from pipeloom.config_file import format_run
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
-from pipeloom.schedule import format_schedule, lower
+from pipeloom.passes import lower
+from pipeloom.schedule import format_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import to_chrome
 

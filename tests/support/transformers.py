@@ -21,7 +21,7 @@ from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE
-from pipeloom.schedule import add_data_parallel, add_tied, lower
+from pipeloom.passes import add_data_parallel, add_tied, lower
 
 VOCAB, NUM_TOKENS, ROWS = 11, 6, 2
 

@@ -10,8 +10,8 @@ from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
+from pipeloom.passes.budget import Sizes
 from pipeloom.schedule import Kind
-from pipeloom.schedule.budget import Sizes
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.train.data import load_data

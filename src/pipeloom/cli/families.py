@@ -11,8 +11,9 @@ from pipeloom.cli.figures import table
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, make_schedule
+from pipeloom.passes import balance, offload
 from pipeloom.report.comparison import Comparison, compare
-from pipeloom.schedule import Schedule, balance, offload
+from pipeloom.schedule import Schedule
 from pipeloom.words import count
 
 

@@ -11,26 +11,14 @@ import tyro
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES, Choice
+from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.passes import add_reduce_grad, add_slices, add_stage_swaps, add_tied, add_unshard, add_updates, lower
+from pipeloom.passes.lower_stage_swaps import UpdatePlace
+from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.summary import summarize
-from pipeloom.schedule import (
-    Kind,
-    Schedule,
-    add_reduce_grad,
-    add_slices,
-    add_stage_swaps,
-    add_tied,
-    add_unshard,
-    add_updates,
-    format_schedule,
-    format_torch_csv,
-    lower,
-    parse_schedule,
-    parse_torch_csv,
-)
+from pipeloom.schedule import Kind, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.held import KeptBytes, all_changes
-from pipeloom.schedule.lower_stage_swaps import UpdatePlace
-from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace

@@ -298,7 +298,7 @@ class Executor:
 
     def _check(self) -> None:
         if self.schedule.level is Level.COMPUTE:
-            raise UserError("the executor runs schedules with communication; call pipeloom.schedule.lower first")
+            raise UserError("the executor runs schedules with communication; call pipeloom.passes.lower first")
         wanted, found = self.schedule.num_slices, 1 if self._slices is None else len(self._slices.lengths)
         if wanted != found:
             raise UserError(f"the schedule cuts micro-batches into {wanted} token slices, found lengths for {found}")

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeloom.errors import ConfigError
-from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule, add_slices
-from pipeloom.schedule.recompute import recompute_beyond
+from pipeloom.passes import add_slices
+from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from itertools import pairwise
 from pipeloom.errors import ScheduleError
 from pipeloom.generate.family import Request, Rows, StageInputs, family
 from pipeloom.generate.order import in_turn
-from pipeloom.schedule import Kind, Row, Schedule, sliced
+from pipeloom.passes import sliced
+from pipeloom.schedule import Kind, Row, Schedule
 
 
 def inputs_in_turn(hops_back: int) -> StageInputs:

@@ -2,7 +2,7 @@
 
 from pipeloom.launch.job import Draft, Job, Target
 from pipeloom.launch.text import body, comment
-from pipeloom.schedule import format_torch_csv
+from pipeloom.launch.torch_csv import format_torch_csv
 
 CSV, MODULE = "torch_schedule.csv", "torch_schedule.py"
 PROGRAM = "torch.distributed.pipelining of PyTorch 2.13"

@@ -8,9 +8,9 @@ import math
 
 from pipeloom.launch.job import Draft, Job, Target
 from pipeloom.launch.text import Flag, bash_array, body, comment, flag
+from pipeloom.launch.torch_csv import format_torch_csv
 from pipeloom.launch.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.launch.torchrun import about_ranks, start_of, variables
-from pipeloom.schedule import format_torch_csv
 
 SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
 PROGRAM = "torchtitan 0.3.0"

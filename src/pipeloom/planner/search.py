@@ -18,7 +18,7 @@ from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
-from pipeloom.planner.sliced import Sliced, cut_by_programme, sliceable
+from pipeloom.planner.slice_ways import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
 from pipeloom.planner.ways import Relief, reliefs
 from pipeloom.predict.step import SimulatedStep

@@ -7,7 +7,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.planner.slices import LatencyTable, default_unit, judged_slices
+from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.predict.step import Order, SimulatedStep, simulate_step
 
 _MOST_UNITS = 128
@@ -20,7 +20,7 @@ class EvenSlices:
 
     Attributes:
         number: of slices.
-        formula_s: seconds of the pipeline by the formula of ``pipeloom.planner.slices``.
+        formula_s: seconds of the pipeline by the formula of ``pipeloom.planner.slice_lengths``.
         step: simulated.
     """
 

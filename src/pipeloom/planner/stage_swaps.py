@@ -20,10 +20,11 @@ from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
+from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_updates
 from pipeloom.predict.describe import Described
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs
 from pipeloom.report.summary import communication, summarize
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, lower, place_of_updates
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace

@@ -16,6 +16,7 @@ from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Way, paired_order
+from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import TRIES, free_bytes, orders_of
@@ -23,7 +24,6 @@ from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
 from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, compute_schedule
-from pipeloom.schedule.balance import pair_ranks
 
 MOST_MOVED = 200
 """Stage inputs of a rank in a step, up to which things are moved: finding when takes longer than anybody waits."""

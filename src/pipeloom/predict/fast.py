@@ -15,8 +15,9 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.generate import FAMILIES, make_schedule
 from pipeloom.generate.greedy import INPUTS_BY_RANKS, Aim, Found, Task, best_schedule
+from pipeloom.passes import lower
 from pipeloom.report.summary import longest_rank_s
-from pipeloom.schedule import Placement, Schedule, lower
+from pipeloom.schedule import Placement, Schedule
 from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.simulate import simulate
 

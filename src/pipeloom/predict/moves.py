@@ -9,10 +9,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.passes.balance import find_partners
+from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.predict.memory import held_bytes
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.balance import find_partners
-from pipeloom.schedule.moves import Moves, add_moves
 
 
 @dataclass(frozen=True, kw_only=True)

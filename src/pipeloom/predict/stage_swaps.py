@@ -8,7 +8,8 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
+from pipeloom.passes import add_stage_swaps, add_updates, place_of_updates
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, refuse_large, stage_sizes, stage_stays
 
 

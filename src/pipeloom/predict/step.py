@@ -17,6 +17,8 @@ from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard, even_slices
+from pipeloom.passes import add_data_parallel, add_tied, lower
+from pipeloom.passes.lower_sharding import row_with_data_parallel
 from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
@@ -25,9 +27,8 @@ from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
-from pipeloom.schedule import Kind, Level, Schedule, add_data_parallel, add_tied, lower
+from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.graph import Graph
-from pipeloom.schedule.lower_sharding import row_with_data_parallel
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from pipeloom.cost.costs import Costs
+from pipeloom.passes import add_unshard, lower
 from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.schedule import Kind, Schedule, add_unshard, lower
+from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate

@@ -1,17 +1,14 @@
-"""Schedules as text: one row a line, and PyTorch's schedule CSV.
+"""Schedules as text, one row a line.
 
-Both name every action as PyTorch does (``2F0``), so that files interchange. Placement, counts and level are
+Every action is named as PyTorch names it (``2F0``). Placement, counts and level are
 read off the actions. What a schedule promises (``max_stage_inputs``, ``max_gathered``, ``gradient_buffers``,
 ``max_resident``) is not in them.
 """
 
-import csv
-import io
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, MOVE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, Action, Kind
-from pipeloom.schedule.lower_sharding import add_reduce_grad
+from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
@@ -30,51 +27,16 @@ def parse_schedule(text: str) -> Schedule:
         ScheduleError: the rows break a rule.
     """
     lines = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    return _schedule_from_cells(lines)
+    return schedule_from_cells(lines)
 
 
-def format_torch_csv(schedule: Schedule) -> str:
-    """PyTorch's schedule CSV: one line for each rank, one cell for each action.
-
-    A compute-level schedule is what ``_load_csv(format="compute_only")`` reads, a schedule with
-    communication what ``format="compute_comms"`` reads (torch 2.13). The latter gets its ``REDUCE_GRAD``
-    actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
-
-    Raises:
-        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
-            runtime does not.
-    """
-    if schedule.num_slices > 1:
-        raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
-    if any(row.is_kind(*MOVE_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
-        raise ScheduleTextError(
-            "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
-        )
-    if any(row.is_kind(Kind.RECOMPUTE).any() for row in schedule.rows):
-        raise ScheduleTextError("PyTorch's runtime has no R; write the schedule before it recomputes anything")
-    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
-        raise ScheduleTextError(
-            "PyTorch's runtime has no messages about a tied matrix; write the schedule before they are added"
-        )
-    if schedule.level is Level.COMMUNICATION:
-        schedule = add_reduce_grad(schedule)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.rows])
-    return text.getvalue()
-
-
-def parse_torch_csv(text: str) -> Schedule:
-    """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) and lines are dropped.
+def schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:
+    """A schedule from the text of its actions, row by row.
 
     Raises:
         ScheduleTextError: a cell is no action, or the rows name no placement.
         ScheduleError: the rows break a rule.
     """
-    lines = [[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))]
-    return _schedule_from_cells([cells for cells in lines if cells])
-
-
-def _schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:
     problems: list[str] = []
     rows: list[Row] = []
     for rank, cells in enumerate(lines):

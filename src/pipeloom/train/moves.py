@@ -13,9 +13,9 @@ from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
+from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.train.stages import stage_of
 
 

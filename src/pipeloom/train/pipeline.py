@@ -42,7 +42,8 @@ from pipeloom.model import (
     stage_pieces,
 )
 from pipeloom.model.compile import as_written, compile_pieces
-from pipeloom.schedule import Schedule, add_data_parallel, add_tied, lower
+from pipeloom.passes import add_data_parallel, add_tied, lower
+from pipeloom.schedule import Schedule
 from pipeloom.train.batch import Batch
 from pipeloom.train.moves import moves_anything, moving, saved_bytes
 from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store, with_stage_swaps

@@ -14,8 +14,8 @@ from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
 from pipeloom.model import KeyValueCache, Transformer, build_stage, stage_pieces
-from pipeloom.planner.slices import LatencyTable, default_unit, judged_slices
-from pipeloom.schedule import lower
+from pipeloom.passes import lower
+from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.simulate import simulate
 
 _REPEATS = 5

@@ -15,7 +15,8 @@ from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import stage_pieces
-from pipeloom.schedule import Schedule, add_stage_swaps, add_updates, place_of_updates
+from pipeloom.passes import add_stage_swaps, add_updates, place_of_updates
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 from pipeloom.train.stages import stage_of
 

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.generate import make_schedule
+from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.passes import lower
+from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.schedule import Kind, format_torch_csv, lower, parse_schedule
+from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.recompute import recompute_beyond
 from pipeloom.simulate import simulate
 
 FAMILIES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("breadth-first", 3)])

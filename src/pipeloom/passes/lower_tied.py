@@ -29,7 +29,7 @@ def add_tied(schedule: Schedule) -> Schedule:
         UserError: the schedule has no sends and receives yet, or has these messages already.
     """
     if schedule.level is Level.COMPUTE:
-        raise UserError("the messages about a tied matrix come behind the others; call pipeloom.schedule.lower first")
+        raise UserError("the messages about a tied matrix come behind the others; call pipeloom.passes.lower first")
     if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
         raise UserError("the schedule sends a tied matrix already; start from one without SEND_TIED")
     owner = schedule.placement.rank_by_stage

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 
 from pipeloom.errors import UserError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import PLACEMENTS, Level, Placement, Schedule, lower, parse_schedule
+from pipeloom.passes import lower
+from pipeloom.schedule import PLACEMENTS, Level, Placement, Schedule, parse_schedule
 
 COMPUTE = ("F", "B", "I", "W")
 quick = settings(max_examples=80, deadline=None)

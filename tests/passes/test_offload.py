@@ -9,11 +9,12 @@ from orders import any_schedules
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
+from pipeloom.passes import balance, offload
+from pipeloom.passes.balance import find_partners
+from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.report.bubble import account_bubble
-from pipeloom.schedule import Kind, balance, offload
-from pipeloom.schedule.balance import find_partners
+from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.moves import Moves, add_moves
 from pipeloom.simulate import simulate
 
 BREADTH_FIRST = make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.schedule.balance import balance
+from pipeloom.passes.balance import balance
+from pipeloom.passes.offload import offload
 from pipeloom.schedule.clock import SecondsOf, nominal_s
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.offload import offload
 from pipeloom.schedule.schedule import Schedule
 
 

@@ -6,7 +6,9 @@ from orders import family_schedules
 
 from pipeloom.errors import ScheduleTextError, UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import add_tied, add_unshard, format_schedule, format_torch_csv, lower, parse_schedule
+from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.passes import add_tied, add_unshard, lower
+from pipeloom.schedule import format_schedule, parse_schedule
 
 quick = settings(max_examples=80, deadline=None)
 
@@ -84,7 +86,7 @@ def test_weights_are_sent_while_they_are_gathered():
 
 
 def test_the_other_messages_come_first_and_nothing_is_added_twice():
-    with pytest.raises(UserError, match=r"call pipeloom\.schedule\.lower first"):
+    with pytest.raises(UserError, match=r"call pipeloom\.passes\.lower first"):
         add_tied(make_schedule("gpipe", pp=2, num_microbatches=2))
     with pytest.raises(UserError, match="sends a tied matrix already"):
         add_tied(tied("gpipe", pp=2, num_microbatches=2))

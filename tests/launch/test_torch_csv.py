@@ -10,7 +10,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from pipeloom.errors import ScheduleError, ScheduleTextError
 from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.schedule import Level, add_reduce_grad, add_unshard, format_torch_csv, lower, parse_torch_csv
+from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.passes import add_reduce_grad, add_unshard, lower
+from pipeloom.schedule import Level
 from pipeloom.schedule.action import COMPUTE_KINDS
 
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")

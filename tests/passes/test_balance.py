@@ -11,8 +11,9 @@ from orders import any_schedules
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, Level, add_unshard, balance, lower, parse_schedule
-from pipeloom.schedule.balance import pair_ranks
+from pipeloom.passes import add_unshard, balance, lower
+from pipeloom.passes.balance import pair_ranks
+from pipeloom.schedule import Kind, Level, parse_schedule
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from pipeloom.errors import UserError
+from pipeloom.passes.budget import Sizes, checked, refuse_missing
+from pipeloom.passes.lower import lower
+from pipeloom.passes.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.action import Kind
-from pipeloom.schedule.budget import Sizes, checked, refuse_missing
 from pipeloom.schedule.clock import SecondsOf, nominal_s
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.schedule.lower import lower
-from pipeloom.schedule.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.schedule import Schedule
 
 

@@ -12,19 +12,9 @@ from orders import family_schedules, one_rank_schedules
 
 from pipeloom.errors import ScheduleError, UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import (
-    Kind,
-    Level,
-    Placement,
-    Schedule,
-    add_reduce_grad,
-    add_unshard,
-    format_schedule,
-    format_torch_csv,
-    lower,
-    parse_schedule,
-    parse_torch_csv,
-)
+from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.passes import add_reduce_grad, add_unshard, lower
+from pipeloom.schedule import Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.sharding import fewest_stays
 
 COMPUTE = ("F", "B", "I", "R")  # on the weights; W needs none

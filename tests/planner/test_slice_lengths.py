@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.planner.slices import LatencyTable, best_batches, best_slices, judged_slices, trade_offs
+from pipeloom.planner.slice_lengths import LatencyTable, best_batches, best_slices, judged_slices, trade_offs
 
 
 def compositions(total):

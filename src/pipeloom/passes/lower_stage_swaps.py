@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 
 from pipeloom.errors import UserError
+from pipeloom.passes.lower_sharding import between_visits, visits
 from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, Action, Kind
-from pipeloom.schedule.lower_sharding import between_visits, visits
 from pipeloom.schedule.row import CODE, Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays

@@ -8,7 +8,8 @@ from orders import one_rank_schedules
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
-from pipeloom.schedule import Kind, add_unshard, lower, parse_schedule, split_backward
+from pipeloom.passes import add_unshard, lower, split_backward
+from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.simulate import simulate
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import settle
+from pipeloom.planner.slice_lengths import best_slices, default_unit
 from pipeloom.planner.slice_plan import modelled_table
-from pipeloom.planner.slices import best_slices, default_unit
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.predict.step import SimulatedStep
 

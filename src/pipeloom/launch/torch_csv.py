@@ -1,0 +1,51 @@
+"""PyTorch's schedule CSV: one line for each rank, one cell for each action, which both name alike."""
+
+import csv
+import io
+
+from pipeloom.errors import ScheduleTextError
+from pipeloom.passes import add_reduce_grad
+from pipeloom.schedule import Kind, Level, Schedule
+from pipeloom.schedule.action import MOVE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS
+from pipeloom.schedule.text import schedule_from_cells
+
+
+def format_torch_csv(schedule: Schedule) -> str:
+    """PyTorch's schedule CSV: one line for each rank, one cell for each action.
+
+    A compute-level schedule is what ``_load_csv(format="compute_only")`` reads, a schedule with
+    communication what ``format="compute_comms"`` reads (torch 2.13). The latter gets its ``REDUCE_GRAD``
+    actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
+
+    Raises:
+        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
+            runtime does not.
+    """
+    if schedule.num_slices > 1:
+        raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
+    if any(row.is_kind(*MOVE_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
+        raise ScheduleTextError(
+            "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
+        )
+    if any(row.is_kind(Kind.RECOMPUTE).any() for row in schedule.rows):
+        raise ScheduleTextError("PyTorch's runtime has no R; write the schedule before it recomputes anything")
+    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
+        raise ScheduleTextError(
+            "PyTorch's runtime has no messages about a tied matrix; write the schedule before they are added"
+        )
+    if schedule.level is Level.COMMUNICATION:
+        schedule = add_reduce_grad(schedule)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.rows])
+    return text.getvalue()
+
+
+def parse_torch_csv(text: str) -> Schedule:
+    """Read PyTorch's schedule CSV, compute-only or with communication. Empty cells (idle slots) and lines are dropped.
+
+    Raises:
+        ScheduleTextError: a cell is no action, or the rows name no placement.
+        ScheduleError: the rows break a rule.
+    """
+    lines = [[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))]
+    return schedule_from_cells([cells for cells in lines if cells])

@@ -1,0 +1,31 @@
+"""From one schedule to another: lowering to communication, splitting, slicing, recomputing, moving what is kept."""
+
+from pipeloom.passes.balance import balance
+from pipeloom.passes.lower import lower
+from pipeloom.passes.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard
+from pipeloom.passes.lower_stage_swaps import add_stage_swaps, add_updates, place_of_updates
+from pipeloom.passes.lower_tied import add_tied
+from pipeloom.passes.moves import Moves, add_moves
+from pipeloom.passes.offload import offload
+from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.passes.slices import add_slices, sliced
+from pipeloom.passes.split import split_backward
+
+__all__ = [
+    "Moves",
+    "add_data_parallel",
+    "add_moves",
+    "add_reduce_grad",
+    "add_slices",
+    "add_stage_swaps",
+    "add_tied",
+    "add_unshard",
+    "add_updates",
+    "balance",
+    "lower",
+    "offload",
+    "place_of_updates",
+    "recompute_beyond",
+    "sliced",
+    "split_backward",
+]
