@@ -252,7 +252,7 @@ def main() -> None:
     console.print(f"{machine('ordinary scheduling: other load on this machine counts')}\n")
     with load_noted() as load:
         found = run_case(case, chosen.repetitions)
-    columns = ("step ms", "min .. max", "/ 1F1B", "min .. max", "one swap ms")
+    columns = ("step ms", "min .. max", "/ 1F1B", "min .. max", "one move ms")
     table = Table("", *columns, "peak MB by rank", "simulated", title=_title(case))
     plain = step_times(found["1F1B"])
     for name, schedule in case.schedules().items():

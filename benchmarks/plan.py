@@ -59,7 +59,7 @@ def main() -> None:
         numbers = [f"{counts[name]:,}" for name in ("layouts", "simulated", "tried", "too_slow", "too_large")]
         speed = f"{counts['layouts'] / search_s:,.0f}"
         table.add_row(case.name, *numbers, f"{search_s:.1f}", speed, f"{answer_s:.1f}", layout)
-    Console().print(table)
+    Console(width=150).print(table)
 
 
 def asked(case: Case, core: int, *flags: str) -> tuple[float, dict]:
