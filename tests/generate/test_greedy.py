@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import make_schedule
+from pipeloom.generate.climb import Ground, climb
 from pipeloom.generate.greedy import Task, best_schedule
+from pipeloom.generate.weave import of_inputs, weave
 from pipeloom.passes import lower
 from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import PLACEMENTS, Placement
@@ -95,7 +97,7 @@ def test_what_cannot_be_is_told_at_once():
 
 
 CASES = [
-    (Placement.looped(pp), count, seconds, inputs, 1.04)
+    (Placement.looped(pp), count, seconds, inputs, 1)
     for pp, count, seconds, inputs in (
         (2, 4, (1, 1, 1), 2),
         (2, 6, (2, 2, 1), 2),
@@ -105,7 +107,7 @@ CASES = [
         (4, 6, (2, 3, 2), 2),
     )
 ] + [
-    (placement(pp, 2), count, seconds, inputs, 1.16)
+    (placement(pp, 2), count, seconds, inputs, 1.04)
     for placement in (Placement.looped, Placement.v)
     for pp, count, seconds, inputs in ((2, 3, (1, 1, 1), 4), (2, 4, (3, 2, 1), 3), (3, 3, (2, 2, 1), 6))
 ]
@@ -122,4 +124,28 @@ def test_the_best_there_is_is_not_much_better(placement, count, seconds, inputs,
     exact = Exact(placement, count, sizes, [inputs] * placement.num_ranks, most_s=round(found.step_s))
     best_s, is_proven, _ = exact.solve(exact.makespan)
     assert is_proven
-    assert best_s <= found.step_s <= best_s * most
+    assert best_s <= found.step_s <= best_s * most * (1 + 1e-9)
+
+
+def test_changed_orders_are_better_where_memory_is_short_and_never_worse():
+    short = task(Placement.v(2, 2), 4, (3, 2, 1), 3)
+    assert best_schedule(short).step_s < best_schedule(short, tries=0).step_s
+    for wanted in (task(Placement.looped(4), 6, (2, 3, 2), 2), task(Placement.looped(2, 2), 3, inputs=3)):
+        assert best_schedule(wanted, tries=40).step_s <= best_schedule(wanted, tries=0).step_s
+
+
+def test_more_tries_from_a_start_are_never_worse_and_keep_what_a_rank_has_room_for():
+    wanted = task(Placement.v(2, 2), 4, (3, 2, 1), 3)
+    clocks = [wanted.clock.changed(patience, pulls=False) for patience in (0.0, 1.0)]
+    ground = Ground(wanted.placement, wanted.budgets, clocks, end_of)
+    orders = [of_inputs(row) for row in best_schedule(wanted, tries=0).schedule.rows]
+    start = min((weave(orders, wanted.placement, wanted.budgets, clock) for clock in clocks), key=end_of)
+    ends = [end_of(climb(ground, start, tries, 5)) for tries in (0, 50, 500)]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[-1] < ends[0] == end_of(start)
+    assert end_of(climb(ground, start, 500, 5)) == ends[-1]
+
+
+def end_of(woven):
+    """When the last action starts."""
+    return max(float(starts.max()) for starts in woven.starts)

@@ -1,11 +1,11 @@
 """The best schedule that is found for given seconds of stages and given memory of ranks.
 
 Rows are made on a clock: by lists of priorities, and by weaving gradients of weights into the orders of the families.
-The clock tells which is best. It is the idea of arXiv 2401.10241, section 3.1, with more to choose from; how far it
-stays from the best that there is, is in ``docs/simulate.md``.
+The clock tells which is best, and a local search changes the best ones. It is the idea of arXiv 2401.10241, section
+3.1, with more to choose from; how far it stays from the best that there is, is in ``docs/simulate.md``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from pipeloom.errors import ConfigError, ScheduleError
+from pipeloom.generate.climb import Ground, climb
 from pipeloom.generate.family import FAMILIES, Choice, Request, Rows, family
 from pipeloom.generate.weave import Clock, Woven, made_of, of_inputs, weave
 from pipeloom.schedule import PLACEMENTS, Placement, Row, Schedule
@@ -25,6 +26,12 @@ Aim = Literal["step", "rank"]
 steps follow each other if no rank waits for all others between them."""
 
 _PATIENCE = (0.0, 1.0)
+TRIES = 500
+"""Changes that each climb of a local search tries; fewer where there are many actions."""
+_CLIMBS = 12
+"""From the best starts, in turn; each changes other actions."""
+_MOST_WOVEN = 100_000
+"""Actions that the changed orders of one climb have, all together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +107,10 @@ class Task:
         )
 
 
+Candidate = tuple[str, Woven]
+"""What made rows, for people, and the rows."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A schedule that was found.
@@ -117,24 +128,60 @@ class Found:
     origin: str
 
 
-def best_schedule(task: Task, aim: Aim = "step") -> Found:
+def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES) -> Found:
     """The best schedule that is found; the same task always gives the same one.
 
     Args:
         task: seconds, memory and sizes.
         aim: what is to be short.
+        tries: changes that each climb of a local search tries; 0 takes the best start as it is.
     """
     unit_s = float(task.clock.seconds.max())
 
-    def merit(candidate: tuple[str, Woven]) -> tuple[float, float, float]:
+    def merit(candidate: Candidate) -> tuple[float, float, float]:
         times = _times(task, candidate[1])
         first_s, second_s = times if aim == "step" else times[::-1]
         return round(first_s / unit_s, 6), round(second_s / unit_s, 6), _kept(task, candidate[1])
 
-    origin, woven = min(_candidates(task), key=merit)
+    starts = sorted(_candidates(task), key=merit)
+    origin, woven = starts[0]
+    if tries and merit(starts[0])[0] > _least_s(task, aim) / unit_s * (1 + 1e-6):
+        changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, merit, tries)]
+        origin, woven = min([starts[0], *changed], key=merit)
     step_s, rank_s = _times(task, woven)
     made = Schedule(woven.rows, task.placement, task.num_microbatches)
     return Found(replace(made, max_stage_inputs=made.peak_stage_inputs), step_s, rank_s, origin)
+
+
+def _changed(
+    task: Task, starts: Sequence[Candidate], merit: Callable[[Candidate], tuple[float, ...]], tries: int
+) -> Iterator[Candidate]:
+    """What a local search makes of the first few that differ."""
+    different: dict[tuple[bytes, ...], Candidate] = {}
+    for start in starts:
+        different.setdefault(tuple(b"".join(array.tobytes() for array in row.arrays) for row in start[1].rows), start)
+    clocks = [task.clock.changed(patience, pulls=False) for patience in _PATIENCE]
+
+    def first_of_merit(woven: Woven) -> float:
+        return merit(("", woven))[0]
+
+    ground = Ground(task.placement, task.budgets, clocks, first_of_merit)
+    num_actions = 2 * task.placement.num_stages * task.num_microbatches
+    best = list(different.values())[:_CLIMBS]
+    for seed in range(_CLIMBS):
+        name, woven = best[seed % len(best)]
+        yield name, climb(ground, woven, min(tries, _MOST_WOVEN // num_actions), seed)
+
+
+def _least_s(task: Task, aim: Aim) -> float:
+    """Seconds that no schedule goes below: a rank's work, for a whole step behind what its first forward waits for."""
+    clock, least_s = task.clock, 0.0
+    for rank in range(task.placement.num_ranks):
+        own = task.placement.stages_of(rank)
+        work_s = task.num_microbatches * float(clock.seconds[:, list(own)].sum())
+        wait_s = float((clock.seconds[0] + clock.over_s)[: own[0]].sum()) if aim == "step" else 0.0
+        least_s = max(least_s, wait_s + work_s)
+    return least_s
 
 
 def _kept(task: Task, woven: Woven) -> float:
@@ -154,7 +201,7 @@ def _times(task: Task, woven: Woven) -> tuple[float, float]:
     return max(ends), max(end - begin for begin, end in zip(begins, ends, strict=True))
 
 
-def _candidates(task: Task) -> Iterator[tuple[str, Woven]]:
+def _candidates(task: Task) -> Iterator[Candidate]:
     is_looped = task.placement.num_stages > task.placement.num_ranks
     among = range(3) if is_looped else range(1)
     for rule in product(range(3), among, among, among):
@@ -234,6 +281,6 @@ def _found(request: Request, name: str) -> Rows:
         weight_s=one,
         budgets=budgets,
     )
-    schedule = best_schedule(task, "rank").schedule
+    schedule = best_schedule(task, "rank", tries=0).schedule
     assert schedule.max_stage_inputs is not None
     return Rows(schedule.rows, schedule.max_stage_inputs)
