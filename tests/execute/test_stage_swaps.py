@@ -1,5 +1,7 @@
 """Stages between device and host, without a run: who waits for whom, and what an error leaves behind."""
 
+import errno
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -165,3 +167,20 @@ def test_on_a_device_stages_take_no_more_memory_than_their_budget():
     assert [float(sums[stage]) for stage in range(num_stages)] == list(range(num_stages))
     assert torch.cuda.max_memory_allocated(device) - before <= 2 * size + 2**20
     lanes.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="nothing tells whether a disk has room")
+def test_a_full_disk_is_told_and_a_file_system_that_cannot_tell_is_used(tmp_path, monkeypatch):
+    def refusing(code):
+        def refuse(*_):
+            raise OSError(code, os.strerror(code))
+
+        return refuse
+
+    store, weights = StageStore(2 * SIZE, tmp_path), torch.ones(SIZE // 4)
+    monkeypatch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC))
+    with pytest.raises(RunError, match="has no room for 1 KiB more: No space left on device; use a folder on a larger"):
+        store.add(0, Content.WEIGHTS, weights.clone())
+    monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
+    store.add(1, Content.WEIGHTS, weights)
+    assert list(tmp_path.iterdir()) == []

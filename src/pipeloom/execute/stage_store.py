@@ -6,6 +6,8 @@ that autograd keeps from forward to backward, are good again when it is back. On
 what is moved, freed and counted is the same.
 """
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,23 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule.stage_swaps import NOTHING, Amounts, Content
+from pipeloom.words import format_bytes
+
+
+def _take_room(file: int, size: int, folder: Path) -> None:
+    """Take the room of a file at once: where a disk is full, a mapping would end the process without a word.
+
+    Raises:
+        RunError: there is not so much.
+    """
+    if size == 0 or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot tell
+            words = f"schedule.swap_folder: {folder} has no room for {format_bytes(size)} more: {error.strerror}"
+            raise RunError(f"{words}; use a folder on a larger disk, or leave it out") from None
 
 
 class _Home:
@@ -35,6 +54,7 @@ class _Home:
         self._is_cuda = tensor.device.type == "cuda"
         if folder is not None:
             with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
+                _take_room(file.fileno(), self.size, folder)
                 self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
