@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from by_hand import maker
 
-from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Action, Level, Placement, Schedule
+from pipeloom.schedule import Level, Placement
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 from pipeloom.schedule.verify_tied import TIED_RULES
 
@@ -14,15 +14,7 @@ GOOD = (
 )
 
 
-def build(*rows, **changes):
-    settings = {"placement": Placement.looped(2), "num_microbatches": 2, "level": Level.COMMUNICATION} | changes
-    return Schedule(tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows), **settings)
-
-
-def refused(*rows, **changes):
-    with pytest.raises(ScheduleError) as caught:
-        build(*rows, **changes)
-    return caught.value
+build, refused = maker(Placement.looped, level=Level.COMMUNICATION)
 
 
 def test_the_schedule_that_the_faults_start_from_is_good():

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+from by_hand import maker
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Action, Kind, Placement, Schedule
@@ -14,20 +15,12 @@ GOOD = (
 )
 
 
-def build(*rows, **changes):
-    settings = {"placement": Placement.looped(2, 2), "num_microbatches": 2} | changes
-    return Schedule(tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows), **settings)
-
-
 def edited(rank, old, new):
     assert GOOD[rank].count(old) == 1
     return [row.replace(old, new) if number == rank else row for number, row in enumerate(GOOD)]
 
 
-def refused(*rows, **changes):
-    with pytest.raises(ScheduleError) as caught:
-        build(*rows, **changes)
-    return caught.value
+build, refused = maker(lambda _: Placement.looped(2, 2))
 
 
 def test_the_schedule_that_the_faults_start_from_is_good():

@@ -3,13 +3,14 @@
 import itertools
 
 import pytest
+from by_hand import maker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleError
 from pipeloom.passes import add_reduce_grad, add_unshard
-from pipeloom.schedule import Action, Level, Placement, Schedule
+from pipeloom.schedule import Level, Placement
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 
 # One rank, three stages, two micro-batches; two stages gathered and two unreduced gradients at most. Stage 2 goes
@@ -20,16 +21,7 @@ GOOD = (
 )
 
 
-def build(row, **changes):
-    settings = {"max_gathered": 2, "gradient_buffers": 2} | changes
-    actions = tuple(Action.parse(cell) for cell in row.split())
-    return Schedule((actions,), Placement.linear(1, 3), 2, level=Level.COMMUNICATION, **settings)
-
-
-def refused(row, **changes):
-    with pytest.raises(ScheduleError) as caught:
-        build(row, **changes)
-    return caught.value
+build, refused = maker(lambda _: Placement.linear(1, 3), level=Level.COMMUNICATION, max_gathered=2, gradient_buffers=2)
 
 
 # title: (old text, new text, rule, slot of the refusal, words)

@@ -1,13 +1,14 @@
 """Rules of a tied matrix: a good schedule, one fault at a time, and the refusal's rule and place."""
 
 import pytest
+from by_hand import maker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleError
 from pipeloom.passes import add_data_parallel, add_tied
-from pipeloom.schedule import Action, Level, Placement, Schedule
+from pipeloom.schedule import Level, Placement
 from pipeloom.schedule.verify import rule_name
 from pipeloom.schedule.verify_tied import TIED_RULES
 
@@ -19,15 +20,7 @@ GOOD = (
 )
 
 
-def build(*rows, **changes):
-    settings = {"placement": Placement.looped(len(rows)), "num_microbatches": 2, "level": Level.COMMUNICATION} | changes
-    return Schedule(tuple(tuple(Action.parse(cell) for cell in row.split()) for row in rows), **settings)
-
-
-def refused(*rows, **changes):
-    with pytest.raises(ScheduleError) as caught:
-        build(*rows, **changes)
-    return caught.value
+build, refused = maker(Placement.looped, level=Level.COMMUNICATION)
 
 
 COMPLETE, WEIGHTS, GRADIENT = (rule_name(rule) for rule in TIED_RULES)

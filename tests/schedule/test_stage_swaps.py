@@ -5,6 +5,7 @@ from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
+from by_hand import maker
 from hypothesis import given, settings
 from orders import family_schedules, one_rank_schedules
 
@@ -193,16 +194,7 @@ GOOD = (
 )
 
 
-def build(row, **changes):
-    actions = tuple(Action.parse(cell) for cell in row.split())
-    settings = {"max_resident": 2} | changes
-    return Schedule((actions,), Placement.linear(1, 3), 2, level=Level.COMMUNICATION, **settings)
-
-
-def refused(row, **changes):
-    with pytest.raises(ScheduleError) as caught:
-        build(row, **changes)
-    return caught.value
+build, refused = maker(lambda _: Placement.linear(1, 3), level=Level.COMMUNICATION, max_resident=2)
 
 
 # title: (old text, new text, rule, slot of the refusal, words)

@@ -44,8 +44,8 @@ def parse_config(
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
     if words:
-        problems += _truths(words, config)
-        words = [word for word, before in zip(words, ["", *words], strict=False) if not _is_truth(before, word, config)]
+        words, found = _without_truths(words, config)
+        problems += found
         flags, asked = _Flags(words, command, summary), config
         config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
         config = _without_stale_sizes(config, asked)
@@ -56,13 +56,15 @@ def parse_config(
     return config
 
 
-def _truths(words: list[str], config: RunConfig) -> list[str]:
-    """Values given to flags that take none."""
-    return [
+def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:
+    """The words without values of flags that take none, and a sentence for each of these."""
+    is_given = [_is_truth(flag, word, config) for flag, word in pairwise(["", *words])]
+    problems = [
         f"{flag} takes no value: write {flag} for true, {'.no-'.join(flag.rsplit('.', 1))} for false"
-        for flag, word in pairwise(words)
-        if _is_truth(flag, word, config)
+        for flag, is_followed in zip(words, is_given[1:], strict=False)
+        if is_followed
     ]
+    return [word for word, is_extra in zip(words, is_given, strict=True) if not is_extra], problems
 
 
 def _is_truth(flag: str, word: str, config: RunConfig) -> bool:

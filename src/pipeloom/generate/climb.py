@@ -4,6 +4,8 @@ What the families' orders and lists of priorities leave is mostly where ranks ha
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from operator import itemgetter
 from random import Random
 from typing import NamedTuple
 
@@ -43,17 +45,19 @@ def climb(ground: Ground, start: Woven, tries: int, seed: int) -> Woven:
         seed: chooses them.
     """
     chance, best = Random(seed), start
-    orders, here, least = list(map(of_inputs, start.rows)), ground.merit(start), ground.merit(start)
+    orders, here = list(map(of_inputs, start.rows)), ground.merit(start)
+    least = here
     for _ in range(tries):
         rank = chance.randrange(len(orders))
         row = _changed(orders[rank], chance)
         if row is None:
             continue
         following = [*orders[:rank], row, *orders[rank + 1 :]]
-        found = min(_woven(ground, following), key=ground.merit, default=None)
-        if found is None or ground.merit(found) > here:
+        judged = ((ground.merit(woven), woven) for woven in _woven(ground, following))
+        there, found = min(judged, key=itemgetter(0), default=(inf, start))
+        if there > here:
             continue
-        orders, here = following, ground.merit(found)
+        orders, here = following, there
         if here < least:
             best, least = found, here
     return best

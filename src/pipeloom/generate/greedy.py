@@ -138,15 +138,20 @@ def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES) -> Found:
     """
     unit_s = float(task.clock.seconds.max())
 
-    def merit(candidate: Candidate) -> tuple[float, float, float]:
-        times = _times(task, candidate[1])
-        first_s, second_s = times if aim == "step" else times[::-1]
-        return round(first_s / unit_s, 6), round(second_s / unit_s, 6), _kept(task, candidate[1])
+    def seconds(woven: Woven) -> tuple[float, ...]:
+        times = _times(task, woven)
+        return tuple(round(each_s / unit_s, 6) for each_s in (times if aim == "step" else times[::-1]))
+
+    def shortest(woven: Woven) -> float:
+        return seconds(woven)[0]
+
+    def merit(candidate: Candidate) -> tuple[float, ...]:
+        return (*seconds(candidate[1]), _kept(task, candidate[1]))
 
     starts = sorted(_candidates(task), key=merit)
     origin, woven = starts[0]
-    if tries and merit(starts[0])[0] > _least_s(task, aim) / unit_s * (1 + 1e-6):
-        changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, merit, tries)]
+    if tries and shortest(woven) > _least_s(task, aim) / unit_s * (1 + 1e-6):
+        changed = [(f"{name}, changed", better) for name, better in _changed(task, starts, shortest, tries)]
         origin, woven = min([starts[0], *changed], key=merit)
     step_s, rank_s = _times(task, woven)
     made = Schedule(woven.rows, task.placement, task.num_microbatches)
@@ -154,18 +159,14 @@ def best_schedule(task: Task, aim: Aim = "step", tries: int = TRIES) -> Found:
 
 
 def _changed(
-    task: Task, starts: Sequence[Candidate], merit: Callable[[Candidate], tuple[float, ...]], tries: int
+    task: Task, starts: Sequence[Candidate], merit: Callable[[Woven], float], tries: int
 ) -> Iterator[Candidate]:
     """What a local search makes of the first few that differ."""
     different: dict[tuple[bytes, ...], Candidate] = {}
     for start in starts:
         different.setdefault(tuple(b"".join(array.tobytes() for array in row.arrays) for row in start[1].rows), start)
     clocks = [task.clock.changed(patience, pulls=False) for patience in _PATIENCE]
-
-    def first_of_merit(woven: Woven) -> float:
-        return merit(("", woven))[0]
-
-    ground = Ground(task.placement, task.budgets, clocks, first_of_merit)
+    ground = Ground(task.placement, task.budgets, clocks, merit)
     num_actions = 2 * task.placement.num_stages * task.num_microbatches
     best = list(different.values())[:_CLIMBS]
     for seed in range(_CLIMBS):

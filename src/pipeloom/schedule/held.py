@@ -68,9 +68,9 @@ class KeptBytes(NamedTuple):
     recomputed: Sequence[float] = ()
     shares: Sequence[float] = ()
 
-    def by_stage(self, schedule: Schedule) -> Bytes:
-        """Of a micro-batch that is neither recomputed nor between two halves."""
-        return np.asarray(self.whole if len(self.whole) else [1.0] * schedule.num_stages, np.float64)
+    def whole_of(self, stages: Sequence[int]) -> Bytes:
+        """For some stages what they keep of a micro-batch that is neither recomputed nor between two halves."""
+        return np.array([self.whole[stage] for stage in stages] if len(self.whole) else [1.0] * len(stages), np.float64)
 
     def slice_shares(self, schedule: Schedule) -> Bytes:
         """Of each token slice."""
@@ -79,7 +79,7 @@ class KeptBytes(NamedTuple):
     def moved(self, schedule: Schedule) -> Bytes:
         """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
         left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-        whole = self.by_stage(schedule)[:, None, None]
+        whole = self.whole_of(range(schedule.num_stages))[:, None, None]
         return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
 
 
@@ -104,7 +104,7 @@ class _Bytes(NamedTuple):
     def of_row(cls, schedule: Schedule, row: Row, kept: KeptBytes) -> "_Bytes":
         """Of some of the schedule's actions."""
         shares = kept.slice_shares(schedule)[row.slice]
-        whole = kept.by_stage(schedule)[row.stage] * shares
+        whole = kept.whole_of(range(schedule.num_stages))[row.stage] * shares
         pending, moved = whole, whole
         if len(kept.pending):
             pending = np.asarray(kept.pending, np.float64)[row.stage] * shares
@@ -120,7 +120,7 @@ def most_in_row(schedule: Schedule, rank: int, kept: KeptBytes) -> float:
     Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
     """
     row = schedule.rows[rank]
-    sizes = {kept.whole[stage] if len(kept.whole) else 1.0 for stage in schedule.placement.stages_of(rank)}
+    sizes = set(kept.whole_of(schedule.placement.stages_of(rank)).tolist())
     is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
     if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()

@@ -55,7 +55,7 @@ class Peaks(NamedTuple):
     def most(self, rank: int, kept: KeptBytes) -> float:
         """The same as ``most_in_row``, of whole sequences."""
         stages = self.placement.stages_of(rank)
-        whole = np.array([kept.whole[stage] if len(kept.whole) else 1.0 for stage in stages])
+        whole = kept.whole_of(stages)
         pending = np.array([kept.pending[stage] for stage in stages]) if len(kept.pending) else whole
         return float((self.whole[rank] @ whole + self.pending[rank] @ pending).max())
 

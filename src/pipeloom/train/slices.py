@@ -13,10 +13,11 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.generate import Choice
-from pipeloom.model import KeyValueCache, Transformer, build_stage, stage_pieces
+from pipeloom.model import KeyValueCache, Transformer, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.simulate import simulate
+from pipeloom.train.stages import stage_of
 
 _REPEATS = 5
 _MOST_UNITS = 64
@@ -97,14 +98,7 @@ def measured(config: RunConfig, device: torch.device) -> list[Point]:
     assert layout.partition is not None
     assert config.model.vocab_size is not None
     pieces = max(stage_pieces(layout.partition), key=len)
-    stage = build_stage(
-        config.model,
-        pieces,
-        max_positions=num_tokens,
-        seed=config.training.seed,
-        dtype=_dtype(config),
-        device=device,
-    )
+    stage = stage_of(config, pieces, device)
     stage.set_recompute(layout.recompute_by_layer(config.model.num_layers))
     if stage.borrows:
         stage.borrow(
