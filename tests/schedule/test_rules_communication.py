@@ -178,7 +178,7 @@ def test_too_many_held_inputs_are_refused_with_communication_too():
 
 
 def test_a_row_too_few_is_refused():
-    assert refused(GOOD[0]).rule == "row-for-each-rank"
+    assert refused(GOOD[0], placement=Placement.looped(2)).rule == "row-for-each-rank"
 
 
 def test_a_stage_may_be_gathered_again():
