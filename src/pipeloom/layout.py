@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
-Way = Literal["keep", "balance", "offload", "slices"]
-"""What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, and
-cut sequences."""
+Way = Literal["keep", "balance", "offload", "swap", "slices"]
+"""What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, let
+whole stages visit the device, and cut sequences."""
 
 
 def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, ...]:

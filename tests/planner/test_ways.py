@@ -13,6 +13,8 @@ from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import WITHOUT, make_plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search, way_of
+from pipeloom.predict.stage_swaps import swapped_amounts
+from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
 
 DEEP = ModelShape(
@@ -126,3 +128,56 @@ def test_room_is_not_made_where_everything_fits(deep):
     found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
     assert found.counts.tried == 0
     assert way_of(found.best) == "none"
+
+
+ALONE = {"num_devices": 1, "global_batch": 4, "seq": 512}
+"""A question about one device."""
+
+
+def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
+    cluster = with_memory(2.4)
+    question = deep({}, cluster=cluster, **ALONE)
+    found = search(question, 3)
+    assert {way_of(step) for step in found.steps} == {"swap"}
+    assert search(question.limited(ways=("none",)), 1).best is None
+    best = found.best
+    amounts = swapped_amounts(best.run, best.software)
+    assert sum(one.total for one in amounts) > 1.1 * cluster.device.memory_bytes
+    assert best.prediction.fits
+    assert best.order.swapping.budget == best.schedule.max_resident
+    whole = replace(best.run, loops=1, layers_by_stage=None)
+    large = replace(cluster, device=replace(cluster.device, memory_bytes=1e12))
+    choice = replace(best.order.choice, loops=1)
+    with_room = simulate_step(whole, large, best.software, replace(best.order, choice=choice, swapping=None))
+    assert best.prediction.step_time_s > with_room.prediction.step_time_s
+
+
+def test_the_run_of_a_swapped_model_simulates_the_same(deep):
+    step = search(deep({}, cluster=with_memory(2.4), **ALONE), 1).best
+    config = run_config(step, None, "dgx-1-v100", "pipeloom")
+    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
+    assert config.problems(trains=True) == []
+    again = simulate_config(config).prediction
+    assert again.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-6)
+    assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"host": None}, {"memory": 1.2}, {"families": ("1f1b",)}])
+def test_nothing_is_swapped_where_it_cannot_be(deep, changes):
+    """No way to the host, no room for the largest piece beside activations, or no order that visits stages seldom."""
+    cluster = with_memory(changes.get("memory", 2.4))
+    if "host" in changes:
+        cluster = replace(cluster, host=None)
+    limits = {"families": changes["families"]} if "families" in changes else {}
+    assert search(deep(limits, cluster=cluster, **ALONE), 1).best is None
+
+
+def test_what_fits_is_not_swapped(deep):
+    steps = search(deep({}, cluster=with_memory(16.0), **ALONE), 5).steps
+    assert "swap" not in {way_of(step) for step in steps}
+
+
+def test_a_plan_of_a_swapped_model_says_so(deep):
+    plan = make_plan(deep({}, cluster=with_memory(2.4), **ALONE), budget_s=60)
+    assert [rival.step for rival in plan.rivals if rival.kind == WITHOUT["swap"]] == [None]
+    assert sum(causes(plan.best).values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)

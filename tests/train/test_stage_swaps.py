@@ -67,7 +67,7 @@ def train(jobs, rendezvous, rank, size):
         result = trainer.run()
         store = trainer._pipeline.store
         live = 0 if store is None else sum(home._storage.nbytes() for home in store._home_of.values())
-        found[folder.name] = {"held": peaks, "live": live, "trace": result.measured}
+        found[folder.name] = {"held": peaks, "live": live, "trace": result.measured, "predicted": result.predicted}
     world.leave()
     return found
 
@@ -191,6 +191,25 @@ def test_a_run_that_is_killed_leaves_no_file_of_a_stage(tmp_path):
     with pytest.raises(WorkerError, match="SIGKILL"):
         run_workers(partial(fails, config), 1)
     assert list(folder.iterdir()) == []
+
+
+def test_a_prediction_leaves_no_trace_in_the_training(tmp_path):
+    """It brings every stage, moves it and updates it; losses, weights and what is owed are as without."""
+    plain, config = config_of(tmp_path, tied=True), config_of(tmp_path, 0.3, tied=True, loops=5)
+    plain = replace(plain, layout=config.layout)
+    asked = replace(config, training=replace(config.training, predict=True))
+    found = train_all(tmp_path, {"plain": plain, "predicted": asked})["predicted"]
+    assert metrics(tmp_path / "predicted") == metrics(tmp_path / "plain")
+    mine, theirs = weights(tmp_path / "predicted"), weights(tmp_path / "plain")
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert max(found["held"]) <= config.schedule.budget_bytes
+    predicted, measured = found["predicted"], found["trace"]
+    assert sorted(str(span.action) for span in predicted.spans) == sorted(str(span.action) for span in measured.spans)
+    lasts = {
+        kind: sum(span.end_s - span.start_s for span in predicted.spans if span.action.kind is kind)
+        for kind in (Kind.SWAP_IN, Kind.SWAP_OUT, Kind.UPDATE)
+    }
+    assert min(lasts.values()) > 0
 
 
 def test_a_budget_for_everything_swaps_each_stage_once(tmp_path):

@@ -13,7 +13,7 @@ from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.cost.shape import Attention, Precision, shape_of
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.layout import Recompute, Shard
+from pipeloom.layout import Recompute, Shard, Way
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
@@ -69,10 +69,10 @@ class Options:
     """What data parallelism shares out."""
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
-    ways: tuple[Literal["none", "keep", "balance", "offload", "slices"], ...] = ()
+    ways: tuple[Literal["none"] | Way, ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
-    ranks that have room; offload: move to the host), or sequences are cut (slices). none: layouts without, told as
-    well where the others lead to no layout."""
+    ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
+    host), or sequences are cut (slices). none: layouts without, told as well where the others lead to no layout."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
@@ -332,6 +332,7 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "balance": order.moving.balance,
         "offload": order.moving.offload,
         "activation_bytes": order.moving.activation_bytes,
+        "device_budget": None if order.swapping is None else order.swapping.budget,
         "pipeline_order": run.pipeline_order,
         "token_slices": run.slices or None,
         "step_time_s": step.prediction.step_time_s,

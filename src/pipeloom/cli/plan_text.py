@@ -13,9 +13,10 @@ from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
+from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.progress import Bar
-from pipeloom.words import count
+from pipeloom.words import count, format_bytes
 
 _WIDE = 150
 """Columns of a terminal from which on everything is shown."""
@@ -91,7 +92,7 @@ def _print_question(console: Console, plan: Plan) -> None:
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
     )
     if counts.tried:
-        console.print(f"  {counts.tried} of these were tried with room made for activations, or with token slices")
+        console.print(f"  {counts.tried} of these were tried with room made, or with token slices")
     for cause, number in counts.excluded.most_common():
         console.print(f"  left out: {count(number, 'combination')} of axes, since {cause}")
 
@@ -108,7 +109,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     parts = [f"{count(run.num_stages, 'stage')}"]
     if run.layers_by_stage is not None and run.num_stages > 1:
         least, most = min(run.layers_by_stage), max(run.layers_by_stage)
-        parts.append(f"{least} layers each" if least == most else f"{least} to {most} layers each")
+        parts.append(f"{count(least, 'layer')} each" if least == most else f"{least} to {most} layers each")
     if run.shard != "none" and run.dp > 1:
         parts.append(f"{run.shard} shared out over {run.shard_size} of {run.dp} data-parallel ranks")
     if run.shard == "full" and run.dp > 1:
@@ -135,6 +136,9 @@ def _ways(best: SimulatedStep) -> list[str]:
         unit, name = unit_bytes(order.moving.activation_bytes)
         room = f"{short(order.moving.activation_bytes / unit)} {name}"
         parts.append(f"what a rank has no room for in {room} waits at {where}")
+    if order.swapping is not None:
+        whole = sum(one.total for one in swapped_amounts(run, best.software))
+        parts.append(f"at most {format_bytes(order.swapping.budget)} on the device, {format_bytes(whole)} at the host")
     if run.pipeline_order is not None:
         parts.append("partners beside each other on the nodes")
     if run.slices:
@@ -185,6 +189,7 @@ def schedule_of(step: SimulatedStep) -> str:
         return "none"
     family = choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
     moved = [name for name in ("balance", "offload") if getattr(step.order.moving, name)]
+    moved += ["swap"] if step.order.swapping is not None else []
     return ", ".join([family, *moved, *([f"{choice.num_slices} slices"] if choice.num_slices > 1 else [])])
 
 

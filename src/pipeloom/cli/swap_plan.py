@@ -38,7 +38,7 @@ def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
     plan = told.plan
     return {
         "swap_plan": {
-            "partition": list(plan.pieces),
+            "partition": list(plan.partition),
             "num_microbatches": plan.num_microbatches,
             "step_s": plan.step_s,
             "utilization": plan.utilization,
@@ -62,7 +62,8 @@ def print_swap_plan(told: ToldPlan, refused: str = "", *, as_json: bool = False)
     plan = told.plan
     if refused:
         print(f"as it is given    {refused}")
-    print(f"swap plan         layout.loops {len(plan.pieces)}, layout.partition [{','.join(map(str, plan.pieces))}],")
+    cut = ",".join(map(str, plan.partition))
+    print(f"swap plan         layout.loops {len(plan.partition)}, layout.partition [{cut}],")
     print(
         f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
     )

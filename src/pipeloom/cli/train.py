@@ -137,7 +137,6 @@ def _announce(config: RunConfig) -> None:
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
-        print("prediction none: with a budget, `pipeloom simulate` predicts the step, training does not")
 
 
 def _passes(config: RunConfig) -> str:

@@ -158,9 +158,10 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield "no pipeline", Limits(pp=(1,))
     if run.pp == 1 and pipelines:
         yield "a pipeline", Limits(pp=pipelines)
-    yield from (
-        (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
-    )
+    if question.num_devices > 1:  # alone, orders differ in nothing but what they hold
+        yield from (
+            (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
+        )
     if others := tuple(tp for tp in sizes if tp != run.tp):
         yield f"tp other than {run.tp}", Limits(tp=others)
     if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
@@ -179,6 +180,7 @@ WITHOUT: dict[Way, str] = {
     "keep": "no micro-batch recomputed by itself",
     "balance": "no activations moved to partners",
     "offload": "no activations moved to the host",
+    "swap": "all stages on the device",
     "slices": "whole sequences",
 }
 """Titles of the rivals without what the best layout does."""

@@ -40,6 +40,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             gradient_buffers=order.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
             balance=moving.balance,
             offload=moving.offload,
+            device_budget=None if order.swapping is None else str(order.swapping.budget),
             activation_budget=None if moving.activation_bytes is None else str(ceil(moving.activation_bytes)),
         ),
         training=TrainingConfig(dtype=dtype, device="cuda" if step.cluster.device.num_multiprocessors else "cpu"),

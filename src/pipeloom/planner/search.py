@@ -20,6 +20,7 @@ from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.slice_ways import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
+from pipeloom.planner.swap_ways import Swapped, swappable
 from pipeloom.planner.ways import Relief, reliefs
 from pipeloom.predict.step import SimulatedStep
 
@@ -102,6 +103,8 @@ def way_of(step: SimulatedStep) -> Way | Literal["none"]:
         return "keep"
     if order.choice.num_slices > 1:
         return "slices"
+    if order.swapping is not None:
+        return "swap"
     return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
 
 
@@ -153,7 +156,7 @@ class Settled:
 
 
 Node = Arrangement | Cut | Leaf | Settled
-Attempt = Relief | Sliced
+Attempt = Relief | Sliced | Swapped
 """What no bound tells, and what is tried with the best that bounds leave."""
 
 
@@ -306,9 +309,10 @@ class Search:
                 self._attempt(goal, self._attempts(goal, way), deadline)
 
     def _attempts(self, goal: "_Goal", way: Way) -> Iterator[Attempt]:
-        if way == "slices":
+        if way in ("slices", "swap"):
             found = (a for a in self._arrangements if goal.may_be(a))
-            return (one for one in sliceable(found, goal.first_s) if goal.may_be(one.leaf))
+            cut = swappable(found) if way == "swap" else sliceable(found, goal.first_s)
+            return (one for one in cut if goal.may_be(one.leaf))
         return (one for leaf in self._short if goal.may_be(leaf) for one in reliefs(leaf, way))
 
     def _attempt(self, goal: "_Goal", attempts: Iterator[Attempt], deadline: float | None) -> None:

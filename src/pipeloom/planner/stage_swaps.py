@@ -77,13 +77,13 @@ class SwapQuestion:
 
 
 def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
-    """What the cost model knows of a run on one device; its pieces are layers, embedding and head with their neighbors.
+    """What the cost model knows of a run on one device; its pieces are embedding, layers and head.
 
     Raises:
         UserError: the cluster's file does not say how fast the host is reached.
     """
     software, cluster, layers = described.software, described.cluster, described.run.shape.layers
-    run = replace(described.run, pp=1, loops=layers, layers_by_stage=(1,) * layers)
+    run = replace(described.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
     costs = stage_costs(run, cluster, software)
     update_s = step_terms(run, cluster, software, max(costs.backward_s)).optimizer_s
     costs = swapped_costs(costs, run, cluster, software, update_s)
@@ -127,12 +127,6 @@ class SwapPlan:
     num_microbatches: int
     schedule: Schedule
     trace: Trace
-
-    @property
-    def pieces(self) -> tuple[int, ...]:
-        """The partition where the pieces are layers, in the pieces of ``layout.partition``: with embedding and head."""
-        first, *others = self.partition
-        return (first + 2,) if not others else (first + 1, *others[:-1], others[-1] + 1)
 
     @property
     def step_s(self) -> float:

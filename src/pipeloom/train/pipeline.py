@@ -27,6 +27,7 @@ from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.time_moves import time_moves
+from pipeloom.execute.time_stage_swaps import time_stage_swaps
 from pipeloom.execute.warm_up import warm_up
 from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
@@ -223,7 +224,7 @@ class Pipeline:
                 layout=self._config.layout,
                 collectives=Collectives(self.schedule, self.data_parallel, self._clock),
             )
-        return self._with_slices(self._with_moves(self._with_tied_messages(found)), batch)
+        return self._with_slices(self._with_stage_swaps(self._with_moves(self._with_tied_messages(found))), batch)
 
     def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
         """The profile, on the rank that has one, with the seconds of token slices: last, for they share its costs."""
@@ -268,6 +269,13 @@ class Pipeline:
         stages = range(self.schedule.num_stages)
         seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (evict_s, offload_s)]
         return replace(profile, costs=replace(profile.costs, evict_s=seconds[0], offload_s=seconds[1]))
+
+    def _with_stage_swaps(self, profile: Profile | None) -> Profile | None:
+        """The profile, on the rank that has one, with the seconds of moving whole stages."""
+        if self.store is None or profile is None:
+            return profile
+        moves = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
+        return replace(profile, costs=replace(profile.costs, moves=moves))
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from pipeloom.trace import Trace
 from pipeloom.train.batch import Batch
 from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.stage_updates import StageUpdates
 
 _REPEATS = 3
 
@@ -35,16 +36,29 @@ class Prediction:
     step_time_s: float
 
 
-def predict_step(pipeline: Pipeline, world: World, batch: Batch, optimizer: OptimizerConfig) -> Prediction | None:
+def predict_step(
+    pipeline: Pipeline, world: World, batch: Batch, optimizer: OptimizerConfig, updates: StageUpdates | None
+) -> Prediction | None:
     """Profile the stages, their collectives and the update on this machine and simulate the pipeline's schedule.
 
     Collectives are timed while all ranks compute; that they slow compute down where they share its cores is left out.
     Weights and optimizer state of the pipeline are as before. Every rank calls it.
 
+    Args:
+        pipeline: whose step it is.
+        world: this process among the others.
+        batch: like those of the steps.
+        optimizer: of the update that follows the pipeline.
+        updates: where actions of the schedule update the stages instead.
+
     Returns:
         The prediction on rank 0, ``None`` elsewhere.
     """
     profile = pipeline.profile(batch)
+    if profile is not None and updates is not None:
+        update_s = tuple(updates.seconds(stage, world.device) for stage in pipeline.data_parallel.weights)
+        trace = simulate_profile(pipeline.schedule, replace(profile, costs=replace(profile.costs, update_s=update_s)))
+        return Prediction(trace, trace.end_s)
     update_s = _time_update(world, pipeline.data_parallel, optimizer)
     if profile is None:
         return None

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.stage_store import StageStore
+from pipeloom.execute.timing import median_seconds
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.train.optimizer import MOMENTS, begin_state, clip_gradients, gradient_norms, squared_norm
+
+_REPEATS = 3
 
 
 class StageUpdates:
@@ -77,6 +80,20 @@ class StageUpdates:
         for parameter in parameters:
             parameter.grad = None
         weights.refresh()
+
+    def seconds(self, stage: int, device: torch.device) -> float:
+        """Outside a step, with the stage at rest: seconds of an update whose gradient is clipped; it is forgotten."""
+        changed = [part.parameter for part in self._weights[stage].parts]
+        steps = [self._optimizer.state[parameter]["step"] for parameter in changed]
+        done, owed = [step.clone() for step in steps], (self.squares, self._is_owed)
+        self.squares, self._is_owed = 4 * self._config.clip_grad_norm**2, True
+        try:
+            with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):
+                return median_seconds(lambda: self.update(stage), _REPEATS, device)
+        finally:
+            self.squares, self._is_owed = owed
+            for step, before in zip(steps, done, strict=True):
+                step.copy_(before)
 
     def owe(self) -> None:
         """After a step, with its learning rate in the optimizer: its updates are due if they are deferred."""

@@ -183,10 +183,10 @@ class Trainer:
     def _predict(self) -> None:
         """Say what a step will look like; written by rank 0."""
         config = self._config
-        if not config.training.predict or self._updates is not None:
+        if not config.training.predict:
             return
         batch = self._batch(self._data.train, 0)
-        self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer)
+        self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer, self._updates)
         if self._prediction is not None:
             self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
 
