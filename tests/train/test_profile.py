@@ -10,12 +10,15 @@ from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.execute.boundary import TokenSlices
 from pipeloom.execute.launch import run_workers
-from pipeloom.execute.profile import Profile, Times
+from pipeloom.execute.profile import Profile, Times, most_held
 from pipeloom.execute.profile_slices import with_slices
 from pipeloom.execute.world import join_forked
+from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
+from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.action import MOVE_KINDS
+from pipeloom.schedule.held import KeptBytes
 from pipeloom.train.data import load_data
 from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
@@ -44,6 +47,26 @@ def test_slices_have_their_own_compute_and_their_share_of_everything_else():
         assert tuple(costs.seconds(Action(kind, 0, 0, part)) for part in (0, 1)) == expected, kind
     assert costs.seconds(Action(Kind.UNSHARD, 0)) == 5.0
     assert costs.seconds(Action(Kind.RECV_TIED, 0)) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "expected"),
+    [
+        ("breadth-first", {"pp": 2, "loops": 2}, [4, 4, 4, 4]),
+        ("1f1b", {"pp": 5}, [4, 4, 3, 2, 1]),
+        ("zb-h1", {"pp": 3}, [3, 2, 1]),
+        ("breadth-first", {"pp": 2, "num_microbatches": 3}, [3, 3]),
+        ("1f1b", {"pp": 3, "num_slices": 4}, [1, 1, 1]),
+    ],
+)
+def test_as_many_micro_batches_are_timed_at_once_as_a_stage_holds(family, sizes, expected):
+    schedule = make_schedule(family, **({"num_microbatches": 8} | sizes))
+    assert [most_held(schedule, stage) for stage in range(schedule.num_stages)] == expected
+
+
+def test_a_rank_that_is_short_of_memory_is_timed_with_one_micro_batch():
+    schedule = add_moves(make_schedule("1f1b", pp=4, num_microbatches=8), Moves(to_partners=True), KeptBytes())
+    assert [most_held(schedule, rank) for rank in range(4)] == [1, 1, 1, 1]
 
 
 CASES = {

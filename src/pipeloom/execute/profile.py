@@ -4,9 +4,11 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import mean, median
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +25,10 @@ from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
 from pipeloom.layout import Layout
 from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.action import OUT_OF
 
 _REPEATS = 5
+_MOST_HELD = 4
 _CROWD_S = 0.6
 _MESSAGES = 24
 
@@ -135,9 +139,10 @@ def profile_stages(
     The halves of a backward are timed each where the stage splits it.
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
-    alone, or with the tensor-parallel ranks that it computes with; then two exchange tensors while the others compute;
-    then all compute and exchange at once, which tells how much they slow each other down. Last the stage's collectives
-    are timed while all compute, as in a step. Gradients that this leaves behind are dropped. Every rank calls it.
+    alone, or with the tensor-parallel ranks that it computes with, while it holds micro-batches as in a step; then two
+    exchange tensors while the others compute; then all compute and exchange at once, which tells how much they slow
+    each other down. Last the stage's collectives are timed while all compute, as in a step. Gradients that this leaves
+    behind are dropped. Every rank calls it.
 
     Args:
         world: this process among the others.
@@ -158,17 +163,20 @@ def profile_stages(
     alone: dict[int, Times] = {}
     transfer_s = expected = found = 0.0
     for number, (index, stage) in enumerate(stages.items()):
-        run = stage_runner(stage, outputs, tokens, objective, world.device)
+        make = partial(stage_runner, stage, outputs, tokens, objective, world.device)
+        run, run_s = make(), 0.0
         with collectives.data_parallel.gathered(index, timeout_s):
             for team in layout.tensor_groups():
                 if world.rank in team:
-                    alone[index] = _time(run)
+                    run_s = sum(_time(run, _REPEATS))
+                    held = most_held(collectives.schedule, index)
+                    alone[index] = _time(make(held=held), -(-_REPEATS // held))
                 world.wait_for_all()
             if number == 0:
-                transfer_s = exchange.seconds(run, sum(alone[index]))
-            times = _crowd(exchange, run, sum(alone[index]), _CROWD_S / len(stages))
-            collective_s[index] = _time_collectives(collectives, index, _Load(world, run, sum(alone[index])), timeout_s)
-        expected += len(times) * sum(alone[index])
+                transfer_s = exchange.seconds(run, run_s)
+            times = _crowd(exchange, run, run_s, _CROWD_S / len(stages))
+            collective_s[index] = _time_collectives(collectives, index, _Load(world, run, run_s), timeout_s)
+        expected += len(times) * run_s
         found += sum(times)
         for parameter in stage.module.parameters():
             parameter.grad = None
@@ -250,23 +258,54 @@ def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load
     return median(seconds(num_runs) for _ in range(_REPEATS))
 
 
+def most_held(schedule: Schedule, stage: int) -> int:
+    """The most micro-batches whose activations a stage holds at once in a schedule, up to those that are timed at once.
+
+    One where any are moved or recomputed: memory is short then.
+    """
+    row = schedule.rows[schedule.placement.rank_by_stage[stage]]
+    if schedule.facts.row.is_kind(Kind.RECOMPUTE, *OUT_OF).any():
+        return 1
+    begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    held = np.cumsum(np.where(row.stage == stage, begins.astype(np.int64) - ends, 0)).max(initial=1)
+    return max(1, min(_MOST_HELD, int(held) // schedule.num_slices))
+
+
 Run = Callable[[], Times]
-"""One forward and backward."""
+"""Forward and backward, of one micro-batch or the mean of several."""
 
 
 def stage_runner(
-    stage: Stage, outputs: Sequence[TensorSpec], tokens: Tensor, objective: Objective, device: torch.device
+    stage: Stage,
+    outputs: Sequence[TensorSpec],
+    tokens: Tensor,
+    objective: Objective,
+    device: torch.device,
+    *,
+    held: int = 1,
 ) -> Run:
-    """What runs one micro-batch through a stage, with random tensors for those of its neighbors."""
+    """What runs micro-batches through a stage, with random tensors for those of its neighbors.
+
+    Args:
+        stage: which.
+        outputs: the agreed spec of every stage's output.
+        tokens: stage 0's input.
+        objective: applied to the last stage's output.
+        device: that the stage is on.
+        held: micro-batches that all go forward before the first goes back. What a single one writes finds the memory,
+            still in a cache, that the one before it has just given back: on CPUs that is faster than a step is.
+    """
     tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
     is_last = stage.index == len(outputs) - 1
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
     def run() -> Times:
         begin = now(device)
-        stage.forward(Part(0), tensor, objective if is_last else None, trains=True)
+        for number in range(held):
+            stage.forward(Part(number), tensor, objective if is_last else None, trains=True)
         forward_s = now(device) - begin
-        return Times(forward_s, *time_backward(stage, Part(0), gradient, device))
+        backward_s = [time_backward(stage, Part(number), gradient, device) for number in range(held)]
+        return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
 
     return run
 
@@ -287,9 +326,9 @@ def _random(spec: TensorSpec, device: torch.device) -> Tensor:
     return torch.randn(spec.shape, dtype=spec.dtype, device=device)
 
 
-def _time(run: Run) -> Times:
+def _time(run: Run, repeats: int) -> Times:
     run()  # allocates, and fills caches
-    return Times.medians([run() for _ in range(_REPEATS)])
+    return Times.medians([run() for _ in range(repeats)])
 
 
 class _Exchange:
