@@ -1,4 +1,4 @@
-"""A model of several times its budget beside itself without one: losses, step times, and how much of the swaps hid.
+"""A model of several times its budget beside itself without one: losses, step times, predictions, what of swaps hid.
 
     python benchmarks/stage_swaps.py --rounds 3
 
@@ -17,7 +17,7 @@ from typing import Any
 
 MODEL = ["--model.num-layers", "14", "--model.hidden-size", "256", "--model.num-heads", "4"]
 LAYOUT = ["--layout.pp", "1", "--layout.loops", "16", "--layout.microbatch-size", "2"]
-BRIEF = ["--training.no-predict", "--training.validation-batches", "1", "--training.sample-tokens", "0"]
+BRIEF = ["--training.validation-batches", "1", "--training.sample-tokens", "0"]
 STATE_BYTES = 16
 """Of a parameter in single precision: weight, gradient, two moments."""
 
@@ -32,6 +32,11 @@ def train(folder: Path, words: list[str]) -> dict[str, Any]:
     return {**summary, "losses": [line["loss"] for line in lines]}
 
 
+def _predicted(summary: dict[str, Any]) -> float:
+    """The step as it was predicted, in parts of the one that was measured."""
+    return summary["predicted_step_time_s"] / summary["step_time_s"]
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -40,11 +45,12 @@ def main() -> None:
     parser.add_argument("--budget", default="44MB")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16])
     options = parser.parse_args()
-    print("micro-batches  ratio of step times  hidden  peak MB  same losses")
+    print("micro-batches    ratio of step times  predicted / measured: plain  swapped  hidden  peak MB  same losses")
     for count in options.microbatches:
         words = ["--layout.num-microbatches", str(count), "--training.steps", str(options.steps)]
         ratios: list[float] = []
         hidden: list[float] = []
+        told: list[tuple[float, float]] = []
         is_same, swapped = True, dict[str, Any]()
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory() as name:
@@ -52,10 +58,13 @@ def main() -> None:
                 swapped = train(Path(name) / "swapped", [*words, "--schedule.device-budget", options.budget])
             ratios.append(swapped["step_time_s"] / plain["step_time_s"])
             hidden.append(swapped["swap_hidden_s"] / swapped["swap_s"])
+            told.append((_predicted(plain), _predicted(swapped)))
             is_same = is_same and swapped["losses"] == plain["losses"]
         spread = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         peak = swapped["peak_stage_bytes"] / 1e6
-        print(f"{count:13}  {spread:>19}  {median(hidden):6.0%}  {peak:7.1f}  {is_same}", flush=True)
+        of_plain, of_swapped = map(median, zip(*told, strict=True))
+        told_both = f"{of_plain:27.2f}  {of_swapped:7.2f}"
+        print(f"{count:13}  {spread:>21}  {told_both}  {median(hidden):6.0%}  {peak:7.1f}  {is_same}", flush=True)
     print(f"weights and state of the model: {swapped['num_parameters'] * STATE_BYTES / 1e6:.1f} MB")
 
 
