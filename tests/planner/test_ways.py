@@ -181,3 +181,11 @@ def test_a_plan_of_a_swapped_model_says_so(deep):
     plan = make_plan(deep({}, cluster=with_memory(2.4), **ALONE), budget_s=60)
     assert [rival.step for rival in plan.rivals if rival.kind == WITHOUT["swap"]] == [None]
     assert sum(causes(plan.best).values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
+
+
+def test_the_stages_of_a_swapped_model_may_be_asked_for(deep):
+    question = deep({"loops": (7, 14)}, cluster=with_memory(2.4), **ALONE)
+    steps = search(question, 5).steps
+    assert {step.run.loops for step in steps} <= {7, 14}
+    assert {way_of(step) for step in steps} == {"swap"}
+    assert steps[0].prediction.fits

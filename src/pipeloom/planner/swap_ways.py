@@ -32,10 +32,12 @@ class Swapped:
     """A leaf on one device that is too small for its model, with stages that visit it.
 
     Attributes:
-        leaf: in one stage, its way ``swap``.
+        leaf: its way ``swap``.
+        num_stages: as many as are asked for; ``None`` for any number, whatever that of the leaf is.
     """
 
     leaf: Leaf
+    num_stages: int | None
     way: Way = "swap"
 
     @cached_property
@@ -54,8 +56,8 @@ class Swapped:
     @property
     def _room(self) -> float:
         """Bytes that a device has for stages, about, beside what all micro-batches keep."""
-        memory, count = self.leaf.cut.memory, self.leaf.cut.run.num_microbatches
-        held = memory.sharded("none").held_bytes(np.array([[float(count)]]))
+        memory, run = self.leaf.cut.memory, self.leaf.cut.run
+        held = memory.sharded("none").held_bytes(np.full((1, run.loops), float(run.num_microbatches)))
         return float((memory.rooms - held).min()) + self._whole_bytes
 
     def settle(self) -> Candidate | None:
@@ -79,7 +81,7 @@ class Swapped:
             UserError: a piece of the model is larger.
         """
         run, question = self.leaf.cut.run, self._question(budget)
-        partition = plan_swaps(question, [run.num_microbatches]).partition
+        partition = plan_swaps(question, [run.num_microbatches], num_stages=self.num_stages).partition
         choice = replace(self.leaf.choice, loops=len(partition))
         run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
         software = self.leaf.cut.arrangement.question.software
@@ -96,10 +98,11 @@ def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
     for arrangement in arrangements:
         run, question = arrangement.run, arrangement.question
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
-        if not is_alone or arrangement.kept == "some" or arrangement.splits or question.limits.loops is not None:
+        if not is_alone or arrangement.kept == "some" or arrangement.splits:
             continue
+        is_asked = question.limits.loops is not None
         for cut in arrangement.cuts():
-            leaf = next(cut.leaves())
-            if cut.run.loops == 1 and leaf.narrowed() is None:
-                choice = Choice(family=FAMILY, pp=1, loops=1, num_microbatches=run.num_microbatches)
-                yield Swapped(replace(leaf, choice=choice, way="swap"))
+            leaf, loops = next(cut.leaves()), cut.run.loops
+            if (is_asked or loops == 1) and leaf.narrowed() is None:
+                choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
+                yield Swapped(replace(leaf, choice=choice, way="swap"), loops if is_asked else None)
