@@ -16,9 +16,10 @@ CLUSTER = load_cluster("dgx-1-v100")
 MODELS = {name: load_model(name) for name in ("gpt-52b", "gpt-6.6b")}
 NUM_DEVICES = 64
 MEGATRON = load_software("megatron-2021")
-OWN = replace(load_software("pipeloom"), efficiency=MEGATRON.efficiency, lends_tied=False)
+OWN = replace(load_software("pipeloom"), efficiency=MEGATRON.efficiency, lends_tied=False, weight_state_bytes=4.0)
 """With the kernels and bandwidths of the other, and as much to do for a tied embedding after the pipeline, so that the
-two differ in what they do and not in how fast, and by their orders."""
+two differ in what they do and not in how fast, and by their orders. Gradients have two bytes: Fast-LLM, which the
+paper's program became, has buffers of two or of four for them, and with four the largest batches would not fit."""
 MESSAGES = {"cut": True, "whole": False}
 """How a message between stages goes: cut over the tensor-parallel ranks (scatter/gather), or whole from each."""
 

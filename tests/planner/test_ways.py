@@ -1,22 +1,30 @@
 """What only moving, recomputing by micro-batch, token slices or split backwards can answer is found, and is a run."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli.simulate import simulate_config
+from pipeloom.config import MachineConfig, ModelConfig, RunConfig
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
+from pipeloom.layout import Layout
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import WITHOUT, make_plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search, way_of
+from pipeloom.planner.swap_ways import hint
+from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
+from pipeloom.train.pipeline import training_schedule
+from pipeloom.train.stage_swaps import stage_amounts
 
+OURS = load_software("pipeloom")
 DEEP = ModelShape(
     layers=14, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=8000, tied=False, name="deep"
 )
@@ -42,7 +50,7 @@ def deep(ask):
 
 CASES = {
     "balance": (ONE_BY_ONE, {"cluster": with_memory(2.7)}),
-    "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.8)}),
+    "keep": (ONE_BY_ONE | {"ways": ("none", "keep")}, {"cluster": with_memory(2.85)}),
     "offload": (ONE_BY_ONE, {"cluster": with_memory(2.4, host=Link(latency_s=0.0, bytes_per_s=100e9))}),
     "slices": ({"pp": (8,), "tp": (1,)}, {"global_batch": 2, "seq": 4096}),
 }
@@ -83,7 +91,7 @@ def test_few_micro_batches_and_room_are_a_case_for_split_backwards(deep):
 
 
 def test_partners_stand_beside_each_other_where_the_network_is_slow(deep):
-    cluster = with_memory(2.7)
+    cluster = with_memory(2.85)
     slow = replace(cluster, name="slow", devices_per_node=4, inter=replace(cluster.inter, bytes_per_s=16e9))
     step = search(deep(ONE_BY_ONE, cluster=slow), 1).best
     order = step.run.pipeline_order
@@ -162,18 +170,70 @@ def test_the_run_of_a_swapped_model_simulates_the_same(deep):
     assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{"host": None}, {"memory": 1.2}, {"families": ("1f1b",)}])
-def test_nothing_is_swapped_where_it_cannot_be(deep, changes):
-    """No way to the host, no room for the largest piece beside activations, or no order that visits stages seldom."""
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16")])
+def test_the_schedule_of_a_swapped_model_is_the_one_that_trains(deep, precision, dtype):
+    """Stages take what the trainer says they take, so that it neither refuses the budget nor moves anything else."""
+    cluster = load_cluster("dgx-h100")
+    cluster = replace(cluster, device=replace(cluster.device, memory_bytes=2.13e9))
+    step = search(deep({}, cluster=cluster, precision=precision, **ALONE), 1).best
+    assert way_of(step) == "swap"
+    config = run_config(step, None, "dgx-h100", "pipeloom")
+    assert config.training.dtype == dtype
+    config = replace(config, model=config.model.resolve(DEEP.vocab))
+    assert [one.total for one in stage_amounts(config)] == [one.total for one in swapped_amounts(step.run, OURS)]
+    assert training_schedule(config).rows == step.schedule.rows
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True)])
+def test_stages_are_as_large_as_those_that_train(family, tied):
+    model = ModelConfig(family=family, num_layers=5, hidden_size=64, num_heads=4, vocab_size=500, tied=tied)
+    config = RunConfig(model=model.resolve(257), layout=Layout(pp=1, loops=5, num_microbatches=2))
+    layout = replace(config.layout, partition=(1, 2, 2, 1, 1))
+    run = describe(replace(config, layout=layout, machine=MachineConfig(precision="fp32"))).run
+    assert swapped_amounts(run, OURS) == stage_amounts(replace(config, layout=layout))
+
+
+def test_more_memory_never_makes_a_swapped_model_slower(deep):
+    seconds = []
+    for gigabytes in (2.0, 2.05, 2.1, 2.15, 2.2, 2.3, 2.4, 2.6, 2.8):
+        limits = {"micro_batch": (1,), "recompute": ("full",)}
+        best = search(deep(limits, cluster=with_memory(gigabytes), **ALONE), 1).best
+        assert way_of(best) == "swap"
+        seconds.append(best.prediction.step_time_s)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.9 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"host": None}, r"a table \[host\] with latency_us and gb_per_s"),
+        ({"memory": 1.6}, "Stages that visit the device one after the other do not fit either"),
+        ({"families": ("1f1b",)}, "with the way swap and the family breadth-first"),
+        ({"ways": ("none",)}, "with the way swap and the family breadth-first"),
+    ],
+)
+def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
     cluster = with_memory(changes.get("memory", 2.4))
     if "host" in changes:
         cluster = replace(cluster, host=None)
-    limits = {"families": changes["families"]} if "families" in changes else {}
-    assert search(deep(limits, cluster=cluster, **ALONE), 1).best is None
+    limits = {name: changes[name] for name in ("families", "ways") if name in changes}
+    question = deep(limits, cluster=cluster, **ALONE)
+    plan = make_plan(question, budget_s=60)
+    assert plan.best is None
+    (told,) = plan.advice
+    assert re.search(words, told)
+
+
+def test_several_devices_share_the_stages_instead(deep):
+    assert hint(deep({})) is None
+    plan = make_plan(deep({"ways": ("swap",)}), budget_s=60, explains=True)
+    assert any("stages are swapped through one device alone" in line for line in plan.advice)
 
 
 def test_what_fits_is_not_swapped(deep):
     steps = search(deep({}, cluster=with_memory(16.0), **ALONE), 5).steps
+    assert steps
     assert "swap" not in {way_of(step) for step in steps}
 
 
@@ -184,8 +244,8 @@ def test_a_plan_of_a_swapped_model_says_so(deep):
 
 
 def test_the_stages_of_a_swapped_model_may_be_asked_for(deep):
-    question = deep({"loops": (7, 14)}, cluster=with_memory(2.4), **ALONE)
+    question = deep({"loops": (5, 9, 16)}, cluster=with_memory(2.4), **ALONE)
     steps = search(question, 5).steps
-    assert {step.run.loops for step in steps} <= {7, 14}
+    assert {step.run.loops for step in steps} <= {5, 9, 16}
     assert {way_of(step) for step in steps} == {"swap"}
     assert steps[0].prediction.fits

@@ -66,7 +66,7 @@ def test_no_rank_ever_holds_more_than_its_peaks_of_all_parts(title):
     for memory, curve in zip(step.prediction.memory_by_rank, step.memory_over_time, strict=True):
         assert curve.peak_bytes <= memory.total_bytes - memory.fragmentation_bytes + 1
         assert curve.peak_parts["stage inputs"] <= memory.activations_bytes + memory.head_bytes + 1
-        assert curve.peak_bytes > 0.85 * (memory.total_bytes - memory.fragmentation_bytes)
+        assert curve.peak_bytes > 0.8 * (memory.total_bytes - memory.fragmentation_bytes)
 
 
 def test_utilization_is_the_published_formula():
@@ -130,8 +130,9 @@ def test_sharding_more_leaves_less_on_a_device_and_the_rest_of_the_memory_as_it_
     ]
     totals = [step.prediction.memory.total_bytes for step in steps]
     assert totals == sorted(totals, reverse=True)
-    assert len({step.prediction.memory.activations_bytes for step in steps}) == 1
-    none, _, gradients, full = (step.prediction.memory for step in steps)
+    by_rank = {tuple(memory.activations_bytes for memory in step.prediction.memory_by_rank) for step in steps}
+    assert len(by_rank) == 1
+    none, _, gradients, full = (step.prediction.memory_by_rank[0] for step in steps)
     assert gradients.weights_bytes == none.weights_bytes > full.weights_bytes
 
 
@@ -203,7 +204,7 @@ def test_the_borrower_of_a_tied_matrix_has_no_optimizer_state_for_it():
     assert copies[3].optimizer_bytes - tied[3].optimizer_bytes == pytest.approx(12 * matrix)
     assert tied[3].weights_bytes == pytest.approx(copies[3].weights_bytes)
     assert tied[3].gradients_bytes == pytest.approx(copies[3].gradients_bytes)
-    assert tied[0].gradients_bytes - copies[0].gradients_bytes == pytest.approx(2 * matrix)  # received
+    assert tied[0].gradients_bytes - copies[0].gradients_bytes == pytest.approx(4 * matrix)  # received
     assert tied[1] == copies[1]
 
 

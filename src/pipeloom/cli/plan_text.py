@@ -277,5 +277,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         console.print(
             "no number of devices and no length of sequences that was tried is enough; choose a smaller model"
         )
+    for line in plan.advice:
+        console.print(f"- {line}")
     for what, step in near.ways_out:
         console.print(f"- with {what} it fits: {seconds(step.prediction.step_time_s)} a step ({_axes(step)})")

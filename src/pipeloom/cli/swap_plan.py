@@ -18,10 +18,12 @@ class ToldPlan:
 
     Attributes:
         plan: the best cut.
+        budget: as it was asked for.
         is_needed: whether the model does not fit the budget as it is.
     """
 
     plan: SwapPlan
+    budget: int
     is_needed: bool
 
 
@@ -30,7 +32,7 @@ def make_swap_plan(config: RunConfig, swapping: Swapping) -> ToldPlan:
     described = describe(config)
     plan = plan_swaps(question_of(described, swapping), [2**power for power in range(_MOST_DOUBLINGS)])
     whole = sum(one.total for one in swapped_amounts(described.run, described.software))
-    return ToldPlan(plan, whole > swapping.budget)
+    return ToldPlan(plan, swapping.budget, whole > swapping.budget)
 
 
 def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
         "swap_plan": {
             "partition": list(plan.partition),
             "num_microbatches": plan.num_microbatches,
+            "device_budget": plan.schedule.max_resident,
             "step_s": plan.step_s,
             "utilization": plan.utilization,
             "hidden": plan.hidden,
@@ -64,6 +67,9 @@ def print_swap_plan(told: ToldPlan, refused: str = "", *, as_json: bool = False)
         print(f"as it is given    {refused}")
     cut = ",".join(map(str, plan.partition))
     print(f"swap plan         layout.loops {len(plan.partition)}, layout.partition [{cut}],")
+    room = plan.schedule.max_resident
+    if room is not None and room < told.budget:
+        print(f"                  schedule.device_budget {room}: with more the swaps hide less,")
     print(
         f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
     )

@@ -12,6 +12,7 @@ from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Counts, Progress, Rank, Search, search, way_of
+from pipeloom.planner.swap_ways import hint
 from pipeloom.predict.step import SimulatedStep
 
 
@@ -107,7 +108,8 @@ def make_plan(
     bar = error_bar(question.cluster, question.software)
     if best is None:
         near = closest(question) if found.open_bound_s is None else None
-        return Plan(question, (), counts, found.open_bound_s, (), (), bar, (), near)
+        hints = () if near is None else tuple(filter(None, [hint(question)]))
+        return Plan(question, (), counts, found.open_bound_s, (), (), bar, hints, near)
     if not explains:
         return Plan(question, found.steps, counts, found.open_bound_s, (), (), bar, (), None)
     steps, rivals = found.steps, tuple(_rivals(searching, question, best, deadline))
@@ -282,7 +284,8 @@ def _advice_on_ways(question: Question, best: SimulatedStep) -> Iterator[str]:
     ways = question.limits.ways
     if ways is not None and way_of(best) not in ways:
         wanted = " or ".join(ways)
-        yield f"None of these layouts has {wanted}: nothing needs it, or it does not help."
+        alone = " (stages are swapped through one device alone)" if "swap" in ways and question.num_devices > 1 else ""
+        yield f"None of these layouts has {wanted}: nothing needs it, or it does not help{alone}."
 
 
 def _advice_on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:

@@ -26,8 +26,8 @@ class Limits:
         shards: what data parallelism shares out.
         recompute: what the backward computes again; ``full`` also allows some of the layers.
         sequence_parallel: whether what tensor parallelism leaves whole may or must be split.
-        ways: in which room is made for activations, or sequences are cut; ``none`` is a layout without, which is also
-            the answer where the others lead to no layout.
+        ways: in which room is made for activations or stages, or sequences are cut; ``none`` is a layout without, which
+            is also the answer where the others lead to no layout.
     """
 
     tp: tuple[int, ...] | None = None
@@ -135,7 +135,7 @@ class Question:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """In which room may be made for activations, or sequences be cut."""
+        """In which room may be made for activations or stages, or sequences be cut."""
         return tuple(way for way in self.software.ways if self.limits.allows(ways=way))
 
     @property

@@ -37,7 +37,8 @@ Kept = Literal["none", "selective", "some", "full"]
 MOST_ON_A_STEP = 500_000
 """Micro-batches times pipeline ranks; a schedule of more takes longer to make than anybody waits."""
 FEW_LOOPS = 4
-"""Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly."""
+"""Up to here every number of loops is tried; above, those with which layers, or all pieces, divide evenly; or those
+that are asked for."""
 GROUP_FACTORS = (1.25, 2, 4, 8, 16)
 """Group sizes of the hybrid, as multiples of the pipeline ranks; beside them the number of micro-batches."""
 
@@ -111,10 +112,11 @@ class Arrangement:
         """(loops, placement) of the cuts."""
         layers, pp, pieces = self.run.shape.layers, self.run.pp, self.run.shape.layers + 2
         is_balanced = self.question.software.partition == "balanced"
+        is_asked = self.question.limits.loops is not None
         allowed = [
             loops
             for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
-            if (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
+            if is_asked or (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
             if self.question.limits.allows(loops=loops) and self._divides(loops)
         ]
         found = [(loops, "looped") for loops in allowed]

@@ -33,6 +33,8 @@ from pipeloom.words import format_bytes
 _WEIGHTS = Content.WEIGHTS | Content.BORROWED
 _MOST_SIMULATED = 120
 """Cuts that are simulated for one number of micro-batches."""
+_FEW_NEIGHBORS = 4
+"""Stages for which there is room at least, where less room than there is may be faster."""
 _ENOUGH_MICROBATCHES = 4
 """Simulated while cuts are compared; a visit of more is one that takes as many times longer."""
 
@@ -119,7 +121,7 @@ class SwapPlan:
     Attributes:
         partition: pieces of each stage.
         num_microbatches: of a step.
-        schedule: of the step.
+        schedule: of the step; its ``max_resident`` is the budget, or less where that is faster.
         trace: of its simulation.
     """
 
@@ -227,7 +229,27 @@ def _best_plan(question: SwapQuestion, count: int, num_stages: int | None) -> Sw
         if step_s(following) >= step_s(best):
             break
         best = following
-    return swapped_step(question, best, count)
+    finest = (1,) * len(question.pieces) if num_stages is None else best
+    plans = [
+        swapped_step(replace(question, budget=room), partition, count)
+        for partition in dict.fromkeys((best, finest))
+        for room in _rooms(question, partition)
+    ]
+    return min(plans, key=lambda plan: plan.step_s)
+
+
+def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
+    """The budget, and less: room for a few neighbors.
+
+    Stages that stay from the way forward to the way back move all that they are one way on the first and the other way
+    on the second. Where lanes are busy all the time, it is faster if both are at once.
+    """
+    sizes = stage_sizes(
+        [question.stage(begin, end).amounts for begin, end in pairwise(accumulate(partition, initial=0))]
+    )
+    few = range(2, min(_FEW_NEIGHBORS, len(sizes)) + 1)
+    least = {max(sum(sizes[begin : begin + number]) for begin in range(len(sizes) - number + 1)) for number in few}
+    return [question.budget, *sorted(room for room in least if room < question.budget)]
 
 
 def _with_longer_visits(question: SwapQuestion, factor: float) -> SwapQuestion:

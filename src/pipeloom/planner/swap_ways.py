@@ -1,7 +1,7 @@
 """Whole stages that visit the one device of a run, in the search: where weights and their state are too large for it.
 
-What a step takes is not bounded by what swapping does, only estimated: it takes at least as long as its compute, and as
-the way of everything to the device and back. A search tries the few layouts that come first by that.
+What a step takes is not bounded, only estimated: as long as its compute, or as what moves meanwhile. A search tries the
+few layouts that come first by that.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,19 @@ from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.settle import TRIES
+from pipeloom.planner.question import Question
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
 from pipeloom.predict.describe import Described
+from pipeloom.predict.memory import kept_logits
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
+from pipeloom.schedule.stage_swaps import NOTHING, Content
 
 FAMILY = "breadth-first"
 """The order that visits each stage twice a step, however many micro-batches there are."""
+_MOST_BUDGETS = 6
+"""That are tried: what activations leave is only known when the stages are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,28 +46,42 @@ class Swapped:
 
     @cached_property
     def estimate_s(self) -> float:
-        """Seconds of the step, about; infinite where activations leave no room for the largest layer."""
-        cut, (level,) = self.leaf.cut, self.leaf.sharding.levels
-        if max(one.total for one in self._question(0).pieces) > self._room:
+        """Seconds of the step, about; infinite where activations leave no room for the largest piece of the model.
+
+        On the way forward each stage is updated and run: all of it comes, weights and state go. On the way back it
+        comes as weights, and leaves its gradient. Each way takes as long as its compute, or as what moves.
+        """
+        asked, count = self._question, self.leaf.cut.run.num_microbatches
+        if max(one.total for one in asked.pieces) > self._room:
             return float("inf")
-        moved_s = self._whole_bytes / cut.arrangement.cluster.host_link.bytes_per_s
-        return max(cut.time.sharded(level).step_s, moved_s)
+
+        def moved_s(content: Content) -> float:
+            return sum(one.of(content) for one in asked.pieces) / asked.bytes_per_s
+
+        forward_s = count * sum(asked.forward_s) + sum(asked.update_s)
+        way_back_s = max(moved_s(Content.WEIGHTS | Content.BORROWED), moved_s(Content.GRADIENT | Content.LENT_GRADIENT))
+        return max(forward_s, moved_s(~NOTHING)) + max(count * sum(asked.backward_s), way_back_s)
 
     @cached_property
-    def _whole_bytes(self) -> float:
-        return sum(one.total for one in self._question(0).pieces)
+    def _question(self) -> SwapQuestion:
+        """What is known of the pieces, with all the room that there may be."""
+        arrangement, run = self.leaf.cut.arrangement, self.leaf.cut.run
+        described = Described(run, arrangement.cluster, arrangement.question.software)
+        return question_of(described, Swapping(0, needs_norm=OptimizerConfig().clips))
 
-    @property
+    @cached_property
     def _room(self) -> float:
-        """Bytes that a device has for stages, about, beside what all micro-batches keep."""
-        memory, run = self.leaf.cut.memory, self.leaf.cut.run
+        """Bytes that a device has for stages, about, beside what all micro-batches keep, their logits included."""
+        memory, run, software = self.leaf.cut.memory, self.leaf.cut.run, self.leaf.cut.arrangement.question.software
         held = memory.sharded("none").held_bytes(np.full((1, run.loops), float(run.num_microbatches)))
-        return float((memory.rooms - held).min()) + self._whole_bytes
+        logits = (run.num_microbatches - 1) * kept_logits(run, software) * (1 + software.fragmentation)
+        whole = sum(one.total for one in self._question.pieces)
+        return float((memory.rooms - held).min()) + whole - logits
 
     def settle(self) -> Candidate | None:
         """With the cut that is fastest in the bytes that activations leave; ``None`` if they leave too few."""
         budget, cluster = self._room, self.leaf.cut.arrangement.cluster
-        for _ in range(TRIES):
+        for _ in range(_MOST_BUDGETS):
             try:
                 chosen = self._within(int(budget))
             except UserError:  # a piece of the model is larger
@@ -71,7 +89,9 @@ class Swapped:
             prediction = chosen.simulate(cluster).prediction
             if prediction.fits:
                 return chosen
-            budget -= prediction.memory.total_bytes - prediction.device_bytes[0]
+            memory = prediction.memory
+            used = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+            budget = min(budget, used) - (memory.total_bytes - prediction.device_bytes[0])
         return None
 
     def _within(self, budget: int) -> Candidate:
@@ -80,17 +100,14 @@ class Swapped:
         Raises:
             UserError: a piece of the model is larger.
         """
-        run, question = self.leaf.cut.run, self._question(budget)
-        partition = plan_swaps(question, [run.num_microbatches], num_stages=self.num_stages).partition
+        run, question = self.leaf.cut.run, replace(self._question, budget=budget)
+        plan = plan_swaps(question, [run.num_microbatches], num_stages=self.num_stages)
+        partition, room = plan.partition, plan.schedule.max_resident
+        assert room is not None, "stages are swapped"
         choice = replace(self.leaf.choice, loops=len(partition))
         run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
         software = self.leaf.cut.arrangement.question.software
-        return Candidate(run, software, Order(choice=choice, swapping=Swapping(budget, question.needs_norm)))
-
-    def _question(self, budget: int) -> SwapQuestion:
-        arrangement = self.leaf.cut.arrangement
-        described = Described(self.leaf.cut.run, arrangement.cluster, arrangement.question.software)
-        return question_of(described, Swapping(budget, needs_norm=OptimizerConfig().clips))
+        return Candidate(run, software, Order(choice=choice, swapping=Swapping(room, question.needs_norm)))
 
 
 def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
@@ -106,3 +123,20 @@ def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
             if (is_asked or loops == 1) and leaf.narrowed() is None:
                 choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
                 yield Swapped(replace(leaf, choice=choice, way="swap"), loops if is_asked else None)
+
+
+def hint(question: Question) -> str | None:
+    """What somebody whose model does not fit one device may want to know of swapping; ``None`` with several devices."""
+    if question.num_devices > 1 or "swap" not in question.software.ways:
+        return None
+    if question.cluster.host is None:
+        return (
+            f"Stages could visit the device one after the other if the file of {question.cluster.name} said how fast "
+            "it reaches the memory of its host: a table [host] with latency_us and gb_per_s."
+        )
+    if "swap" not in question.ways or FAMILY not in question.families:
+        return f"Stages may visit the device one after the other with the way swap and the family {FAMILY}."
+    return (
+        "Stages that visit the device one after the other do not fit either, beside what all sequences of a step keep: "
+        "a smaller batch, shorter sequences or more recomputation need less."
+    )

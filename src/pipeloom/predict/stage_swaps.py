@@ -1,6 +1,7 @@
 """A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
 
 from dataclasses import dataclass, replace
+from operator import add
 
 from pipeloom.cost.analytic import stage_layers, stage_parameters
 from pipeloom.cost.costs import StageCosts
@@ -29,7 +30,7 @@ class Swapping:
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
     """For each stage the bytes of what there is of it."""
     found: list[Amounts] = []
-    for parameters in stage_parameters(run, software):
+    for parameters in map(add, stage_parameters(run, software), _vector_parameters(run, software)):
         state = state_bytes(run, parameters, software)
         found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes))
     _, head = stage_layers(run, software)
@@ -37,6 +38,20 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
         lent = state_bytes(run, run.shape.embedding_parameters, software)
         found[head] = replace(found[head], borrowed=lent.weights_bytes, lent_gradient=lent.gradients_bytes)
     return tuple(found)
+
+
+def _vector_parameters(run: Run, software: Software) -> tuple[int, ...]:
+    """For each stage its parameters that are no matrices, beside the two norms of a layer: the budget is strict.
+
+    The norm before the head; of the GPT-2 type biases of matrices and norms, and the table of positions.
+    """
+    shape, (counts, head) = run.shape, stage_layers(run, software)
+    is_gpt2 = shape.mlp == "gelu"
+    each = 5 * shape.hidden + 2 * shape.kv_width + shape.ffn if is_gpt2 else 0
+    extra = [count * each for count in counts]
+    extra[0] += run.seq * shape.hidden if is_gpt2 else 0
+    extra[head] += (2 if is_gpt2 else 1) * shape.hidden
+    return tuple(extra)
 
 
 def swapped_schedule(schedule: Schedule, run: Run, software: Software, swapping: Swapping) -> Schedule:
