@@ -144,7 +144,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``places`` says for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
     ``help``, are those of the fullest rank's devices. With ``--swap-plan`` also ``swap_plan``: ``partition``,
-    ``num_microbatches``, ``step_s``, and as fractions ``utilization`` and ``hidden``.
+    ``num_microbatches``, ``device_budget``, ``step_s``, and as fractions ``utilization`` and ``hidden``.
     """
     prediction = step.prediction
     tree: dict[str, Any] = {
