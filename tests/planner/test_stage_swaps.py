@@ -121,3 +121,11 @@ def test_the_gradient_that_a_head_lends_has_room_on_the_first_stage():
     assert plan_swaps(tied, [1]).partition == (1, 1, 1)
     with pytest.raises(UserError, match="the largest piece of the model takes 10 bytes, the budget is 9 bytes"):
         plan_swaps(replace(tied, pieces=(*tied.pieces[:-1], replace(tied.pieces[-1], weights=0, lent_gradient=2))), [1])
+
+
+def test_less_room_is_taken_where_it_is_faster():
+    """Where moving takes longest, stages that stay move everything in one direction first and then in the other."""
+    question = question_of([8] * 8, budget=7 * 32, rate=1.0, seconds=0.01)
+    found = plan_swaps(question, [2])
+    assert found.schedule.max_resident < question.budget
+    assert found.step_s < 0.95 * swapped_step(question, found.partition, 2).step_s
