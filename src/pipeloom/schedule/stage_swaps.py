@@ -39,6 +39,7 @@ class Content(Flag):
 
 
 NOTHING = Content(0)
+_PARTS = tuple((part.value, part.name.lower()) for part in Content if part.name is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,8 @@ class Amounts:
 
     def of(self, content: Content) -> float:
         """Of some contents together."""
-        return sum(getattr(self, part.name.lower()) for part in content if part.name is not None)
+        wanted = content.value
+        return sum(getattr(self, name) for bit, name in _PARTS if bit & wanted)
 
     @property
     def total(self) -> float:
