@@ -33,6 +33,7 @@ from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.row import KINDS
 
 Floats = NDArray[np.float64]
+_ROUNDING = 1e-9
 """An array of seconds, bytes or counts."""
 
 
@@ -151,7 +152,8 @@ class Bounds:
         """
         held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._turns
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
-        has_both = count * forward_s > held * longest_s[0]  # otherwise the last forward may come before any gradient
+        most_s = held * longest_s[0] * (1 + _ROUNDING)  # equal sums of equal stages may differ in their last digits
+        has_both = count * forward_s > most_s  # otherwise the last forward may come before any gradient
         return float(((around_s + np.maximum(between_s, 0.0)) * has_both).max())
 
     @cached_property
