@@ -5,8 +5,9 @@ import os
 import pytest
 from hypothesis import settings
 
-settings.register_profile("pipeloom", deadline=None)  # a loop may be compiled in the middle of a test
-settings.load_profile("pipeloom")
+settings.register_profile("explore", deadline=None)  # a loop may be compiled in the middle of a test
+settings.register_profile("pipeloom", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("pipeloom")  # the same examples everywhere; others: pytest --hypothesis-profile explore
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
