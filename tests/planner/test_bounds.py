@@ -91,18 +91,12 @@ def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
-def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward():
+def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(ask):
     """Fifteen inputs of alike stages, all of them held: as sums and as a product their seconds differ by rounding."""
-    question = Question(
-        shape=load_model("llama-13b"),
-        cluster=load_cluster("dgx-a100"),
-        software=load_software("pipeloom"),
-        num_devices=64,
-        global_batch=48,
-        seq=1024,
-        precision="fp16",
-        attention="plain",
-    ).limited(tp=(2,), pp=(8,), micro_batch=(4,), families=("interleaved-zb",), loops=(5,), shards=("none",))
+    layout = {"tp": (2,), "pp": (8,), "micro_batch": (4,), "loops": (5,), "families": ("interleaved-zb",)}
+    model = {"shape": load_model("llama-13b"), "seq": 1024, "attention": "plain"}
+    question = ask(**model, cluster=load_cluster("dgx-a100"), num_devices=64, global_batch=48)
+    question = question.limited(**layout, shards=("none",))
     leaves = [leaf for one in arrangements(question)[0] for cut in one.cuts() for leaf in cut.leaves()]
     settled = [(leaf, chosen) for leaf in leaves if (chosen := settle(leaf)) is not None]
     assert settled

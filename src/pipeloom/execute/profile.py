@@ -168,9 +168,10 @@ def profile_stages(
         with collectives.data_parallel.gathered(index, timeout_s):
             for team in layout.tensor_groups():
                 if world.rank in team:
-                    run_s = sum(_time(run, _REPEATS))
-                    held = most_held(collectives.schedule, index)
-                    alone[index] = _time(make(held=held), -(-_REPEATS // held))
+                    alone[index] = _time(run, _REPEATS)
+                    run_s, held = sum(alone[index]), most_held(collectives.schedule, index)
+                    if held > 1:
+                        alone[index] = _time(make(held=held), -(-_REPEATS // held))
                 world.wait_for_all()
             if number == 0:
                 transfer_s = exchange.seconds(run, run_s)

@@ -73,6 +73,10 @@ class SwapQuestion:
         forward_s, backward_s, update_s = (of[end] - of[begin] for of in seconds)
         return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
 
+    def stages(self, partition: Sequence[int]) -> "list[SwapStage]":
+        """The stages of a cut."""
+        return [self.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
+
     def taken_in(self, begin: int, end: int) -> float:
         """Bytes of the gradient that a head elsewhere lends the first stage."""
         return self.pieces[-1].lent_gradient if begin == 0 and end < len(self.pieces) else 0.0
@@ -184,7 +188,7 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
     Raises:
         UserError: a stage does not fit into the budget.
     """
-    stages = [question.stage(begin, end) for begin, end in pairwise(accumulate(partition, initial=0))]
+    stages = question.stages(partition)
     schedule = lower(make_schedule("breadth-first", pp=1, loops=len(stages), num_microbatches=num_microbatches))
     schedule = add_updates(schedule, place_of_updates(len(stages), needs_norm=question.needs_norm))
     schedule = add_stage_swaps(schedule, question.budget, sizes=stage_sizes([stage.amounts for stage in stages]))
@@ -244,9 +248,7 @@ def _rooms(question: SwapQuestion, partition: Sequence[int]) -> list[int]:
     Stages that stay from the way forward to the way back move all that they are one way on the first and the other way
     on the second. Where lanes are busy all the time, it is faster if both are at once.
     """
-    sizes = stage_sizes(
-        [question.stage(begin, end).amounts for begin, end in pairwise(accumulate(partition, initial=0))]
-    )
+    sizes = stage_sizes([stage.amounts for stage in question.stages(partition)])
     few = range(2, min(_FEW_NEIGHBORS, len(sizes)) + 1)
     least = {max(sum(sizes[begin : begin + number]) for begin in range(len(sizes) - number + 1)) for number in few}
     return [question.budget, *sorted(room for room in least if room < question.budget)]
