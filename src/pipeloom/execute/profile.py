@@ -168,10 +168,9 @@ def profile_stages(
         with collectives.data_parallel.gathered(index, timeout_s):
             for team in layout.tensor_groups():
                 if world.rank in team:
-                    alone[index] = _time(run, _REPEATS)
-                    run_s, held = sum(alone[index]), most_held(collectives.schedule, index)
-                    if held > 1:
-                        alone[index] = _time(make(held=held), -(-_REPEATS // held))
+                    one, held = _time(run, _REPEATS), most_held(collectives.schedule, index)
+                    run_s = sum(one)
+                    alone[index] = one if held == 1 else _time(make(held=held), -(-_REPEATS // held))
                 world.wait_for_all()
             if number == 0:
                 transfer_s = exchange.seconds(run, run_s)
