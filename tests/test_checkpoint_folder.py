@@ -1,14 +1,20 @@
 """Finding checkpoints, and what is said when there is none."""
 
+import hashlib
 import json
+import os
+from dataclasses import asdict
 
 import pytest
 from checkpoint_files import info_of, write_checkpoint
 
+from pipeloom import checkpoint_folder
 from pipeloom.checkpoint_folder import (
     FOLDER,
     INFO,
     METADATA,
+    can_be_checked,
+    damage,
     draft_of,
     find_checkpoint,
     list_checkpoints,
@@ -77,10 +83,11 @@ def test_what_a_checkpoint_says_is_read_back(tmp_path):
     ("text", "words"),
     [
         ('{"format": 1, "st', "Unterminated string"),
-        ("7", "expected a checkpoint of format 1"),
-        ('{"format": 2, "step": 3}', "expected a checkpoint of format 1"),
+        ("7", "expected a checkpoint of format 1 or 2"),
+        ('{"format": 3, "step": 3}', "expected a checkpoint of format 1 or 2"),
+        ('{"format": 2, "step": 3}', "it has changed since it was written"),
         ('{"format": 1, "step": 3}', "missing 6 required positional arguments: 'sequences'"),
-        (json.dumps({**json.loads(info_of(1).to_json()), "more": 1}), "unexpected keyword argument 'more'"),
+        (json.dumps({"format": 1, **asdict(info_of(1)), "more": 1}), "unexpected keyword argument 'more'"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, text, words):
@@ -89,3 +96,82 @@ def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, text, words):
     with pytest.raises(UserError, match=r"cannot read .*checkpoint\.json: ") as refused:
         read_info(path)
     assert words in str(refused.value)
+
+
+def test_a_whole_checkpoint_has_no_damage(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    assert can_be_checked(path)
+    assert damage(path) == []
+
+
+def test_any_flipped_byte_of_any_file_is_damage_of_that_file(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for place in range(len(whole)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+            (problem,) = damage(path)
+            assert str(file) in problem
+        file.write_bytes(whole)
+    assert damage(path) == []
+
+
+def test_missing_and_cut_files_are_named_all_at_once(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    (path / METADATA).unlink()
+    (path / "__0_0.distcp").write_bytes(b"short")
+    (path / "__1_0.distcp").write_bytes(bytes(30))
+    assert damage(path) == [
+        f"{path / METADATA} is missing",
+        f"{path / '__0_0.distcp'} is cut short: 5 bytes, 21 were written",
+        f"{path / '__1_0.distcp'} is too long: 30 bytes, 22 were written",
+    ]
+
+
+def test_several_processes_share_the_reading_out(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    names = sorted(file.name for file in path.iterdir() if file.name != INFO)
+    for name in names:
+        (path / name).write_bytes(bytes((path / name).stat().st_size))
+    shares = [damage(path, share, 2) for share in range(2)]
+    assert sorted(len(problems) for problems in shares) == [1, 2]
+    assert sorted(problem.split(" has changed")[0] for problems in shares for problem in problems) == [
+        str(path / name) for name in names
+    ]
+
+
+def test_a_file_is_hashed_once_until_it_changes(tmp_path, monkeypatch):
+    hashed = []
+    honest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or honest(file, name))
+    monkeypatch.setattr(checkpoint_folder, "_SETTLED_S", -60.0)  # every file counts as written long ago
+    path = write_checkpoint(tmp_path, 10)
+    hashed.clear()
+    assert damage(path) == []
+    assert len(hashed) == 3
+    assert damage(path) == []
+    assert len(hashed) == 3
+    file = path / "__0_0.distcp"
+    os.utime(file, ns=(1, 1))
+    assert damage(path) == []
+    assert hashed[3:] == [str(file)]
+
+
+def test_a_file_that_was_just_written_is_hashed_again(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    file = path / "__0_0.distcp"
+    whole = file.read_bytes()
+    for place in range(20):  # within one tick of the clock of the file system
+        assert damage(path) == []
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert len(damage(path)) == 1
+        file.write_bytes(whole)
+
+
+def test_a_checkpoint_without_hashes_is_read_and_known_as_one_that_cannot_be_checked(tmp_path):
+    path = write_checkpoint(tmp_path, 10)
+    (path / INFO).write_text(json.dumps({"format": 1, **asdict(info_of(10))}))
+    (path / "__0_0.distcp").write_bytes(b"")
+    assert read_info(path) == info_of(10)
+    assert not can_be_checked(path)
+    assert damage(path) == []

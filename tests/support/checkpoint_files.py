@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pipeloom.checkpoint_folder import FOLDER, INFO, METADATA, CheckpointInfo, name_of
+from pipeloom.checkpoint_folder import FOLDER, METADATA, CheckpointInfo, measure, name_of, write_info
 
 
 def info_of(step: int) -> CheckpointInfo:
-    """What a checkpoint of a step says beside its tensors."""
+    """What a checkpoint of a step contains beside its tensors."""
     return CheckpointInfo(step, 8 * step, 64 * step, {"num_layers": 4}, {"text": "abc"}, {"pp": 2}, {"pipeloom": "0"})
 
 
@@ -14,6 +14,8 @@ def write_checkpoint(run: Path, step: int) -> Path:
     """A complete checkpoint of a run, as far as one can see without reading tensors."""
     path = run / FOLDER / name_of(step)
     path.mkdir(parents=True)
-    (path / INFO).write_text(info_of(step).to_json())
-    (path / METADATA).write_bytes(b"")
+    files = [path / METADATA, path / "__0_0.distcp", path / "__1_0.distcp"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes(range(step % 100, step % 100 + 20 + number)))
+    write_info(path, info_of(step), measure(files))
     return path

@@ -1,6 +1,7 @@
 """Checkpoints over processes: written under any layout, a run goes on under any other."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint_folder import FOLDER, find_checkpoint, read_info
+from pipeloom.checkpoint_folder import FOLDER, INFO, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.errors import RunError, UserError
 from pipeloom.execute.launch import run_workers
@@ -194,11 +195,50 @@ def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
     assert "Traceback" not in words
 
 
-def test_a_checkpoint_with_a_missing_file_is_refused(tmp_path):
-    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
-    next(find_checkpoint(tmp_path / "run").glob("__1_*.distcp")).unlink()
-    with pytest.raises(UserError, match=r"cannot read the checkpoint .*step-000004: rank 0: .*No such file"):
-        train_all({tmp_path / "other": config_of(tmp_path, "one rank", resume=tmp_path / "run")})
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """A folder with a run of two ranks that wrote a checkpoint."""
+    folder = tmp_path_factory.mktemp("damaged")
+    train_all({folder / "run": config_of(folder, "loops", every=2)})
+    return folder
+
+
+def flip(file, place):
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0x40
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["full", "one rank"])
+def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tmp_path, name):
+    path = tmp_path / "copy"
+    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    flip(path / "__0_0.distcp", 5000)
+    (path / "__1_0.distcp").unlink()
+    with pytest.raises(
+        UserError, match=r"the checkpoint .*copy is damaged; use another one:\n.*__1_0.distcp is missing"
+    ):
+        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
+    shutil.copy(find_checkpoint(saved_by_two / "run") / "__1_0.distcp", path)
+    flip(path / ".metadata", 300)
+    with pytest.raises(UserError) as refused:
+        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
+    assert str(refused.value).splitlines()[1:] == [
+        f"  - {path / file} has changed since it was written: its SHA-256 is another"
+        for file in (".metadata", "__0_0.distcp")
+    ]
+
+
+def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    tree = json.loads((path / INFO).read_text())
+    del tree["files"], tree["sha256"]
+    (path / INFO).write_text(json.dumps({**tree, "format": 1}))
+    config = config_of(saved_by_two, "one rank", resume=path)
+    train_all({tmp_path / "other": replace(config, training=replace(config.training, steps=STEPS + 1))})
+    assert list(losses(tmp_path / "other")) == [STEPS + 1]
 
 
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):

@@ -7,7 +7,7 @@ them out, and each rank reads what it needs, whatever layout wrote it.
 
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,13 +24,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeloom.checkpoint_folder import (
     FOLDER,
-    INFO,
+    METADATA,
     CheckpointInfo,
+    StoredFile,
+    damage,
     draft_of,
     list_checkpoints,
+    measure,
     name_of,
     read_info,
     run_of,
+    write_info,
 )
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
@@ -72,6 +76,7 @@ class Checkpoints:
         self._store = pipeline.store
         self._slices = pipeline.slices()
         self._optimizer = optimizer
+        self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
         found = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -91,15 +96,21 @@ class Checkpoints:
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
         tensors, intervals = self._held(self._optimizer.state, is_shared_out=True)
-        with _errors(f"cannot write the checkpoint {path}", RunError):
+        try:
+            with _errors(f"cannot write the checkpoint {path}", RunError):
+                if self._is_writer:
+                    shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
+                planner = IntervalSavePlanner(intervals)
+                dcp.save(tensors, checkpoint_id=draft, planner=planner, process_group=self._group)
+                files = self._measure(draft)
+                if self._is_writer:
+                    write_info(draft, info, files)
+                    _remove(path)
+                    draft.rename(path)
+                    self._prune()
+        finally:
             if self._is_writer:
-                shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
-            dcp.save(tensors, checkpoint_id=draft, planner=IntervalSavePlanner(intervals), process_group=self._group)
-            if self._is_writer:
-                (draft / INFO).write_text(info.to_json(), encoding="utf-8")
-                _remove(path)
-                draft.rename(path)
-                self._prune()
+                shutil.rmtree(draft, ignore_errors=True)  # of a failure; it would fill the disk
 
     def restore(self, path: Path) -> CheckpointInfo:
         """Read a checkpoint of any layout into the weights' shards and the optimizer.
@@ -111,6 +122,8 @@ class Checkpoints:
             UserError: it cannot be read, or is not of this model; names everything that does not fit.
             PeerLostError: another rank went away.
         """
+        with _errors(f"cannot read the checkpoint {path}", UserError):
+            self._check_files(path)
         info = read_info(path)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
@@ -122,6 +135,33 @@ class Checkpoints:
         for parameter in parameters:
             states[parameter]["step"].fill_(info.step)
         return info
+
+    def _measure(self, draft: Path) -> dict[str, StoredFile]:
+        """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all."""
+        names = [METADATA] if self._is_writer else []
+        mine: dict[str, StoredFile] | str
+        try:
+            mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
+        except OSError as error:
+            mine = str(error)
+        found: list[dict[str, StoredFile] | str] = [{}] * self._num_ranks
+        dist.all_gather_object(found, mine, group=self._group)
+        files: dict[str, StoredFile] = {}
+        for rank, one in enumerate(found):
+            if isinstance(one, str):
+                raise OSError(f"rank {rank}: {one}")
+            files |= one
+        return files
+
+    def _check_files(self, path: Path) -> None:
+        """Refuse a damaged checkpoint on all ranks; each reads its share of the files.
+
+        Raises:
+            UserError: names the files.
+        """
+        found: list[list[str]] = [[]] * self._num_ranks
+        dist.all_gather_object(found, damage(path, self._rank, self._num_ranks), group=self._group)
+        refuse_damaged(path, [problem for problems in found for problem in problems])
 
     def _refresh(self) -> None:
         """Compute with the weights that were read."""
@@ -160,6 +200,21 @@ class Checkpoints:
         keep = self._config.checkpoint.keep
         for old in list_checkpoints(self._run)[:-keep] if keep is not None else []:
             _remove(old)
+
+
+def refuse_damaged(path: Path, problems: Iterable[str]) -> None:
+    """Refuse a checkpoint with damaged files.
+
+    Args:
+        path: the checkpoint.
+        problems: what ``damage`` returns for it.
+
+    Raises:
+        UserError: with each problem once; there is at least one.
+    """
+    lines = [f"  - {problem}" for problem in sorted(set(problems))]
+    if lines:
+        raise UserError("\n".join([f"the checkpoint {path} is damaged; use another one:", *lines]))
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
