@@ -24,6 +24,8 @@ from pipeloom.errors import UserError
 FOLDER = "checkpoints"
 INFO = "checkpoint.json"
 METADATA = ".metadata"
+UNCHECKED = "written without hashes of its files, so damage to them cannot be found"
+"""What a person should read about a checkpoint for which ``can_be_checked`` is false."""
 _FORMAT = 2
 _UNCHECKED_FORMAT = 1
 """Without sizes and hashes of files."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from pipeloom.checkpoint_folder import FOLDER, INFO, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.errors import RunError, UserError
+from pipeloom.errors import RunError, UserError, WorkerError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
@@ -228,6 +228,22 @@ def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tm
         f"  - {path / file} has changed since it was written: its SHA-256 is another"
         for file in (".metadata", "__0_0.distcp")
     ]
+
+
+def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
+    honest = Trainer._restore
+
+    def damaged(self):
+        for weights in self._pipeline.data_parallel.weights.values():
+            for name, parameter in weights.module.named_parameters():
+                if "head" in name:
+                    parameter.detach().zero_()
+        return honest(self)
+
+    monkeypatch.setattr(Trainer, "_restore", damaged)
+    with pytest.raises(WorkerError, match=r"the gradient norm of step 1 is exactly 0 and its loss .*, so no weight"):
+        train_all({tmp_path / "run": config_of(tmp_path, "loops")})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):

@@ -1,7 +1,9 @@
 """Weights of a checkpoint as safetensors files."""
 
 import json
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import small_run
 
-from pipeloom.checkpoint_folder import FOLDER, find_checkpoint
+from pipeloom.checkpoint_folder import FOLDER, INFO, find_checkpoint
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
 from pipeloom.errors import UserError
@@ -128,15 +130,51 @@ def test_a_folder_that_cannot_be_made_is_one_message(trained, tmp_path, capsys):
     assert "cannot write weights to" in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_lost_a_file_is_refused(trained, tmp_path):
-    run, _ = trained
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in find_checkpoint(run).iterdir():
-        if file.suffix != ".distcp":
-            (broken / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(UserError, match=r"cannot read the checkpoint .*broken: .*No such file"):
-        export(broken, tmp_path / "out")
-    (broken / ".metadata").write_bytes(b"no pickle")
-    with pytest.raises(UserError, match="cannot read the checkpoint"):
-        export(broken, tmp_path / "out")
+def copied(run, folder):
+    """A copy of the checkpoint of a run."""
+    return Path(shutil.copytree(find_checkpoint(run), folder / "copy"))
+
+
+def test_any_damaged_file_is_refused_by_name_and_nothing_is_written(trained, tmp_path, capsys):
+    path = copied(trained[0], tmp_path)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        middle = len(whole) // 2
+        file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        assert main(["export", str(path), str(tmp_path / "out")]) == 2
+        words = capsys.readouterr().err
+        assert str(file) in words
+        assert words.count("has changed since it was written") == 1
+        file.write_bytes(whole)
+    (path / "__0_0.distcp").unlink()
+    assert main(["export", str(path), str(tmp_path / "out")]) == 2
+    assert "__0_0.distcp is missing" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def without_hashes(path):
+    """Make a checkpoint one of the format that had none."""
+    tree = json.loads((path / INFO).read_text())
+    (path / INFO).write_text(
+        json.dumps({key: tree[key] for key in tree if key not in ("files", "sha256")} | {"format": 1})
+    )
+
+
+def test_a_checkpoint_without_hashes_is_exported_with_a_remark(trained, tmp_path, capsys):
+    path = copied(trained[0], tmp_path)
+    without_hashes(path)
+    assert main(["export", str(path), str(tmp_path / "out")]) == 0
+    remark = "written without hashes of its files, so damage to them cannot be found"
+    assert f"checkpoint {path} ({remark})\n" in capsys.readouterr().out
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"cannot read the checkpoint .*copy: it lacks __0_0\.distcp"):
+        export(path, tmp_path / "other")
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):
+    path = copied(trained[0], tmp_path)
+    without_hashes(path)
+    (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
+    assert main(["export", str(path), str(tmp_path / "out")]) == 2
+    assert ".metadata asks for os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["copy"]

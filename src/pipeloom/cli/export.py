@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pipeloom.checkpoint_folder import find_checkpoint
+from pipeloom.checkpoint_folder import UNCHECKED, can_be_checked, find_checkpoint
 from pipeloom.errors import UserError
 
 
@@ -36,5 +36,6 @@ def run(words: list[str]) -> int:
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))
-    print("\n".join([f"checkpoint {checkpoint}", *(f"weights    {file}" for file in files)]))
+    remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
+    print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"weights    {file}" for file in files)]))
     return 0

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeloom.checkpoint_folder import find_checkpoint, read_info
+from pipeloom.checkpoint_folder import UNCHECKED, can_be_checked, find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
 from pipeloom.schedule import Kind
@@ -76,6 +76,7 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
     check_resumable(config)
     info = read_info(path)
     line = f"\nresume     {path}: step {info.step}, {info.tokens:,} tokens"
+    line += "" if can_be_checked(path) else f"\n           {UNCHECKED}"
     changed = new_order(config, data, info)
     return (
         f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"

@@ -5,7 +5,6 @@ AdamW knows about it. Nothing is gathered: each rank writes elements that it hol
 them out, and each rank reads what it needs, whatever layout wrote it.
 """
 
-import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeloom.checkpoint_folder import (
     FOLDER,
@@ -43,6 +41,7 @@ from pipeloom.execute.world import World
 from pipeloom.run_folder import CONFIG
 from pipeloom.train.boxes import Interval
 from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.checkpoint_storage import CheckpointReader, CheckpointWriter
 from pipeloom.train.data import Data
 from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
@@ -101,7 +100,7 @@ class Checkpoints:
                 if self._is_writer:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
                 planner = IntervalSavePlanner(intervals)
-                dcp.save(tensors, checkpoint_id=draft, planner=planner, process_group=self._group)
+                dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
                 files = self._measure(draft)
                 if self._is_writer:
                     write_info(draft, info, files)
@@ -130,7 +129,8 @@ class Checkpoints:
         tensors, intervals = self._held(states, is_shared_out=False)
         planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
         with _errors(f"cannot read the checkpoint {path}", UserError):
-            dcp.load(tensors, checkpoint_id=path, planner=planner, process_group=self._group)
+            reader = CheckpointReader(path)
+            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
         for parameter in parameters:
             states[parameter]["step"].fill_(info.step)
@@ -239,7 +239,7 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
 
 
 def check_resumable(config: RunConfig) -> None:
-    """Refuse a checkpoint of another model before anything starts.
+    """Refuse a damaged checkpoint, and one of another model, before anything starts.
 
     Args:
         config: resolved, with a checkpoint to resume from.
@@ -249,13 +249,14 @@ def check_resumable(config: RunConfig) -> None:
     """
     path = config.checkpoint.resume
     assert path is not None
+    refuse_damaged(path, damage(path))
     info, sizes = read_info(path), _sizes(config.model)
     problems = [
         f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
         for name in sorted({*sizes, *info.model})
         if sizes.get(name) != info.model.get(name)
     ]
-    problems += differences(expected_shapes(config), read_metadata(path))
+    problems += differences(expected_shapes(config), CheckpointReader(path).read_metadata())
     if not problems:
         return
     run = run_of(path)
@@ -281,18 +282,6 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
     return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Which tensors a checkpoint has.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error}") from error
 
 
 def _prefix(moment: str) -> str:

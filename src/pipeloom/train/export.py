@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipeloom.checkpoint_folder import read_info
+from pipeloom.checkpoint_folder import damage, read_info
 from pipeloom.errors import RunError, UserError
 from pipeloom.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.train.checkpoint import MODEL, read_metadata
+from pipeloom.train.checkpoint import MODEL, refuse_damaged
+from pipeloom.train.checkpoint_storage import CheckpointReader
 
 FILE_BYTES = 5_000_000_000
 """Most bytes of one file, unless a single parameter has more; what Hugging Face's libraries took for years."""
@@ -45,10 +46,11 @@ def export(
         UserError: the checkpoint cannot be read, or the folder holds weights already.
         RunError: the files cannot be written.
     """
-    info, metadata = read_info(checkpoint), read_metadata(checkpoint)
+    refuse_damaged(checkpoint, damage(checkpoint))
+    info, reader = read_info(checkpoint), CheckpointReader(checkpoint)
     stored = {
         key.removeprefix(MODEL): found
-        for key, found in metadata.state_dict_metadata.items()
+        for key, found in reader.read_metadata().state_dict_metadata.items()
         if key.startswith(MODEL) and isinstance(found, TensorStorageMetadata)
     }
     if not stored:
@@ -63,7 +65,7 @@ def export(
         if weight_files(folder):
             raise UserError(f"{folder} holds weights already; choose another folder, or move them away")
         for name, part in zip(names, parts, strict=True):
-            _write(folder / name, _read(checkpoint, {key: stored[key] for key in part}, dtype), about)
+            _write(folder / name, _read(reader, {key: stored[key] for key in part}, dtype), about)
         if len(parts) > 1:
             places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
             index = {"metadata": {"total_size": sum(sizes.values()), **about}, "weight_map": places}
@@ -88,17 +90,17 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _read(
-    checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], dtype: torch.dtype | None
+    reader: CheckpointReader, stored: Mapping[str, TensorStorageMetadata], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
     """Whole parameters by name."""
     tensors = {MODEL + name: torch.empty(one.size, dtype=dtype or one.properties.dtype) for name, one in stored.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-            dcp.load(tensors, checkpoint_id=checkpoint, no_dist=True)
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise UserError(f"cannot read the checkpoint {checkpoint}: {cause}; use another one") from None
+        raise UserError(f"cannot read the checkpoint {reader.path}: {cause}; use another one") from None
     return {key.removeprefix(MODEL): tensor for key, tensor in tensors.items()}
 
 

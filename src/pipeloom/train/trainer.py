@@ -210,6 +210,13 @@ class Trainer:
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
             )
+        if squares == 0:
+            raise RunError(
+                f"the gradient norm of step {step} is exactly 0 and its loss {loss}, so no weight would change; "
+                "the weights are damaged or far too large (go on from an older checkpoint, try a lower "
+                "--optimizer.lr), gradients vanish in training.dtype (try --training.dtype float32), or the model "
+                "predicts every token of the text with certainty"
+            )
         grad_norm = squares**0.5
         if self._updates is None:
             clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
