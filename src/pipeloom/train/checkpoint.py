@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from pipeloom.checkpoint_folder import (
     FOLDER,
     METADATA,
+    TOKENIZER,
     CheckpointInfo,
     StoredFile,
     damage,
@@ -31,6 +32,7 @@ from pipeloom.checkpoint_folder import (
     measure,
     name_of,
     read_info,
+    read_tokenizer,
     run_of,
     write_info,
 )
@@ -46,6 +48,7 @@ from pipeloom.train.data import Data
 from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stages import stage_of
+from pipeloom.train.tokenizer import Tokenizer
 
 MODEL = "model."
 """What keys of parameters begin with."""
@@ -65,16 +68,25 @@ class Checkpoints:
         pipeline: with this rank's stages.
         optimizer: AdamW over their parts.
         run: the run folder; rank 0's counts.
+        tokenizer: of the text, a part of each checkpoint.
     """
 
     def __init__(
-        self, config: RunConfig, world: World, pipeline: Pipeline, optimizer: torch.optim.AdamW, run: Path
+        self,
+        config: RunConfig,
+        world: World,
+        pipeline: Pipeline,
+        optimizer: torch.optim.AdamW,
+        run: Path,
+        *,
+        tokenizer: Tokenizer,
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
         self._store = pipeline.store
         self._slices = pipeline.slices()
         self._optimizer = optimizer
+        self._tokenizer = tokenizer
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
@@ -101,6 +113,8 @@ class Checkpoints:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
                 planner = IntervalSavePlanner(intervals)
                 dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
+                if self._is_writer:
+                    (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
                 files = self._measure(draft)
                 if self._is_writer:
                     write_info(draft, info, files)
@@ -123,6 +137,7 @@ class Checkpoints:
         """
         with _errors(f"cannot read the checkpoint {path}", UserError):
             self._check_files(path)
+        check_tokenizer(path, self._tokenizer)
         info = read_info(path)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
@@ -138,7 +153,7 @@ class Checkpoints:
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
         """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all."""
-        names = [METADATA] if self._is_writer else []
+        names = [METADATA, TOKENIZER] if self._is_writer else []
         mine: dict[str, StoredFile] | str
         try:
             mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
@@ -215,6 +230,20 @@ def refuse_damaged(path: Path, problems: Iterable[str]) -> None:
     lines = [f"  - {problem}" for problem in sorted(set(problems))]
     if lines:
         raise UserError("\n".join([f"the checkpoint {path} is damaged; use another one:", *lines]))
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a checkpoint whose tokens mean another text.
+
+    Raises:
+        UserError: its tokenizer is another one.
+    """
+    stored = read_tokenizer(path)
+    if stored not in (None, tokenizer.to_json()):
+        raise UserError(
+            f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
+            "set data.tokenizer as in the run that wrote it"
+        )
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
