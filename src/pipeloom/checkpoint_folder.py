@@ -2,6 +2,7 @@
 
     RUN/checkpoints/step-000100/
         checkpoint.json     what ``CheckpointInfo`` holds; size and SHA-256 of every other file; its own SHA-256
+        tokenizer.json      of the text, in the form of the tokenizers library
         .metadata           of torch.distributed.checkpoint: which box of which tensor lies where
         __0_0.distcp, ...   what each rank wrote
 
@@ -24,6 +25,9 @@ from pipeloom.errors import UserError
 FOLDER = "checkpoints"
 INFO = "checkpoint.json"
 METADATA = ".metadata"
+TOKENIZER = "tokenizer.json"
+UNCHECKED = "written without hashes of its files, so damage to them cannot be found"
+"""What a person should read about a checkpoint for which ``can_be_checked`` is false."""
 _FORMAT = 2
 _UNCHECKED_FORMAT = 1
 """Without sizes and hashes of files."""
@@ -124,6 +128,22 @@ def read_info(checkpoint: Path) -> CheckpointInfo:
         UserError: it cannot be read, it has changed since it was written, or another version of pipeloom wrote it.
     """
     return _read(checkpoint)[0]
+
+
+def read_tokenizer(checkpoint: Path) -> str | None:
+    """The tokenizer of a complete checkpoint; ``None`` in those that older versions wrote.
+
+    Raises:
+        UserError: it cannot be read, or has changed since it was written.
+    """
+    files = _read(checkpoint)[1] or {}
+    if TOKENIZER not in files:
+        return None
+    file = checkpoint / TOKENIZER
+    problem = _wrong_size(file, files[TOKENIZER]) or _wrong_content(file, files[TOKENIZER])
+    if problem is not None:
+        raise UserError(f"{problem}; use another checkpoint")
+    return file.read_text(encoding="utf-8")
 
 
 def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, StoredFile]) -> None:

@@ -8,17 +8,24 @@ import sys
 import pytest
 from small_run import write_text
 
+from pipeloom.checkpoint_folder import measure, read_info, write_info
+from pipeloom.cli import main
+
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.loops", "2", "--layout.num-microbatches", "4"]
 pytestmark = pytest.mark.timeout(300)  # the first test also waits for the run that all of them use
 OTHER = ["--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "full", "--layout.num-microbatches", "2"]
 
 
-def train(folder, name, *words):
+def words_of(folder, name, *words):
     data = ["--data.path", str(folder / "text.txt"), "--data.cache", str(folder / "cache")]
     brief = ["--training.no-predict", "--training.validation-batches", "1", "--training.sample-tokens", "3"]
     exact = ["--training.dtype", "float64", "--output.folder", str(folder / name), "--output.trace-step", "2"]
-    command = [sys.executable, "-m", "pipeloom", "train", *SIZES, *data, *brief, *exact, *words]
+    return [*SIZES, *data, *brief, *exact, *words]
+
+
+def train(folder, name, *words):
+    command = [sys.executable, "-m", "pipeloom", "train", *words_of(folder, name, *words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -86,14 +93,45 @@ def test_another_model_is_named_whole_before_anything_is_written(finished):
     words = ["--training.steps", "9", "--checkpoint.resume", str(finished / "run")]
     done = train(finished, "refused", *LAYOUT, *words, "--model.num-heads", "4", "--model.num-layers", "3")
     assert done.returncode == 2
-    for problem in (
-        "model.num_heads is 4, the checkpoint has 2",
-        "model.num_layers is 3, the checkpoint has 4",
-        "nothing here has the name of model.layers.3.attention.key.weight, ",
-    ):
-        assert f"  - {problem}" in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
+    assert lines[:3] == [
+        "  - model.num_heads is 4, the checkpoint has 2",
+        "  - model.num_kv_heads is 4, the checkpoint has 2",
+        "  - model.num_layers is 3, the checkpoint has 4",
+    ]
+    assert lines[3].startswith("  - nothing here has the name of model.layers.3.attention.key.weight, ")
+    assert lines[3].endswith(" and 22 more")
+    assert len(lines) == 4
+    assert len(done.stderr) < 1500
     assert f"pipeloom train {finished / 'run' / 'config.toml'} --checkpoint.resume" in done.stderr
     assert "Traceback" not in done.stderr
+    assert not (finished / "refused").exists()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_checkpoint_with_a_changed_bit_is_refused_by_name_before_anything_is_written(
+    finished, tmp_path, capsys, name
+):
+    path = tmp_path / "copy"
+    shutil.copytree(finished / "run" / "checkpoints" / "step-000004", path)
+    content = bytearray((path / name).read_bytes())
+    content[len(content) // 3] ^= 4
+    (path / name).write_bytes(content)
+    assert main(["train", *words_of(finished, "refused", *LAYOUT, "--checkpoint.resume", str(path))]) == 2
+    found = capsys.readouterr().err
+    assert f"{path / name}" in found
+    assert "has changed since it was written" in found or name == "checkpoint.json"  # text that is no JSON any more
+    assert not (finished / "refused").exists()
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(finished, tmp_path, capsys):
+    path = tmp_path / "copy"
+    shutil.copytree(finished / "run" / "checkpoints" / "step-000004", path)
+    (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
+    write_info(path, read_info(path), measure(file for file in path.iterdir() if file.name != "checkpoint.json"))
+    assert main(["train", *words_of(finished, "refused", *LAYOUT, "--checkpoint.resume", str(path))]) == 2
+    assert ".metadata asks for os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
     assert not (finished / "refused").exists()
 
 

@@ -16,16 +16,16 @@ from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint_folder import FOLDER, INFO, find_checkpoint, read_info
+from pipeloom.checkpoint_folder import FOLDER, INFO, TOKENIZER, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.errors import RunError, UserError
+from pipeloom.errors import RunError, UserError, WorkerError
 from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
 from pipeloom.run_folder import RunFolder
 from pipeloom.train.checkpoint import expected_shapes
 from pipeloom.train.data import TokenWindows, load_data
-from pipeloom.train.session import resolve
+from pipeloom.train.session import load_text, resolve
 from pipeloom.train.trainer import Trainer
 
 LAYOUTS = {
@@ -228,6 +228,38 @@ def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tm
         f"  - {path / file} has changed since it was written: its SHA-256 is another"
         for file in (".metadata", "__0_0.distcp")
     ]
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_text_and_refuses_another(tmp_path):
+    pytest.importorskip("tokenizers")
+    config = config_of(tmp_path, "one rank", every=2)
+    config = replace(config, data=replace(config.data, tokenizer="bpe", bpe_vocab_size=280))
+    train_all({tmp_path / "run": config})
+    first = tmp_path / "run" / FOLDER / "step-000002"
+    text = (first / TOKENIZER).read_text()
+    assert text == (tmp_path / "run" / TOKENIZER).read_text() == load_data(config.data, 0).tokenizer.to_json()
+
+    resumed = replace(config, checkpoint=replace(config.checkpoint, resume=first))
+    (tmp_path / "text.txt").write_text("other letters: zyx wvu tsr qpo nml\n" * 900)
+    with pytest.raises(UserError, match="has another tokenizer than this run, so its model reads other tokens"):
+        train_all({tmp_path / "other": resumed})
+    assert load_text(resumed).tokenizer.to_json() == text
+
+
+def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
+    honest = Trainer._restore
+
+    def damaged(self):
+        for weights in self._pipeline.data_parallel.weights.values():
+            for name, parameter in weights.module.named_parameters():
+                if "head" in name:
+                    parameter.detach().zero_()
+        return honest(self)
+
+    monkeypatch.setattr(Trainer, "_restore", damaged)
+    with pytest.raises(WorkerError, match=r"the gradient norm of step 1 is exactly 0 and its loss .*, so no weight"):
+        train_all({tmp_path / "run": config_of(tmp_path, "loops")})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):

@@ -61,12 +61,11 @@ def test_bytes_leave_out_the_end_of_text_and_mark_broken_characters() -> None:
     assert ByteTokenizer().decode([104, 256, 105, 0xFF]) == "hi\N{REPLACEMENT CHARACTER}"
 
 
-def test_bpe_survives_a_round_trip(tmp_path: Path) -> None:
+def test_bpe_survives_a_round_trip() -> None:
     pytest.importorskip("tokenizers")
     text = TEXT * 2000  # several blocks
     trained = BpeTokenizer.train([text.encode()], 300)
-    trained.save(tmp_path / "tokenizer.json")
-    for tokenizer in (trained, BpeTokenizer.load(tmp_path / "tokenizer.json")):
+    for tokenizer in (trained, BpeTokenizer.from_json(trained.to_json())):
         ids = tokenizer.encode(text.encode())
         assert tokenizer.decode(ids) == text
         assert tokenizer.decode([tokenizer.end_of_text, *ids[:5]]) == tokenizer.decode(ids[:5])
@@ -76,6 +75,37 @@ def test_bpe_survives_a_round_trip(tmp_path: Path) -> None:
         assert tokenizer.end_of_text not in ids, "text that spells the token is text"
         assert len(ids) < len(text.encode())
         assert len(tokenizer.encode(b"")) == 0
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=50)
+def test_the_file_of_the_bytes_tokenizer_encodes_and_decodes_in_its_library_as_here(text: bytes) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    own = ByteTokenizer()
+    found = tokenizers.Tokenizer.from_str(own.to_json())
+    assert found.decode(list(text)) == own.decode(text)
+    readable = text.decode(errors="replace")
+    assert found.encode(readable).ids == list(own.encode(readable.encode()))
+
+
+@pytest.mark.parametrize("text", ["", "no json", "{}", '{"model": 7}'])
+def test_what_is_no_tokenizer_is_refused(text: str) -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(UserError, match="expected a tokenizer of the tokenizers library, found"):
+        BpeTokenizer.from_json(text)
+
+
+def test_tokenizers_without_an_end_of_text_or_with_holes_are_refused() -> None:
+    pytest.importorskip("tokenizers")
+    tree = json.loads(BpeTokenizer.train([b"text"], 257).to_json())
+    holes = {**tree, "added_tokens": [{**tree["added_tokens"][0], "id": 9999}]}
+    holes["model"] = {**tree["model"], "vocab": {**tree["model"]["vocab"], "<|endoftext|>": 9999}}
+    with pytest.raises(UserError, match=r"whose tokens are 0\.\.256, found larger ones"):
+        BpeTokenizer.from_json(json.dumps(holes))
+    none = {**tree, "added_tokens": []}
+    none["model"] = {**tree["model"], "vocab": {k: v for k, v in tree["model"]["vocab"].items() if len(k) == 1}}
+    with pytest.raises(UserError, match=r"expected a tokenizer with the token <\|endoftext\|>, found none"):
+        BpeTokenizer.from_json(json.dumps(none))
 
 
 def test_bpe_needs_room_for_the_bytes() -> None:
@@ -229,6 +259,50 @@ def test_bpe_is_loaded_from_the_cache(config: DataConfig) -> None:
     assert first.tokenizer.vocab_size == second.tokenizer.vocab_size == 280
     assert "words" in second.tokenizer.decode(second.train.batch(0, 4).ravel())
     assert len(first.train.tokens) < len(load_data(config, 0).train.tokens)
+
+
+def test_text_is_encoded_with_the_tokenizer_of_a_checkpoint_whatever_the_cache_has(
+    config: DataConfig, folder: Path
+) -> None:
+    pytest.importorskip("tokenizers")
+    bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
+    first = load_data(bpe, 0)
+    entries = sorted(path.name for path in config.cache.iterdir())
+    same = load_data(bpe, 0, first.tokenizer.to_json())
+    assert np.array_equal(same.train.tokens, first.train.tokens)
+    assert sorted(path.name for path in config.cache.iterdir()) == entries, "the same tokenizer: no second entry"
+
+    for path in folder.rglob("*.txt"):
+        path.write_text("quite different letters: " + "zyx wvu tsr qpo nml " * 12, encoding="utf-8")
+    trained, given = load_data(bpe, 0), load_data(bpe, 0, first.tokenizer.to_json())
+    assert trained.tokenizer.to_json() != first.tokenizer.to_json() == given.tokenizer.to_json()
+    assert "zyx wvu" in given.tokenizer.decode(given.train.tokens[:80])
+    assert len(given.train.tokens) > len(trained.train.tokens)
+    assert np.array_equal(load_data(bpe, 0, first.tokenizer.to_json()).train.tokens, given.train.tokens)
+    assert np.array_equal(load_data(bpe, 0).train.tokens, trained.train.tokens)
+
+
+def test_another_kind_of_tokenizer_than_the_checkpoints_is_refused(config: DataConfig) -> None:
+    pytest.importorskip("tokenizers")
+    bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
+    given = load_data(bpe, 0).tokenizer.to_json()
+    with pytest.raises(UserError, match=r"data.tokenizer is bytes, the checkpoint has bpe; set data.tokenizer to bpe"):
+        load_data(config, 0, given)
+    with pytest.raises(UserError, match=r"data.tokenizer is bpe, the checkpoint has bytes"):
+        load_data(bpe, 0, ByteTokenizer().to_json())
+    with pytest.raises(UserError, match=r"data.bpe_vocab_size is 270, the checkpoint's tokenizer has 280 tokens; set"):
+        load_data(replace(bpe, bpe_vocab_size=270), 0, given)
+    assert load_data(config, 0, ByteTokenizer().to_json()).tokenizer.vocab_size == 257
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_or_changed_tokenizer_in_the_cache_is_trained_again(config: DataConfig, lost: bool) -> None:
+    pytest.importorskip("tokenizers")
+    bpe = replace(config, tokenizer="bpe", bpe_vocab_size=280)
+    expected = load_data(bpe, 0).tokenizer.to_json()
+    (file,) = config.cache.glob("*/tokenizer.json")
+    file.unlink() if lost else file.write_text(expected.replace("ab", "ba"))
+    assert load_data(bpe, 0).tokenizer.to_json() == expected
 
 
 def test_one_document_is_split_at_its_tail(config: DataConfig, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pipeloom.checkpoint_folder import find_checkpoint
+from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
 from pipeloom.errors import UserError
 
 
@@ -24,6 +24,10 @@ class Options:
     """Most gigabytes (10^9 bytes) of one file; several files get an index."""
 
 
+def _kind(file: Path) -> str:
+    return "tokenizer " if file.name == TOKENIZER else "weights   "
+
+
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, say which."""
     options = tyro.cli(Options, args=words, prog="pipeloom export", description=Options.__doc__)
@@ -36,5 +40,6 @@ def run(words: list[str]) -> int:
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))
-    print("\n".join([f"checkpoint {checkpoint}", *(f"weights    {file}" for file in files)]))
+    remark = "" if can_be_checked(checkpoint) else f" ({UNCHECKED})"
+    print("\n".join([f"checkpoint {checkpoint}{remark}", *(f"{_kind(file)} {file}" for file in files)]))
     return 0

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeloom.checkpoint_folder import find_checkpoint, read_info
+from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
 from pipeloom.schedule import Kind
@@ -27,15 +27,14 @@ def run(words: list[str]) -> int:
     from pipeloom.page import write_report
     from pipeloom.progress import restore_terminal
     from pipeloom.run_folder import RunFolder, make_run_folder
-    from pipeloom.train.data import load_data
-    from pipeloom.train.session import check_processes, resolve, run_on_all_ranks
+    from pipeloom.train.session import check_processes, load_text, resolve, run_on_all_ranks
 
     check_processes(config)
     if not is_first():
         run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0
     _announce(config)
-    data = load_data(config.data, config.training.seed)
+    data = load_text(config)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data)
     moved = _check_budgets(resolved)
@@ -76,6 +75,7 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
     check_resumable(config)
     info = read_info(path)
     line = f"\nresume     {path}: step {info.step}, {info.tokens:,} tokens"
+    line += "" if can_be_checked(path) else f"\n           {UNCHECKED}"
     changed = new_order(config, data, info)
     return (
         f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
@@ -199,6 +199,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         names.TRACE: "the traced step for ui.perfetto.dev",
         names.OTHER_TRACES: "the same of the other pipelines, which the report compares",
         names.PREDICTED_TRACE: "the same as predicted",
+        TOKENIZER: "text to tokens and back, for the tokenizers library",
         names.SAMPLE: "text from the model",
         names.SUMMARY: "these numbers",
         "checkpoints": f"its state; `--checkpoint.resume {folder}` goes on, with any layout",

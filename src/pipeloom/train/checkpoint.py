@@ -5,7 +5,6 @@ AdamW knows about it. Nothing is gathered: each rank writes elements that it hol
 them out, and each rank reads what it needs, whatever layout wrote it.
 """
 
-import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +19,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeloom.checkpoint_folder import (
     FOLDER,
     METADATA,
+    TOKENIZER,
     CheckpointInfo,
     StoredFile,
     damage,
@@ -33,6 +32,7 @@ from pipeloom.checkpoint_folder import (
     measure,
     name_of,
     read_info,
+    read_tokenizer,
     run_of,
     write_info,
 )
@@ -43,10 +43,12 @@ from pipeloom.execute.world import World
 from pipeloom.run_folder import CONFIG
 from pipeloom.train.boxes import Interval
 from pipeloom.train.checkpoint_planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.checkpoint_storage import CheckpointReader, CheckpointWriter
 from pipeloom.train.data import Data
 from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stages import stage_of
+from pipeloom.train.tokenizer import Tokenizer
 
 MODEL = "model."
 """What keys of parameters begin with."""
@@ -66,16 +68,25 @@ class Checkpoints:
         pipeline: with this rank's stages.
         optimizer: AdamW over their parts.
         run: the run folder; rank 0's counts.
+        tokenizer: of the text, a part of each checkpoint.
     """
 
     def __init__(
-        self, config: RunConfig, world: World, pipeline: Pipeline, optimizer: torch.optim.AdamW, run: Path
+        self,
+        config: RunConfig,
+        world: World,
+        pipeline: Pipeline,
+        optimizer: torch.optim.AdamW,
+        run: Path,
+        *,
+        tokenizer: Tokenizer,
     ) -> None:
         self._config = config
         self._data_parallel = pipeline.data_parallel
         self._store = pipeline.store
         self._slices = pipeline.slices()
         self._optimizer = optimizer
+        self._tokenizer = tokenizer
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
@@ -101,7 +112,9 @@ class Checkpoints:
                 if self._is_writer:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
                 planner = IntervalSavePlanner(intervals)
-                dcp.save(tensors, checkpoint_id=draft, planner=planner, process_group=self._group)
+                dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
+                if self._is_writer:
+                    (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
                 files = self._measure(draft)
                 if self._is_writer:
                     write_info(draft, info, files)
@@ -124,13 +137,15 @@ class Checkpoints:
         """
         with _errors(f"cannot read the checkpoint {path}", UserError):
             self._check_files(path)
+        check_tokenizer(path, self._tokenizer)
         info = read_info(path)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
         tensors, intervals = self._held(states, is_shared_out=False)
         planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
         with _errors(f"cannot read the checkpoint {path}", UserError):
-            dcp.load(tensors, checkpoint_id=path, planner=planner, process_group=self._group)
+            reader = CheckpointReader(path)
+            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
         for parameter in parameters:
             states[parameter]["step"].fill_(info.step)
@@ -138,7 +153,7 @@ class Checkpoints:
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
         """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all."""
-        names = [METADATA] if self._is_writer else []
+        names = [METADATA, TOKENIZER] if self._is_writer else []
         mine: dict[str, StoredFile] | str
         try:
             mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
@@ -217,6 +232,20 @@ def refuse_damaged(path: Path, problems: Iterable[str]) -> None:
         raise UserError("\n".join([f"the checkpoint {path} is damaged; use another one:", *lines]))
 
 
+def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a checkpoint whose tokens mean another text.
+
+    Raises:
+        UserError: its tokenizer is another one.
+    """
+    stored = read_tokenizer(path)
+    if stored not in (None, tokenizer.to_json()):
+        raise UserError(
+            f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
+            "set data.tokenizer as in the run that wrote it"
+        )
+
+
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
     """What is said beside the tensors.
 
@@ -239,7 +268,7 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
 
 
 def check_resumable(config: RunConfig) -> None:
-    """Refuse a checkpoint of another model before anything starts.
+    """Refuse a damaged checkpoint, and one of another model, before anything starts.
 
     Args:
         config: resolved, with a checkpoint to resume from.
@@ -249,13 +278,14 @@ def check_resumable(config: RunConfig) -> None:
     """
     path = config.checkpoint.resume
     assert path is not None
+    refuse_damaged(path, damage(path))
     info, sizes = read_info(path), _sizes(config.model)
     problems = [
         f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
         for name in sorted({*sizes, *info.model})
         if sizes.get(name) != info.model.get(name)
     ]
-    problems += differences(expected_shapes(config), read_metadata(path))
+    problems += differences(expected_shapes(config), CheckpointReader(path).read_metadata())
     if not problems:
         return
     run = run_of(path)
@@ -281,18 +311,6 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
     return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Which tensors a checkpoint has.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error}") from error
 
 
 def _prefix(moment: str) -> str:

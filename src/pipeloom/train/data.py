@@ -8,6 +8,9 @@ Tokens are kept in the cache folder, one folder for each corpus and tokenizer:
 
 An entry is written under another name and then renamed, so it is there completely or not at all. The key comes from
 the names, sizes and times of the corpus's files, so a later run reads no text.
+
+The cache may be removed at any time. The tokenizer, which has to last, is in the run folder and in each checkpoint; a
+run that goes on from a checkpoint takes it from there.
 """
 
 import hashlib
@@ -24,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from pipeloom.checkpoint_folder import TOKENIZER
 from pipeloom.config import DataConfig
 from pipeloom.errors import UserError
 from pipeloom.train.corpus import (
@@ -38,10 +42,11 @@ from pipeloom.train.corpus import (
 from pipeloom.train.tokenizer import BpeTokenizer, ByteTokenizer, TokenArray, Tokenizer, require_bpe, token_dtype
 from pipeloom.words import count
 
-_FORMAT = 2
+_FORMAT = 3
 """Part of the cache key; raise it when the same text and settings give other tokens or other files."""
 _BPE_SAMPLE_BYTES = 8_000_000
 _COUNT_AT_ONCE = 1 << 22
+_BYTES = ByteTokenizer().to_json().encode()
 _VALIDATION_SEED = 0
 """Validation windows are shuffled, so that the first few are from all over the text, but alike in every run."""
 
@@ -114,21 +119,24 @@ class Data:
     description: str
 
 
-def load_data(config: DataConfig, seed: int) -> Data:
+def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) -> Data:
     """Open the data, after turning the text into tokens if that was not done before.
 
     Args:
         config: the text and how it is cut.
         seed: decides the order of the training windows.
+        tokenizer_json: the tokenizer of the checkpoint that the run goes on from. None: the one of ``config``;
+            byte-pair encoding is trained on the text.
 
     Raises:
-        UserError: the text is missing, unreadable or too short; the cache folder cannot be written; or byte-pair
-            encoding is asked for and its library is missing.
+        UserError: the text is missing, unreadable or too short; the cache folder cannot be written; byte-pair
+            encoding is wanted and its library is missing; or the given tokenizer is not the one of ``config``.
     """
     if config.tokenizer == "bpe":
         require_bpe()
-    folder, summary = _find_or_write(config, list_sources(config.path))
-    tokenizer = BpeTokenizer.load(folder / "tokenizer.json") if config.tokenizer == "bpe" else ByteTokenizer()
+    given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
+    folder, summary = _find_or_write(config, list_sources(config.path), given)
+    tokenizer = given or _read_tokenizer(config, folder)
     _check_length(summary, config)
     train, validation = _open_tokens(folder, summary)
     return Data(
@@ -183,17 +191,21 @@ class _Summary:
     validation_tokens: int
     unigram_loss: float
     corpus_sha256: str
+    tokenizer_sha256: str
 
 
-def _find_or_write(config: DataConfig, sources: Sequence[Source]) -> tuple[Path, _Summary]:
-    """The cache entry of a corpus, written now if it is not there."""
-    folder = _cache_folder(config) / _key(config, sources)
+def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> tuple[Path, _Summary]:
+    """The cache entry of a corpus and a tokenizer, written now if it is not there."""
+    folder = _cache_folder(config) / _key(config, sources, None)
     summary = _read_summary(folder)
+    if given is not None and (summary is None or summary.tokenizer_sha256 != _sha256(given)):
+        folder = _cache_folder(config) / _key(config, sources, given)
+        summary = _read_summary(folder)
     if summary is not None:
         return folder, summary
     documents = read_documents(sources)
     try:
-        return folder, _write_entry(folder, documents, config, len(sources) - len(documents))
+        return folder, _write_entry(folder, documents, config, given, len(sources) - len(documents))
     except OSError as error:
         raise UserError(
             f"the cache folder must be writable and have room, found {error.strerror or error} at {folder.parent}; "
@@ -207,8 +219,38 @@ def _cache_folder(config: DataConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeloom"
 
 
-def _key(config: DataConfig, sources: Sequence[Source]) -> str:
-    """Name of a cache entry: changes with the corpus's files and with every setting that changes the tokens."""
+def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
+    """The tokenizer of a checkpoint, if it is of the kind that the configuration names."""
+    of_bytes = ByteTokenizer()
+    found = "bytes" if text == of_bytes.to_json() else "bpe"
+    if found != config.tokenizer:
+        raise UserError(
+            f"data.tokenizer is {config.tokenizer}, the checkpoint has {found}; set data.tokenizer to {found}"
+        )
+    if found == "bytes":
+        return of_bytes
+    tokenizer = BpeTokenizer.from_json(text)
+    if tokenizer.vocab_size > config.bpe_vocab_size:
+        raise UserError(
+            f"data.bpe_vocab_size is {config.bpe_vocab_size}, the checkpoint's tokenizer has {tokenizer.vocab_size} "
+            f"tokens; set data.bpe_vocab_size to {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _read_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
+    """The tokenizer of an entry."""
+    if config.tokenizer == "bytes":
+        return ByteTokenizer()
+    return BpeTokenizer.from_json((folder / TOKENIZER).read_text(encoding="utf-8"))
+
+
+def _sha256(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()
+
+
+def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> str:
+    """Name of a cache entry: changes with the corpus's files and with everything that changes the tokens."""
     facts: dict[str, Any] = {
         "format": _FORMAT,
         "tokenizer": config.tokenizer,
@@ -216,6 +258,8 @@ def _key(config: DataConfig, sources: Sequence[Source]) -> str:
         "validation_fraction": config.validation_fraction,
         "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
     }
+    if given is not None:
+        facts["given"] = _sha256(given)
     return f"{config.tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
 
 
@@ -224,18 +268,23 @@ def _read_summary(folder: Path) -> _Summary | None:
     try:
         summary = _Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         num_bytes = (folder / "tokens.bin").stat().st_size
+        trained = (folder / TOKENIZER).read_bytes() if (folder / TOKENIZER).exists() else _BYTES
     except (OSError, ValueError, TypeError):
+        return None
+    if hashlib.sha256(trained).hexdigest() != summary.tokenizer_sha256:
         return None
     width = np.dtype(token_dtype(summary.vocab_size)).itemsize
     return summary if num_bytes == width * (summary.train_tokens + summary.validation_tokens) else None
 
 
-def _write_entry(folder: Path, documents: Sequence[Document], config: DataConfig, num_skipped: int) -> _Summary:
+def _write_entry(
+    folder: Path, documents: Sequence[Document], config: DataConfig, given: Tokenizer | None, num_skipped: int
+) -> _Summary:
     """Write a complete entry beside its place, then move it there."""
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     draft.mkdir(parents=True)
     try:
-        summary = _fill_entry(draft, documents, config, num_skipped)
+        summary = _fill_entry(draft, documents, config, given, num_skipped)
         return _move_entry(draft, folder, summary)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -255,10 +304,14 @@ def _move_entry(draft: Path, folder: Path, summary: _Summary) -> _Summary:
     return summary
 
 
-def _fill_entry(folder: Path, documents: Sequence[Document], config: DataConfig, num_skipped: int) -> _Summary:
+def _fill_entry(
+    folder: Path, documents: Sequence[Document], config: DataConfig, given: Tokenizer | None, num_skipped: int
+) -> _Summary:
     """Tokenize a corpus into the files of an entry."""
     training, validation = split_documents(documents, config.validation_fraction)
-    tokenizer = _new_tokenizer(training, config, folder)
+    tokenizer = given or _new_tokenizer(training, config)
+    if config.tokenizer == "bpe":
+        (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     with (folder / "tokens.bin").open("wb") as file:
         train_tokens = _write_tokens(file, training, tokenizer)
         validation_tokens = _write_tokens(file, validation, tokenizer)
@@ -275,13 +328,14 @@ def _fill_entry(folder: Path, documents: Sequence[Document], config: DataConfig,
         validation_tokens=validation_tokens,
         unigram_loss=unigram_loss(tokens[:train_tokens], tokens[train_tokens:], tokenizer.vocab_size),
         corpus_sha256=fingerprint(documents),
+        tokenizer_sha256=_sha256(tokenizer),
     )
     (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
     return summary
 
 
-def _new_tokenizer(documents: Sequence[Document], config: DataConfig, folder: Path) -> Tokenizer:
-    """The configured tokenizer; byte-pair encoding is trained on a sample of the documents and saved."""
+def _new_tokenizer(documents: Sequence[Document], config: DataConfig) -> Tokenizer:
+    """The configured tokenizer; byte-pair encoding is trained on a sample of the documents."""
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     sample: list[bytes] = []
@@ -291,9 +345,7 @@ def _new_tokenizer(documents: Sequence[Document], config: DataConfig, folder: Pa
         left -= len(sample[-1])
         if not left:
             break
-    tokenizer = BpeTokenizer.train(sample, config.bpe_vocab_size)
-    tokenizer.save(folder / "tokenizer.json")
-    return tokenizer
+    return BpeTokenizer.train(sample, config.bpe_vocab_size)
 
 
 def _write_tokens(file: BinaryIO, documents: Sequence[Document], tokenizer: Tokenizer) -> int:

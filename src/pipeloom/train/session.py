@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeloom.checkpoint_folder import find_checkpoint
+from pipeloom.checkpoint_folder import find_checkpoint, read_tokenizer
 from pipeloom.config import RunConfig
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.errors import UserError
@@ -89,6 +89,17 @@ def check_processes(config: RunConfig) -> None:
         )
 
 
+def load_text(config: RunConfig) -> Data:
+    """The data of a run; where it goes on from a checkpoint, in tokens of the checkpoint's tokenizer.
+
+    Raises:
+        UserError: as ``load_data``; or the checkpoint's tokenizer cannot be read.
+    """
+    resume = config.checkpoint.resume
+    tokenizer = None if resume is None else read_tokenizer(find_checkpoint(resume))
+    return load_data(config.data, config.training.seed, tokenizer)
+
+
 def resolve(config: RunConfig, data: Data) -> RunConfig:
     """The configuration with everything derived filled in: sizes of the model, partition, group size, checkpoint.
 
@@ -138,7 +149,7 @@ def _work(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: i
 
 
 def _join_in(config: RunConfig, job: Job, world: World) -> Any:
-    data = load_data(config.data, config.training.seed)
+    data = load_text(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
     world.leave()
     return result

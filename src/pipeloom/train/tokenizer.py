@@ -1,7 +1,11 @@
-"""Text to tokens and back."""
+"""Text to tokens and back.
 
+A tokenizer is kept as the ``tokenizers`` library writes it, ``tokenizer.json``, with and without that library here.
+Whoever has the file can decode tokens, with that library or with those that build on it.
+"""
+
+import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -21,7 +25,7 @@ _BLOCKS_AT_ONCE = 256
 
 
 class Tokenizer(Protocol):
-    """What the rest of the program knows about a tokenizer."""
+    """What the rest of the program needs of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
@@ -39,6 +43,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Tokens to text. End-of-text tokens are left out; bytes that are no UTF-8 become U+FFFD."""
+        ...
+
+    def to_json(self) -> str:
+        """The whole tokenizer in the form of the ``tokenizers`` library."""
         ...
 
 
@@ -61,23 +69,55 @@ class ByteTokenizer:
         """Tokens to text, as in :class:`Tokenizer`."""
         return bytes(token for token in ids if token != self.end_of_text).decode(errors="replace")
 
+    def to_json(self) -> str:
+        """As in :class:`Tokenizer`: byte-pair encoding without merges, whose tokens have the numbers of the bytes."""
+        end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        tree = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": self.end_of_text, "content": _END_OF_TEXT, **end}],
+            "normalizer": None,
+            "pre_tokenizer": by_byte,
+            "post_processor": None,
+            "decoder": by_byte,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": False,
+                "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+                "merges": list[str](),
+            },
+        }
+        return json.dumps(tree, indent=2, ensure_ascii=False)
+
 
 class BpeTokenizer:
     """Byte-pair encoding over bytes, by the ``tokenizers`` library; any text survives a round trip.
 
-    Made by :meth:`train` or :meth:`load`.
+    Made by :meth:`train` or :meth:`from_json`.
 
     Args:
-        encoding: the library's tokenizer, which knows the end-of-text token.
+        encoding: the library's tokenizer, which has the end-of-text token.
+        text: its JSON.
     """
 
-    def __init__(self, encoding: "tokenizers.Tokenizer") -> None:
+    def __init__(self, encoding: "tokenizers.Tokenizer", text: str) -> None:
         end_of_text = encoding.token_to_id(_END_OF_TEXT)
-        assert end_of_text is not None, "a tokenizer without an end-of-text token"
+        if end_of_text is None:
+            raise UserError(f"expected a tokenizer with the token {_END_OF_TEXT}, found none")
         encoding.encode_special_tokens = True  # a document that spells the token out does not end there
-        self._encoding = encoding
+        self._encoding, self._text = encoding, text
         self.end_of_text: int = end_of_text
         self.vocab_size: int = encoding.get_vocab_size()
+        if max(encoding.get_vocab().values()) >= self.vocab_size:
+            raise UserError(f"expected a tokenizer whose tokens are 0..{self.vocab_size - 1}, found larger ones")
 
     @classmethod
     def train(cls, texts: Sequence[bytes], vocab_size: int) -> "BpeTokenizer":
@@ -107,23 +147,27 @@ class BpeTokenizer:
             show_progress=False,
         )
         encoding.train_from_iterator((block for text in texts for block in _blocks(text)), trainer)
-        return cls(encoding)
+        return cls(encoding, encoding.to_str(pretty=True))
 
     @classmethod
-    def load(cls, path: Path) -> "BpeTokenizer":
-        """Read what :meth:`save` wrote.
+    def from_json(cls, text: str) -> "BpeTokenizer":
+        """Read what :meth:`to_json` returned.
 
         Raises:
-            UserError: the ``tokenizers`` library is missing.
+            UserError: it is no such tokenizer, or the ``tokenizers`` library is missing.
         """
         require_bpe()
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_file(str(path)))
+        try:
+            encoding = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more exact
+            raise UserError(f"expected a tokenizer of the tokenizers library, found {error}") from None
+        return cls(encoding, text)
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer as JSON in the library's own format."""
-        self._encoding.save(str(path))
+    def to_json(self) -> str:
+        """As in :class:`Tokenizer`; of a tokenizer that was read, the text that was read."""
+        return self._text
 
     def encode(self, text: bytes) -> TokenArray:
         """Text to tokens; long text goes in blocks of whole lines, which bounds memory and uses all cores."""
@@ -162,3 +206,10 @@ def _blocks(text: bytes) -> list[str]:
         blocks.append(text[begin:end].decode(errors="replace"))
         begin = end
     return blocks
+
+
+def _byte_letters() -> list[str]:
+    """The character that byte-level tokenizers write for each byte: itself if it is visible, else one above 255."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte) if byte in visible else chr(256 + others.index(byte)) for byte in range(256)]

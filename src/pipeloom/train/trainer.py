@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pipeloom import run_folder
-from pipeloom.checkpoint_folder import CheckpointInfo
+from pipeloom.checkpoint_folder import TOKENIZER, CheckpointInfo
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run
 from pipeloom.errors import RunError
@@ -119,7 +119,9 @@ class Trainer:
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
         self._optimizer = make_adamw(config.optimizer, decayed, plain)
         self._updates = self._make_updates()
-        self._checkpoints = Checkpoints(config, world, self._pipeline, self._optimizer, folder.path)
+        self._checkpoints = Checkpoints(
+            config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
+        )
         self._done = self._restore()
         self._prediction: Prediction | None = None
         self._measured: Trace | None = None
@@ -132,6 +134,7 @@ class Trainer:
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
             self._folder.write(run_folder.CONFIG, format_run(config))  # with what the ranks have decided
+            self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         self._predict()
         times: list[float] = []
@@ -209,6 +212,13 @@ class Trainer:
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
+            )
+        if squares == 0:
+            raise RunError(
+                f"the gradient norm of step {step} is exactly 0 and its loss {loss}, so no weight would change; "
+                "the weights are damaged or far too large (go on from an older checkpoint, try a lower "
+                "--optimizer.lr), gradients vanish in training.dtype (try --training.dtype float32), or the model "
+                "predicts every token of the text with certainty"
             )
         grad_norm = squares**0.5
         if self._updates is None:
