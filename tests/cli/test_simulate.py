@@ -52,6 +52,16 @@ def test_every_example_is_answered_and_its_parts_add_up(capsys, file, devices, r
     assert found["tokens_per_s"] == pytest.approx(run["global_batch"] * run["seq"] / found["step_time_s"])
 
 
+def test_fewer_micro_batches_than_pipeline_ranks_are_simulated_as_the_help_says(capsys):
+    found = answer(capsys, "--layout.pp", "4", "--layout.num-microbatches", "2")
+    assert found["bubble_fraction"] > 0.5
+    with pytest.raises(SystemExit, match="0"):
+        main(["simulate", "--help"])
+    told = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert "With fewer than pp, ranks are idle" in told
+    assert "At least pp" not in told
+
+
 def test_the_shapes_of_the_large_examples_are_the_published_ones(capsys):
     large, small = answer(capsys, GPT_1T)["run"], answer(capsys, GPT_52B)["run"]
     assert (large["dp"], large["tp"], large["pp"], large["global_batch"]) == (6, 8, 64, 3072)
