@@ -11,6 +11,11 @@ from typing import Any, get_type_hints
 from pipeloom.config import RunConfig, to_dict
 from pipeloom.errors import UserError
 
+RETIRED = {
+    "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
+}
+"""Settings that there were -> what to use instead."""
+
 
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
     """Read a run file as far as it can be read.
@@ -108,7 +113,10 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
     known = [item.name for item in fields(config_class)]
     problems: list[str] = []
     for key in list(tree):
-        if key not in known:
+        if prefix + key in RETIRED:
+            problems.append(f"there is no setting '{prefix}{key}' any more; {RETIRED[prefix + key]}")
+            del tree[key]
+        elif key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean '{prefix}{close[0]}'?" if close else f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")

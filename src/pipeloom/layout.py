@@ -68,15 +68,15 @@ class Layout:
     """Stages on each pipeline rank. More loops, smaller bubble: on a looped placement (pp - 1) / (num_microbatches *
     loops) of the ideal time."""
     num_microbatches: int = 8
-    """Micro-batches of a step, of each data-parallel replica. At least pp; a little above it hides the transfers
-    between ranks."""
+    """Micro-batches of a step, of each data-parallel replica. With fewer than pp, ranks are idle while the pipeline
+    fills and drains; a little above pp hides the transfers between ranks."""
     microbatch_size: int = 2
     """Sequences of a micro-batch."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
     """Cuts every micro-batch along its tokens into slices that go through the pipeline one after the other: so many
     even ones; ones of these lengths; or lengths from measured times (auto). The bubble shrinks with their number, to
-    (pp - 1) / (num_microbatches * slices * loops) where they are equally fast, and pp may be up to num_microbatches *
-    slices. None: sequences stay whole."""
+    (pp - 1) / (num_microbatches * slices * loops) where they are equally fast, and num_microbatches * slices of
+    at least pp keep all ranks busy. None: sequences stay whole."""
     partition: tuple[int, ...] | None = None
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
     the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program

@@ -120,6 +120,47 @@ def test_curves_that_cannot_be_right_are_refused_together(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (
+            "[0.5, 1]",
+            "[0.5, 1.85]",
+            "matmul_fraction must be a list of numbers above 0 and at most 1, found [0.5, 1.85]",
+        ),
+        ("[0.1, 0.9]", "[0.1, 1.01]", "bf16 must be a list of numbers above 0 and at most 1, found [0.1, 1.01]"),
+        ("[0.5, 1]", "[0, 1]", "matmul_fraction must be a list of numbers above 0 and at most 1, found [0, 1]"),
+    ],
+)
+def test_a_fraction_of_a_cluster_above_1_is_refused(tmp_path, old, new, problem):
+    file = tmp_path / "fast.toml"
+    file.write_text(FILE.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    assert caught.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("overlap = 1.2", "overlap is a fraction and must be a number of at least 0 and at most 1, found 1.2"),
+        (
+            "fragmentation = -1",
+            "fragmentation is a fraction and must be a number of at least 0 and at most 1, found -1",
+        ),
+        ("[efficiency]\nmemory = 1.01", "memory is a fraction and must be a number above 0 and at most 1, found 1.01"),
+        ("[efficiency]\nflash2 = 0", "flash2 is a fraction and must be a number above 0 and at most 1, found 0"),
+        ("[efficiency]\nmatmul = 2", "matmul is a fraction and must be a number above 0 and at most 1.05, found 2"),
+    ],
+)
+def test_a_fraction_of_a_program_outside_its_range_is_refused(tmp_path, line, problem):
+    file = tmp_path / "program.toml"
+    file.write_text(f'name = "program"\n{line}\n')
+    with pytest.raises(ConfigError) as caught:
+        load_software(str(file))
+    assert caught.value.problems == (problem,)
+
+
 def test_collectives_that_are_no_list_of_tables_are_refused(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text(

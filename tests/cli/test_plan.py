@@ -28,7 +28,7 @@ def model(tmp_path):
 
 
 def words(model, **changes):
-    told = {"cluster": "dgx-1-v100", "devices": 4, "global-batch": 8, "seq": 512, "precision": "fp16"} | changes
+    told = {"cluster": "dgx-1-v100", "devices": 4, "global-batch": 8, "seq": 512, "dtype": "float16"} | changes
     flags = [str(part) for name, value in told.items() for part in (f"--{name}", value)]
     return ["plan", "--model", model, *flags]
 
@@ -122,7 +122,7 @@ def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):
 
 def test_what_others_launch_is_written(model, tmp_path, capsys):
     folder = tmp_path / "start"
-    assert main([*words(model), "--export", str(folder), "--no-explain"]) == 0
+    assert main([*words(model, dtype="float32"), "--export", str(folder), "--no-explain"]) == 0
     assert (folder / "torchrun.sh").exists()
     assert "torchrun" in capsys.readouterr().out
 
@@ -132,7 +132,10 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
     [
         ({"cluster": "dgx-1-v10"}, ["did you mean 'dgx-1-v100'"]),
         ({"devices": 0, "seq": 0}, ["devices must be at least 1", "seq must be at least 1"]),
-        ({"precision": "bf16"}, ["the precision must be one that v100-sxm-32gb computes in"]),
+        (
+            {"dtype": "bfloat16"},
+            ["the dtype must be one that v100-sxm-32gb computes in: float32, float16, found bfloat16"],
+        ),
         ({"families": "zebra"}, ["pipeloom has no family 'zebra'; it has"]),
         ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
         ({"best": 0, "budget-s": "nan"}, ["--best must be at least 1", "--budget-s must be above 0, found nan"]),
@@ -154,7 +157,7 @@ def test_everything_that_is_missing_is_told_at_once(capsys):
 
 
 def test_a_model_that_fits_nowhere_is_told_what_is_missing(capsys):
-    asked = ["--cluster", "dgx-1-v100", "--devices", "8", "--global-batch", "8", "--seq", "1024", "--precision", "fp16"]
+    asked = ["--cluster", "dgx-1-v100", "--devices", "8", "--global-batch", "8", "--seq", "1024", "--dtype", "float16"]
     assert main(["plan", "--model", "gpt-52b", *asked]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out

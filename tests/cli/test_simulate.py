@@ -15,14 +15,14 @@ GPT_BOTH = str(EXAMPLES / "gpt-6.6b-mixed.toml")
 SHARDED = ["--layout.dp", "4", "--layout.shard", "full"]
 
 
-def answer(capsys, *words):
-    assert main(["simulate", *words, "--json"]) == 0
+def answer(capsys, *words, status=0):
+    assert main(["simulate", *words, "--json"]) == status
     return json.loads(capsys.readouterr().out)
 
 
-def text(capsys, monkeypatch, *words, columns=80):
+def text(capsys, monkeypatch, *words, columns=80, status=0):
     monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["simulate", *words]) == 0
+    assert main(["simulate", *words]) == status
     return capsys.readouterr().out
 
 
@@ -50,6 +50,68 @@ def test_every_example_is_answered_and_its_parts_add_up(capsys, file, devices, r
     assert 0 < found["mfu"] <= found["hfu"] < 1
     run = found["run"]
     assert found["tokens_per_s"] == pytest.approx(run["global_batch"] * run["seq"] / found["step_time_s"])
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "told"),
+    [
+        (("--training.dtype", "bfloat16", "--machine.cluster", "dgx-h100"), "bfloat16", "bfloat16, "),
+        (("--machine.cluster", "dgx-h100"), "bfloat16", "bfloat16 (the devices' default), "),
+        (("--machine.cluster", "dgx-1-v100"), "float16", "float16 (the devices' default), "),
+        ((), "float32", "float32 (the devices' default), "),
+        (("--training.dtype", "float32", "--machine.cluster", "dgx-h100"), "float32", "float32, "),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "plan", "slices"])
+def test_one_setting_is_the_type_of_predictions_and_its_default_is_named(
+    capsys, monkeypatch, words, dtype, told, command
+):
+    if command == "plan":
+        words = [
+            word.replace("--training.dtype", "--dtype").replace("--machine.cluster", "--cluster") for word in words
+        ]
+        words = [RUN, "--best", "1", "--no-explain", "--pp", "4", "--loops", "4", "--families", "breadth-first", *words]
+    assert main([command, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    found = found.get("question", found)
+    assert (found["dtype"], found["has_default_dtype"]) == (dtype, "default" in told)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([command, *words]) == 0
+    assert told.rstrip(", ") in capsys.readouterr().out
+
+
+def test_the_type_changes_the_prediction(capsys):
+    words = ["--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--layout.pp", "8"]
+    narrow, wide = (answer(capsys, *words, "--training.dtype", dtype) for dtype in ("bfloat16", "float32"))
+    assert narrow["step_time_s"] < wide["step_time_s"] / 4
+    assert narrow["step_time_s"] == answer(capsys, *words)["step_time_s"]
+
+
+def test_a_type_without_costs_is_refused_by_name(capsys):
+    wanted = "must be one that AMD EPYC, one core computes in: float32, bfloat16, found float64"
+    assert f"training.dtype {wanted}" in refusal(capsys, "--training.dtype", "float64")
+    assert f"the dtype {wanted}" in refusal(capsys, RUN, "--dtype", "float64", command="plan")
+
+
+def test_the_setting_that_there_was_is_refused_with_the_one_there_is(capsys, tmp_path):
+    file = tmp_path / "old.toml"
+    file.write_text('[machine]\nprecision = "bf16"\n')
+    assert "no setting 'machine.precision' any more; use training.dtype = " in refusal(capsys, str(file))
+    message = refusal(capsys, "--machine.precision", "bf16")
+    assert "simulate has no flag --machine.precision any more; use training.dtype = " in message
+    for command in ("plan", "tradeoff"):
+        message = refusal(capsys, "--precision", "bf16", command=command)
+        assert f"{command} has no flag --precision any more; use --dtype float32, bfloat16 or float16" in message
+
+
+def test_fewer_micro_batches_than_pipeline_ranks_are_simulated_as_the_help_says(capsys):
+    found = answer(capsys, "--layout.pp", "4", "--layout.num-microbatches", "2")
+    assert found["bubble_fraction"] > 0.5
+    with pytest.raises(SystemExit, match="0"):
+        main(["simulate", "--help"])
+    told = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    assert "With fewer than pp, ranks are idle" in told
+    assert "At least pp" not in told
 
 
 def test_the_shapes_of_the_large_examples_are_the_published_ones(capsys):
@@ -138,11 +200,11 @@ def test_no_line_is_wider_than_the_terminal_and_no_number_is_cut(capsys, monkeyp
 
 def test_a_step_that_does_not_fit_says_where_of_what_and_what_helps(capsys, monkeypatch):
     words = [GPT_52B, "--layout.recompute", "none", "--layout.microbatch-size", "4"]
-    found = answer(capsys, *words)
+    found = answer(capsys, *words, status=1)
     assert not found["fits"]
     most = max(memory["total_bytes"] for memory in found["memory"])
     assert most == found["memory"][found["fullest_rank"]]["total_bytes"] > found["device_memory_bytes"]
-    shown = text(capsys, monkeypatch, *words)
+    shown = text(capsys, monkeypatch, *words, status=1)
     assert (
         f"does not fit: pipeline rank {found['fullest_rank']} needs {most / 1e9:.1f} GB of 34; most of it: activations"
         in shown
@@ -155,7 +217,7 @@ def test_a_step_that_does_not_fit_says_where_of_what_and_what_helps(capsys, monk
 
 
 def test_where_nothing_helps_enough_that_is_said(capsys, monkeypatch):
-    shown = text(capsys, monkeypatch, GPT_52B, "--layout.tp", "1", "--layout.recompute", "full")
+    shown = text(capsys, monkeypatch, GPT_52B, "--layout.tp", "1", "--layout.recompute", "full", status=1)
     assert "none of these is enough: more layout.pp or layout.tp" in shown
 
 
@@ -187,7 +249,7 @@ def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_pat
 
 
 def test_a_preset_of_another_family_is_simulated_with_its_sizes(capsys):
-    words = ["--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--machine.precision", "bf16"]
+    words = ["--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--training.dtype", "bfloat16"]
     found = answer(capsys, *words, "--layout.tp", "8", "--data.seq-len", "8192")
     assert found["run"]["shape"]["kv_heads"] == 8
     assert found["run"]["shape"]["name"] == "llama-3-8b"
@@ -215,14 +277,14 @@ def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkey
 
 def test_a_rank_that_does_not_fit_its_own_kind_of_nodes_is_the_one_that_is_told(capsys, monkeypatch):
     words = [*ON_BOTH, "--layout.microbatch-size", "6", "--data.seq-len", "1000"]
-    found = answer(capsys, *words)
+    found = answer(capsys, *words, status=1)
     totals = [memory["total_bytes"] for memory in found["memory"]]
     fullest = found["fullest_rank"]
     assert not found["fits"]
     assert fullest >= 4
     assert totals[fullest] < max(totals) < 85e9
     assert found["device_memory_bytes"] == 34e9
-    shown = text(capsys, monkeypatch, *words)
+    shown = text(capsys, monkeypatch, *words, status=1)
     assert f"does not fit: pipeline rank {fullest} needs {totals[fullest] / 1e9:.1f} GB of 34" in shown
 
 
@@ -230,9 +292,9 @@ def test_more_devices_than_a_cluster_has_and_a_precision_that_a_kind_lacks_are_r
     message = refusal(capsys, *ON_BOTH, "--layout.dp", "8")
     assert "a100-and-v100 has 64 devices (4 x 8 a100, 4 x 8 v100), found a run on 128" in message
     assert "layout.pp 8 x layout.dp 8 x layout.tp 2" in message
-    message = refusal(capsys, *ON_BOTH, "--machine.precision", "bf16")
-    assert "machine.precision must be one that v100-sxm-32gb computes in: fp16, fp32, found bf16" in message
-    assert answer(capsys, *ON_BOTH, "--layout.pp", "4", "--machine.precision", "bf16")["fits"]  # A100 alone
+    message = refusal(capsys, *ON_BOTH, "--training.dtype", "bfloat16")
+    assert "training.dtype must be one that v100-sxm-32gb computes in: float32, float16, found bfloat16" in message
+    assert answer(capsys, *ON_BOTH, "--layout.pp", "4", "--training.dtype", "bfloat16")["fits"]  # A100 alone
 
 
 def test_a_cluster_of_one_kind_says_its_name_for_every_place(capsys):
@@ -247,7 +309,7 @@ SMALL = ["--model.num-layers", "12", "--model.hidden-size", "64", "--model.num-h
 @pytest.mark.parametrize("tied", [[], ["--model.tied"]], ids=["untied", "tied"])
 def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut_does(capsys, tied):
     words = [*SMALL, *tied, "--layout.pp", "1", "--layout.loops", "2", "--schedule.device-budget", "4MiB"]
-    found = answer(capsys, *words, "--swap-plan")
+    found = answer(capsys, *words, "--swap-plan", status=1)
     assert "stage 0 takes" in found["refused"]
     plan = found["swap_plan"]
     assert plan["is_needed"]
@@ -257,7 +319,7 @@ def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut
     step = answer(capsys, *words, *cut, *sizes, "--swap-plan")
     assert "refused" not in step
     assert step["swap_plan"] == plan
-    assert main(["simulate", *words, "--swap-plan"]) == 0
+    assert main(["simulate", *words, "--swap-plan"]) == 1
     assert "as it is given    schedule.device_budget is 4 MiB" in capsys.readouterr().out
 
 

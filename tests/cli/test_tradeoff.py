@@ -19,7 +19,7 @@ def test_json_has_every_point_and_what_was_asked(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["methods"] == {"breadth-first": "pipeloom", "1f1b": "megatron-2021"}
     assert (found["tokens"], found["critical_batch"], found["price_per_device_hour"]) == (1e10, 1000, 2.5)
-    assert (found["reference_devices"], found["precision"], found["seq"]) == (16, "bf16", 1024)
+    assert (found["reference_devices"], found["dtype"], found["seq"]) == (16, "bfloat16", 1024)
     assert len(found["points"]) == 8
     for point in found["points"]:
         assert point["num_devices"] == point["run"]["tp"] * point["run"]["pp"] * point["run"]["dp"]
@@ -90,7 +90,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys):
     ("words", "message"),
     [
         (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: say one with --price"),
-        (("--precision", "fp32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device hour must be above 0"),
+        (("--dtype", "float32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device hour must be above 0"),
         (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),
         (("--critical-batch", "9", "--critical-batch-tokens", "9"), "found both"),

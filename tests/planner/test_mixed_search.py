@@ -84,7 +84,7 @@ def test_only_orders_whose_devices_compute_in_the_precision_are_tried():
     old = replace(SLOW, device=replace(SLOW.device, peak_flops_per_s={"fp32": 1e13}))
     cluster = mixed((old, 4), (FAST, 4))
     assert [one.part(0, 8).name for one in question(cluster).clusters] == ["fast"]
-    with pytest.raises(ConfigError, match="the precision must be one that device computes in: fp32, found bf16"):
+    with pytest.raises(ConfigError, match="the dtype must be one that device computes in: float32, found bfloat16"):
         question(cluster, num_devices=12)
 
 

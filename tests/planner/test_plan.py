@@ -140,7 +140,6 @@ def test_a_wrong_question_is_told_whole(ask):
 def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
     step = search(ask(shape=load_model("gpt-6.6b"), num_devices=8, global_batch=16).limited(**limits), 1).best
     config = run_config(step, "gpt-6.6b", "dgx-1-v100", "pipeloom")
-    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
     config, problems = with_model_sizes(config)
     assert [*problems, *config.problems(trains=False)] == []
     assert simulate_config(config).prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)

@@ -100,7 +100,7 @@ def test_the_command_prints_the_flag_that_takes_its_answer(capsys):
 def test_a_program_that_blocks_accounts_for_every_slice(slices):
     """Its exchanges are in compute actions, more of them with slices; parts of a rank's step still add up to it."""
     config = cut(replace(FEW, machine=replace(FEW.machine, cluster="dgx-a100", software="megatron-2021")), slices)
-    step = simulate_config(replace(config, machine=replace(config.machine, precision="fp16")))
+    step = simulate_config(replace(config, training=replace(config.training, dtype="float16")))
     for account in step.accounts:
         assert sum(account.to_dict().values()) == pytest.approx(step.prediction.step_time_s)
         assert account.to_dict()["exposed_p2p_s"] > 0

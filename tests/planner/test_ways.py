@@ -7,7 +7,7 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli.simulate import simulate_config
-from pipeloom.config import MachineConfig, ModelConfig, RunConfig
+from pipeloom.config import ModelConfig, RunConfig, TrainingConfig
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
@@ -72,7 +72,6 @@ def test_the_run_of_a_way_simulates_the_same(deep, way):
     limits, changes = CASES[way]
     step = search(deep(limits, **changes), 1).best
     config = run_config(step, None, "dgx-1-v100", "pipeloom")
-    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
     assert config.problems(trains=False) == []
     if way == "offload":  # the catalog's host is slower than the question's
         assert config.schedule.offload
@@ -163,8 +162,7 @@ def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
 def test_the_run_of_a_swapped_model_simulates_the_same(deep):
     step = search(deep({}, cluster=with_memory(2.4), **ALONE), 1).best
     config = run_config(step, None, "dgx-1-v100", "pipeloom")
-    config = replace(config, training=replace(config.training, dtype="float32", device="cpu"))
-    assert config.problems(trains=True) == []
+    assert replace(config, training=replace(config.training, dtype="float32", device="cpu")).problems() == []
     again = simulate_config(config).prediction
     assert again.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-6)
     assert again.memory.total_bytes == pytest.approx(step.prediction.memory.total_bytes, rel=1e-6)
@@ -189,7 +187,7 @@ def test_stages_are_as_large_as_those_that_train(family, tied):
     model = ModelConfig(family=family, num_layers=5, hidden_size=64, num_heads=4, vocab_size=500, tied=tied)
     config = RunConfig(model=model.resolve(257), layout=Layout(pp=1, loops=5, num_microbatches=2))
     layout = replace(config.layout, partition=(1, 2, 2, 1, 1))
-    run = describe(replace(config, layout=layout, machine=MachineConfig(precision="fp32"))).run
+    run = describe(replace(config, layout=layout, training=TrainingConfig(dtype="float32"))).run
     assert swapped_amounts(run, OURS) == stage_amounts(replace(config, layout=layout))
 
 

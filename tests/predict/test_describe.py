@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeloom.catalog import load_model, names
-from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig
+from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.shape import shape_of
 from pipeloom.errors import ConfigError
@@ -86,8 +86,13 @@ def test_every_size_of_the_layout_reaches_the_cost_model():
         pp=2, loops=3, dp=4, tp=2, replicate=2, shard="full", microbatch_size=5, num_microbatches=7,
         sequence_parallel=True, recompute="selective", partition=(2, 1, 1, 2, 2, 2),
     )  # fmt: skip
-    machine = MachineConfig(precision="bf16", attention="plain", fused_norm=False, cluster="dgx-a100")
-    config = RunConfig(layout=layout, machine=machine, data=DataConfig(tokenizer="bpe", seq_len=64))
+    machine = MachineConfig(attention="plain", fused_norm=False, cluster="dgx-a100")
+    config = RunConfig(
+        layout=layout,
+        machine=machine,
+        training=TrainingConfig(dtype="bfloat16"),
+        data=DataConfig(tokenizer="bpe", seq_len=64),
+    )
     run = describe(config).run
     assert (run.pp, run.loops, run.dp, run.tp, run.replicate, run.shard) == (2, 3, 4, 2, 2, "full")
     assert (run.micro_batch, run.num_microbatches, run.global_batch) == (5, 7, 4 * 5 * 7)
@@ -128,9 +133,11 @@ def test_everything_wrong_with_the_machine_is_said_at_once(tmp_path):
 
 
 def test_a_precision_that_the_device_does_not_have_is_named():
-    config = RunConfig(machine=MachineConfig(cluster="dgx-1-v100", precision="bf16"))
+    config = RunConfig(machine=MachineConfig(cluster="dgx-1-v100"), training=TrainingConfig(dtype="bfloat16"))
     (problem,) = machine_problems(config)
-    assert problem.startswith("machine.precision must be one that v100-sxm-32gb computes in: fp16, fp32, found bf16")
+    assert problem.startswith(
+        "training.dtype must be one that v100-sxm-32gb computes in: float32, float16, found bfloat16"
+    )
 
 
 def test_a_model_file_is_named_by_its_path(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.flops import mfu
 from pipeloom.cost.shape import Run
+from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.predict.fast import predict
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
@@ -43,6 +44,17 @@ STEPS = {
     "ours, tied": (data_parallel("full", shape=replace(RUN.shape, tied=True)), OURS, {}),
     "megatron": (data_parallel("optimizer"), MEGATRON, {"family": "depth-first"}),
 }
+
+
+def test_a_step_that_needs_more_than_the_peak_is_no_prediction():
+    """Attention counts whole, a causal kernel computes half: at the peak long sequences would use twice of it."""
+    fast = replace(OURS, efficiency=replace(OURS.efficiency, flash2=1.0))
+    run = replace(RUN, seq=2**20, pp=1, loops=1, global_batch=1)
+    with pytest.raises(
+        UserError, match=r"impossible: a100-sxm-80gb would use 1\d\d\.\d% of the peak .* expected at most 100"
+    ):
+        simulate_step(run, A100, fast, order(run))
+    assert 0 < simulate_step(run, A100, OURS, order(run)).hfu < 1
 
 
 def step_of(title):

@@ -15,7 +15,7 @@ from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, 
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
 from pipeloom.cost.shape import Mlp, ModelShape, Precision
-from pipeloom.cost.software import Division, Efficiency, Software
+from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
@@ -115,12 +115,14 @@ def _device(reader: Reader) -> Device:
     return Device(
         name=reader.text("name"),
         peak_flops_per_s={key: peaks.number(key, scale=1e12) for key in peaks.names()},
-        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=GIGA),
+        matmul_curve=reader.curve("matmul_gflop", "matmul_fraction", x_scale=GIGA, y_most=1.0),
         kernel_s=reader.number("kernel_us", scale=MICRO),
         memory_bytes=reader.number("memory_gb", scale=GIGA),
         memory_bytes_per_s=reader.number("memory_gb_per_s", scale=GIGA),
         launch_s=reader.number("launch_us", scale=MICRO),
-        matmul_curves={key: reader.curve("matmul_gflop", key, x_scale=GIGA, within=own) for key in own.names()},
+        matmul_curves={
+            key: reader.curve("matmul_gflop", key, x_scale=GIGA, y_most=1.0, within=own) for key in own.names()
+        },
         num_multiprocessors=int(reader.number("num_multiprocessors", 0)),
     )
 
@@ -246,7 +248,7 @@ def load_software(name_or_path: str) -> Software:
     reader = Reader(table, source)
     calibrated, default = reader.table("efficiency", is_optional=True), Software(name="")
     known = {item.name for item in fields(Efficiency)}
-    values = {key: calibrated.number(key) for key in calibrated.names() if key in known}
+    values = {key: _efficiency(calibrated, key) for key in calibrated.names() if key in known}
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
@@ -269,8 +271,16 @@ def load_software(name_or_path: str) -> Software:
     return software
 
 
+def _efficiency(reader: Reader, key: str) -> float:
+    return reader.fraction(key, most=FRACTIONS[key]) if key in FRACTIONS else reader.number(key)
+
+
 def _plain(reader: Reader, key: str, default: Any) -> Any:
-    return reader.flag(key, default=default) if isinstance(default, bool) else reader.number(key, default)
+    if isinstance(default, bool):
+        return reader.flag(key, default=default)
+    if key in SHARES:
+        return reader.fraction(key, default, is_zero_allowed=True)
+    return reader.number(key, default)
 
 
 def source_of(folder: str, name_or_path: str) -> str:

@@ -1,6 +1,7 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import difflib
+import math
 import tomllib
 from collections.abc import Callable, Mapping, Set
 from importlib.resources import files
@@ -60,6 +61,18 @@ class Reader:
             return least * scale
         return float(value) * scale
 
+    def fraction(
+        self, key: str, default: float | None = None, *, most: float = 1.0, is_zero_allowed: bool = False
+    ) -> float:
+        """A number above 0 (or of at least 0, if that is allowed) and at most ``most``."""
+        value = self._find(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (0 < value <= most or (is_zero_allowed and value == 0)):
+            least = "of at least 0" if is_zero_allowed else "above 0"
+            self.complain(f"{key} is a fraction and must be a number {least} and at most {most:g}, found {value!r}")
+            return most
+        return float(value)
+
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._find(key, default)
@@ -68,15 +81,16 @@ class Reader:
             return 1
         return value
 
-    def numbers(self, key: str, *, scale: float = 1.0) -> list[float]:
-        """A list of numbers above 0, times ``scale``."""
+    def numbers(self, key: str, *, scale: float = 1.0, most: float = math.inf) -> list[float]:
+        """A list of numbers above 0 and at most ``most``, times ``scale``."""
         value = self._find(key, None)
         if (
             not isinstance(value, list)
             or not value
-            or not all(isinstance(item, int | float) and item > 0 for item in value)
+            or not all(isinstance(item, int | float) and 0 < item <= most for item in value)
         ):
-            self.complain(f"{key} must be a list of numbers above 0, found {value!r}")
+            limit = "" if most == math.inf else f" and at most {most:g}"
+            self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
             return [1.0]
         return [float(item) * scale for item in value]
 
@@ -90,10 +104,20 @@ class Reader:
         return float(value[0]) * scale, float(value[1]) * scale
 
     def curve(
-        self, x_key: str, y_key: str, *, x_scale: float = 1.0, y_scale: float = 1.0, within: "Reader | None" = None
+        self,
+        x_key: str,
+        y_key: str,
+        *,
+        x_scale: float = 1.0,
+        y_scale: float = 1.0,
+        y_most: float = math.inf,
+        within: "Reader | None" = None,
     ) -> Curve:
         """Points from two lists of the same length, the first one rising; the second may be in another table."""
-        xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale)
+        known = len(self._problems)
+        xs, ys = self.numbers(x_key, scale=x_scale), (within or self).numbers(y_key, scale=y_scale, most=y_most)
+        if len(self._problems) > known:
+            return ((1.0, 1.0),)
         if len(xs) != len(ys):
             self.complain(f"{y_key} must have one number for each of {x_key}, {len(xs)}, found {len(ys)}")
         if any(after <= before for before, after in pairwise(xs)):

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from pipeloom.dtypes import dtype_of
+
 
 def table(first: str, columns: Sequence[str]) -> Table:
     """A table whose first column names the rows; the others are numbers."""
@@ -35,6 +37,11 @@ def short(value: float) -> str:
     if not value:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f}"
+
+
+def told_dtype(precision: str, *, is_default: bool) -> str:
+    """A run's type of weights and activations, and whether nobody chose it."""
+    return dtype_of(precision) + (" (the devices' default)" if is_default else "")
 
 
 def amount(number: float) -> str:

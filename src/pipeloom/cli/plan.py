@@ -3,22 +3,24 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
-from pipeloom.cost.shape import Attention, Precision, shape_of
+from pipeloom.cost.shape import Attention, shape_of
+from pipeloom.dtypes import Dtype, dtype_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.layout import Recompute, Shard, Way
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
-from pipeloom.predict.describe import load_or_note, with_model_sizes
+from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 
 _NO_NUMBERS: tuple[int, ...] = ()
@@ -47,8 +49,9 @@ class Options:
     """Tokens of a sequence."""
     software: str | None = None
     """The training program: one of the catalog by name, or a file. None: pipeloom."""
-    precision: Precision | None = None
-    """Type of weights and activations in products. None: bf16, or the first that the device computes in."""
+    dtype: Dtype | None = None
+    """Type of weights and activations, as training.dtype. None: that of the run file; else on GPUs bfloat16, or float16
+    where they lack it, and float32 on CPUs."""
     attention: Attention | None = None
     """Kernel of attention. None: flash2."""
     fused_norm: bool | None = None
@@ -111,6 +114,7 @@ class Asked:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print; 1 if nothing fits."""
+    refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
     options = tyro.cli(Options, args=words, prog="pipeloom plan", description=Options.__doc__)
     asked = _asked(options)
     from pipeloom.cli.plan_text import PlanProgress, print_plan
@@ -208,19 +212,20 @@ def _asked(options: Options) -> Asked:
     if problems or shape is None or cluster is None or software is None:
         raise ConfigError(problems, "the question")
     layout, known = (config.layout, config.data) if config is not None else (None, None)
-    known_types = cluster.device.peak_flops_per_s
-    usual = cast("Precision", "bf16" if "bf16" in known_types else next(iter(known_types)))
+    num_devices = _first(options.devices, layout and layout.num_ranks)
+    dtype = options.dtype or (config.training.dtype if config is not None else None)
     question = Question(
         shape=shape,
         cluster=cluster,
         software=software,
-        num_devices=_first(options.devices, layout and layout.num_ranks),
+        num_devices=num_devices,
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
-        precision=options.precision or (machine.precision if machine is not None else usual),
+        precision=asked_precision(dtype, cluster, num_devices),
         attention=options.attention or (machine.attention if machine is not None else "flash2"),
         fused_norm=_first(options.fused_norm, machine.fused_norm if machine is not None else True),
         limits=_limits(options),
+        has_default_dtype=dtype is None,
     )
     return Asked(question, model_name, cluster_name, software_name, config)
 
@@ -269,7 +274,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "num_devices": question.num_devices,
             "global_batch": question.global_batch,
             "seq": question.seq,
-            "precision": question.precision,
+            "dtype": dtype_of(question.precision),
+            "has_default_dtype": question.has_default_dtype,
             "limits": asdict(question.limits),
         },
         "counts": {**asdict(counts), "excluded": dict(counts.excluded)},

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
+from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
 from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
@@ -80,7 +80,8 @@ def _print_question(console: Console, plan: Plan) -> None:
     question, counts = plan.question, plan.counts
     console.print(
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
-        f"sequences of {question.seq:,} tokens a step, {question.precision}; {question.num_devices:,} x "
+        f"sequences of {question.seq:,} tokens a step, "
+        f"{told_dtype(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
         f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
     )
     proof = "nothing else can be among the best"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from pipeloom.config import RunConfig
-from pipeloom.config_file import read_run_file
+from pipeloom.config_file import RETIRED, read_run_file
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import with_model_sizes
 
@@ -44,6 +44,7 @@ def parse_config(
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
     if words:
+        refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
         problems += found
         flags, asked = _Flags(words, command, summary), config
@@ -54,6 +55,23 @@ def parse_config(
     if problems:
         raise ConfigError(problems, source)
     return config
+
+
+def refuse_retired(words: list[str], retired: dict[str, str], command: str) -> None:
+    """Refuse flags that there were.
+
+    Args:
+        words: of the command line.
+        retired: a flag -> what to use instead.
+        command: that takes it no longer.
+
+    Raises:
+        ConfigError: naming each of them.
+    """
+    given = {word.partition("=")[0].replace("_", "-") for word in words}
+    problems = [f"{command} has no flag {flag} any more; {what}" for flag, what in retired.items() if flag in given]
+    if problems:
+        raise ConfigError(problems, "the command line")
 
 
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:

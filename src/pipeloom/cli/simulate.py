@@ -9,6 +9,7 @@ from typing import Any
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.swap_plan import make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
+from pipeloom.dtypes import dtype_of
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
@@ -43,7 +44,7 @@ class Options(RunConfig):
 
 
 def run(words: list[str]) -> int:
-    """Parse the configuration, simulate, print; a step that does not fit the devices is told, not refused."""
+    """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
     options = parse_config(words, "simulate", _SUMMARY, Options(), _problems)
     swapping = _swapping(options)
     if options.swap_plan and swapping is None:
@@ -55,7 +56,8 @@ def run(words: list[str]) -> int:
         if plan is None:
             raise
         print_swap_plan(plan, refused=str(error), as_json=options.json)
-        return 0
+        return 1
+    is_default = options.training.dtype is None
     if options.trace is not None:
         _write_trace(step, options.trace)
     if options.plot is not None:
@@ -65,19 +67,19 @@ def run(words: list[str]) -> int:
         part = excerpt(step.trace)
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
     if options.json:
-        tree = to_json(step, with_curves=options.memory_over_time)
+        tree = to_json(step, with_curves=options.memory_over_time) | {"has_default_dtype": is_default}
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
     else:
         from pipeloom.cli.simulate_text import print_step
 
-        print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time)
+        print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time, has_default_dtype=is_default)
         if plan is not None:
             print()
             print_swap_plan(plan)
         for what, file in (("picture", options.plot), ("trace", options.trace)):
             if file is not None:
                 print(f"{what:<18}{file}")
-    return 0
+    return 0 if step.prediction.fits else 1
 
 
 def simulate_config(config: RunConfig) -> SimulatedStep:
@@ -133,8 +135,9 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline
-    rank the seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each rank
+    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``cluster``, ``software``,
+    ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step,
+    which add up to ``step_time_s``); ``communication`` (for each rank
     and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
     ``memory`` (for each pipeline rank ``total_bytes`` and what it is made of), ``device_memory_bytes``,
     ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the fullest rank -> its bytes then). With
@@ -156,6 +159,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "hfu": step.hfu,
         "bubble_fraction": step.bubble_fraction,
         "num_devices": step.run.num_devices,
+        "dtype": dtype_of(step.run.precision),
         "cluster": step.cluster.name,
         "places": [asdict(place) for place in step.places],
         "software": step.software.name,

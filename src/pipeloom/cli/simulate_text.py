@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import amount, seconds, short, table, unit_bytes, unit_s
+from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
@@ -31,16 +31,17 @@ _WIDE = 76
 """Columns of a terminal from which on memory is shown with all of its parts."""
 
 
-def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool) -> None:
+def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_default_dtype: bool = False) -> None:
     """Print the step; tables fit the terminal's width.
 
     Args:
         step: the answer.
         with_lanes: whether to print every lane.
         with_peaks: whether to say when each rank holds most.
+        has_default_dtype: whether the type is the devices' default.
     """
     console = Console(highlight=False)
-    _print_headline(console, step)
+    _print_headline(console, step, has_default_dtype=has_default_dtype)
     is_wide = console.width >= _WIDE
     tables = [_account_table(step), _lane_table(step), _memory_table(step, is_wide=is_wide)]
     if with_lanes:
@@ -65,7 +66,7 @@ def _recomputation(step: SimulatedStep) -> str:
     return f", {run.recompute} recomputation"
 
 
-def _print_headline(console: Console, step: SimulatedStep) -> None:
+def _print_headline(console: Console, step: SimulatedStep, *, has_default_dtype: bool) -> None:
     run, prediction, schedule = step.run, step.prediction, step.schedule
     kinds = step.cluster.kinds(run.num_devices)
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
@@ -77,7 +78,7 @@ def _print_headline(console: Console, step: SimulatedStep) -> None:
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {order.choice.family}{passes}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
-        f"{run.precision}{_recomputation(step)}{shard}"
+        f"{told_dtype(run.precision, is_default=has_default_dtype)}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")

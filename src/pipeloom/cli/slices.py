@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from pipeloom.cli.figures import told_dtype
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
+from pipeloom.dtypes import dtype_of
 from pipeloom.planner.slice_plan import SlicePlan, plan_slices
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.step import SimulatedStep
@@ -33,7 +35,8 @@ def run(words: list[str]) -> int:
     """Parse the configuration, choose, print."""
     options = parse_config(words, "slices", _SUMMARY, Options(), _problems)
     plan = plan_config(options, options.unit)
-    print(json.dumps(to_json(plan)) if options.json else _text(plan))
+    is_default = options.training.dtype is None
+    print(json.dumps(to_json(plan) | {"has_default_dtype": is_default}) if options.json else _text(plan, is_default))
     return 0
 
 
@@ -56,12 +59,20 @@ def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
 def to_json(plan: SlicePlan) -> dict[str, Any]:
     """What ``--json`` prints, in SI units.
 
-    Keys: ``lengths`` (tokens of each slice), ``formula_s`` (seconds of the pipeline by TeraPipe's formula),
+    Keys: ``lengths`` (tokens of each slice), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``formula_s``
+    (seconds of the pipeline by TeraPipe's formula),
     ``step_time_s``, ``pipeline_s``, ``bubble_fraction``, ``memory_bytes`` (of the fullest rank), and ``even``: for each
     number of even slices ``number`` and the same figures.
     """
     even = [{"number": one.number, "formula_s": one.formula_s, **_figures(one.step)} for one in plan.even]
-    return {"lengths": list(plan.lengths), "formula_s": plan.formula_s, **_figures(plan.step), "even": even}
+    dtype = dtype_of(plan.step.run.precision)
+    return {
+        "lengths": list(plan.lengths),
+        "dtype": dtype,
+        "formula_s": plan.formula_s,
+        **_figures(plan.step),
+        "even": even,
+    }
 
 
 def _figures(step: SimulatedStep) -> dict[str, float]:
@@ -74,10 +85,11 @@ def _figures(step: SimulatedStep) -> dict[str, float]:
     }
 
 
-def _text(plan: SlicePlan) -> str:
+def _text(plan: SlicePlan, is_default: bool) -> str:
     run, choice = plan.step.run, plan.step.order.choice
     batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
-    where = f"{plan.step.cluster.name}, {plan.step.software.name}"
+    dtype = told_dtype(run.precision, is_default=is_default)
+    where = f"{dtype}; {plan.step.cluster.name}, {plan.step.software.name}"
     lines = [
         f"{choice.family}: {count(run.pp, 'pipeline rank')}, {batch}; {where}",
         "",

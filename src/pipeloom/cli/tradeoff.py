@@ -12,9 +12,11 @@ import tyro
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape, Precision
+from pipeloom.cost.shape import Attention, ModelShape
 from pipeloom.cost.software import Software
+from pipeloom.dtypes import Dtype, dtype_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.question import Question
 from pipeloom.planner.tradeoff import (
@@ -30,11 +32,11 @@ from pipeloom.planner.tradeoff import (
     tradeoff,
     whole_batches,
 )
+from pipeloom.predict.describe import asked_precision
 from pipeloom.progress import Bar
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
-_PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 
 _Loaded = TypeVar("_Loaded")
 
@@ -71,8 +73,9 @@ class Options:
     """breadth-first, depth-first, 1f1b, gpipe, no-pipeline: those to compare."""
     software: tuple[str, ...] = ("pipeloom",)
     """Programs of the catalog or files: one for all, METHOD=PROGRAM for one method."""
-    precision: Precision | None = None
-    """Of weights and activations. None: the first of bf16, fp16, fp32 that the device computes in."""
+    dtype: Dtype | None = None
+    """Type of weights and activations, as training.dtype. None: on GPUs bfloat16, or float16 where they lack it, and
+    float32 on CPUs."""
     attention: Attention = "flash2"
     """Its kernel."""
     json: bool = False
@@ -83,6 +86,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
+    refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "tradeoff")
     options = tyro.cli(Options, args=words, prog="pipeloom tradeoff", description=Options.__doc__)
     if options.plot is not None:
         from pipeloom.plot import check_formats
@@ -162,8 +166,6 @@ def asked_by(options: Options) -> Tradeoff:
 
 
 def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: int) -> Question:
-    known = cluster.device.peak_flops_per_s
-    usual: Precision = next((precision for precision in _PRECISIONS if precision in known), "bf16")
     return Question(
         shape=shape,
         cluster=cluster,
@@ -171,8 +173,9 @@ def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: 
         num_devices=reference,
         global_batch=1,
         seq=options.seq,
-        precision=options.precision or usual,
+        precision=asked_precision(options.dtype, cluster, reference),
         attention=options.attention,
+        has_default_dtype=options.dtype is None,
     )
 
 
@@ -253,7 +256,7 @@ def _marks(points: list[Point]) -> list[tuple[float, float, str]]:
 def to_json(curves: Curves) -> dict[str, Any]:
     """What ``--json`` prints, in SI units but for dollars and days.
 
-    Keys: ``model``, ``cluster``, ``seq``, ``precision``, ``tokens``, ``critical_batch`` (sequences),
+    Keys: ``model``, ``cluster``, ``seq``, ``dtype``, ``tokens``, ``critical_batch`` (sequences),
     ``price_per_device_hour``, ``reference_devices``, ``methods`` (method -> program), ``points`` (every method, cluster
     size and batch that fits; ``run`` is the layout), ``best`` (for each cluster size the numbers of the best point, and
     of each method's), ``front`` (numbers of the points of the Pareto front, the fastest first), ``missing`` (method and
@@ -269,7 +272,8 @@ def to_json(curves: Curves) -> dict[str, Any]:
         "model": asked.question.shape.name,
         "cluster": asked.question.cluster.name,
         "seq": asked.question.seq,
-        "precision": asked.question.precision,
+        "dtype": dtype_of(asked.question.precision),
+        "has_default_dtype": asked.question.has_default_dtype,
         **asdict(asked.training),
         "reference_devices": asked.question.num_devices,
         "methods": {method: software.name for method, software in asked.methods.items()},

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.cli.figures import told_dtype
 from pipeloom.planner.tradeoff import Curves, Point
 
 
@@ -38,7 +39,8 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
     trained = programs.pop() if len(programs) == 1 else None
     by_method = ", ".join(f"{method} by {software.name}" for method, software in asked.methods.items())
     lines = {
-        "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, {question.precision}",
+        "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
+        + told_dtype(question.precision, is_default=question.has_default_dtype),
         "cluster": f"{question.cluster.name} at {dollars(training.price_per_device_hour)} for a device and hour",
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",

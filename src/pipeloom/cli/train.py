@@ -131,12 +131,19 @@ def _announce(config: RunConfig) -> None:
         f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}\n"
+        f"dtype      {config.training.known_dtype}{_dtype_note(config)}",
         flush=True,
     )
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
+
+
+def _dtype_note(config: RunConfig) -> str:
+    """That nobody chose the type, if nobody did."""
+    training = config.training
+    return "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
 
 
 def _passes(config: RunConfig) -> str:

@@ -42,12 +42,12 @@ def run(words: list[str]) -> int:
         print(
             f"{schedule.family} ({config.choice().placement_name}) over {layout.pp} pipeline ranks x "
             f"{layout.loops} stages, "
-            f"{replicas}{layout.num_microbatches} micro-batches, {config.training.dtype}, {_NUM_BATCHES} batches",
+            f"{replicas}{layout.num_microbatches} micro-batches, {config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )
         load_data(config.data, config.training.seed)
     differences = run_on_all_ranks(config, partial(_compare, _NUM_BATCHES), _REFERENCE_S)
-    return 0 if differences is None else _report(differences, config.training.dtype)
+    return 0 if differences is None else _report(differences, config.training.known_dtype)
 
 
 def _compare(num_batches: int, config: RunConfig, world: "World", data: "Data") -> dict[str, float] | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.dtypes import TRAINED
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
 from pipeloom.toolchain import toolchain_problems
@@ -25,8 +26,15 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     found += _place_problems(config)
     if trains:
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
-        found += _compile_problems(config)
+        found += [*_compile_problems(config), *_dtype_problems(config)]
     return found
+
+
+def _dtype_problems(config: "RunConfig") -> list[str]:
+    dtype = config.training.known_dtype
+    if dtype in TRAINED:
+        return []
+    return [f"training.dtype {dtype} needs a scaled loss, which train does not have; use one of {', '.join(TRAINED)}"]
 
 
 _AT_LEAST: dict[str, float] = {

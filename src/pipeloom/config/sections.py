@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pipeloom.dtypes import Dtype, default_dtype
 from pipeloom.words import parse_bytes
 
 
@@ -174,9 +175,11 @@ class TrainingConfig:
     """Optimizer steps."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Type of weights and activations. With bfloat16 the optimizer updates weights in float32, and gradients are added
-    up in float32, over micro-batches as over replicas."""
+    dtype: Dtype | None = None
+    """Type of weights and activations, for train, simulate and plan alike. With bfloat16 the optimizer updates weights
+    in float32, and gradients are added up in float32, over micro-batches as over replicas. train does not compute in
+    float16; float64 has no predictions. None: float32 on CPUs; on GPUs bfloat16, or float16 in predictions for devices
+    that lack it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages live. cuda takes one device for each process."""
     threads: int = 1
@@ -198,6 +201,11 @@ class TrainingConfig:
     """Forwards and backwards that the host may issue before a CUDA device has done them; without effect on a CPU."""
     stall_timeout_s: float = 60.0
     """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
+
+    @property
+    def known_dtype(self) -> Dtype:
+        """``dtype``, with its default where the run trains."""
+        return self.dtype or default_dtype(is_gpu=self.device == "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +243,6 @@ class MachineConfig:
     software: str = "pipeloom"
     """The training program: one of the catalog by name, or a TOML file like those. pipeloom is this one: transfers and
     reductions run on lanes of their own."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of weights and activations in products."""
     attention: Literal["plain", "fused-softmax", "flash1", "flash2"] = "flash2"
     """Kernel of attention: three steps, softmax fused with scale and mask, or all in one (version 1 or 2)."""
     fused_norm: bool = True

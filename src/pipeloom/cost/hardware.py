@@ -11,6 +11,7 @@ from math import log
 from typing import Literal
 
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.dtypes import Dtype, default_dtype
 from pipeloom.errors import UserError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
@@ -68,6 +69,11 @@ class Device:
     launch_s: float
     matmul_curves: dict[str, Curve] = field(default_factory=dict)
     num_multiprocessors: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU: its file says how many multiprocessors it has."""
+        return self.num_multiprocessors > 0
 
     def matmul_s(self, flops: float, moved_bytes: float, precision: str, efficiency: float = 1.0) -> float:
         """Seconds of one matrix product.
@@ -306,6 +312,16 @@ class Cluster:
     def each(self, change: "Callable[[Cluster], Cluster]") -> "Cluster":
         """The cluster with a change to every kind of nodes and to the networks between them; names stay."""
         return change(self)
+
+    def default_dtype(self, num_devices: int) -> Dtype:
+        """The type of a run on the first devices that names none, which all of them compute in if there is one.
+
+        Raises:
+            UserError: there are not so many devices.
+        """
+        devices = [kind.device for kind, _ in self.kinds(num_devices)]
+        shared = set.intersection(*(set(device.peak_flops_per_s) for device in devices))
+        return default_dtype(is_gpu=any(device.is_gpu for device in devices), precisions=shared)
 
     def price_per_hour(self, num_devices: int) -> float | None:
         """Dollars for the first devices together; ``None`` where a price is not known."""

@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.config import ModelConfig
+from pipeloom.dtypes import Precision
 from pipeloom.layout import Recompute, Shard
 
 Mlp = Literal["gelu", "swiglu"]
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
-Precision = Literal["fp32", "bf16", "fp16"]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number."""

@@ -59,6 +59,22 @@ class Efficiency:
     optimizer_bytes: float = 40.0
 
 
+FRACTIONS: dict[str, float] = {
+    "matmul": 1.05,
+    "memory": 1.0,
+    "batched_matmul": 1.0,
+    "flash1": 1.0,
+    "flash2": 1.0,
+    "tensor_bus": 1.0,
+    "data_bus": 1.0,
+    "p2p": 1.0,
+}
+"""Efficiencies that are fractions, with the most that each can be. The curve that ``matmul`` is a fraction of was
+measured, and its measurement may be a little low."""
+SHARES = ("overlap", "fragmentation")
+"""Other fractions of a program, 0 to 1."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """A training program.

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields, replace
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.dtypes import precision_of
 from pipeloom.errors import ConfigError
-from pipeloom.predict.describe import describe, with_model_sizes
+from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.schedule import Action, Kind, Schedule
 
 
@@ -16,7 +17,7 @@ class Job:
     """A run and where its processes go.
 
     Attributes:
-        config: without problems; the sizes of its model are in place.
+        config: without problems; the sizes of its model and its type are in place.
         model: resolved.
         schedule: compute actions only.
         layers_by_stage: layers of each stage; the first stage has the embedding as well.
@@ -50,25 +51,13 @@ class Job:
 
     @property
     def dtype(self) -> str:
-        """Type of weights and activations in products, for programs other than this one: fp32, bf16, fp16 or fp64.
-
-        What ``training.dtype`` says, unless that is its default: a plan for a cluster says it in ``machine.precision``.
-        """
-        planned = self.config.machine.precision
-        half = planned if planned == "fp16" else "bf16"  # training.dtype has no fp16
-        return {"float64": "fp64", "bfloat16": half, "float32": planned}[self.config.training.dtype]
+        """Type of weights and activations as other programs call it: fp32, bf16, fp16 or fp64."""
+        return precision_of(self.config.training.known_dtype) or "fp64"
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the cluster's devices are GPUs; its file says how many multiprocessors they have."""
-        return self.cluster.device.num_multiprocessors > 0
-
-    def dtype_notes(self) -> list[str]:
-        """What to say where that is not what ``pipeloom train`` computes in."""
-        own, other = self.config.training.dtype, self.config.machine.precision
-        if own == "float64" or (own, other) in (("float32", "fp32"), ("bfloat16", "bf16"), ("bfloat16", "fp32")):
-            return []
-        return [f"training.dtype is {own}; products are in {other}, as machine.precision says"]
+        """Whether the cluster's devices are GPUs."""
+        return self.cluster.device.is_gpu
 
     def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
         """What a stage holds: whether the embedding, which layers, whether the head."""
@@ -180,7 +169,9 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
     problems += config.problems(trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
-    described = describe(config)
+    is_priced = config.training.dtype is None or precision_of(config.training.dtype) is not None
+    described = describe(config if is_priced else replace(config, training=replace(config.training, dtype=None)))
+    config = with_dtype(config, cluster)
     layers, head_stage = stage_layers(described.run, described.software)
     return Job(
         config=config,

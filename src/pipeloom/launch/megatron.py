@@ -301,7 +301,6 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layout.shard {layout.shard}: gathers and reductions are for each micro-batch, not once in a step"
         )
-    found += job.dtype_notes()
     if (job.model.vocab_size or 0) % layout.tp:
         found.append(f"model.vocab_size {job.model.vocab_size}: padded to a multiple of layout.tp {layout.tp}")
     return tuple(found)

@@ -103,11 +103,6 @@ def _differences(job: Job) -> tuple[str, ...]:
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
             "add --training.device cuda"
         )
-    if training.dtype == "float32" and config.machine.precision != "fp32":
-        hint = "; add --training.dtype bfloat16" if config.machine.precision == "bf16" else ""
-        found.append(
-            f"training.dtype is float32, predictions are for machine.precision {config.machine.precision}{hint}"
-        )
     if config.machine.software != "pipeloom" and config.layout.partition is None:
         found.append(
             f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"

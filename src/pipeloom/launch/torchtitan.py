@@ -188,7 +188,6 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
     if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
         found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights in shards between steps as well")
-    found += job.dtype_notes()
     if math.isinf(job.config.optimizer.clip_grad_norm):
         found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed all the same")
     return (*found, "optimizer.weight_decay: norms are decayed as well")

@@ -40,7 +40,7 @@ def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, 
 def _device(findings: Findings) -> Device:
     rates = product_rates(findings)
     peaks, _ = datasheet_peaks(findings.host.device_name)
-    peaks = {name: peaks.get(name, max(rate for _, rate in curve)) for name, curve in rates.items()}
+    peaks = {name: max(peaks.get(name, 0.0), *(rate for _, rate in curve)) for name, curve in rates.items()}
     curves = {name: tuple((flops, rate / peaks[name]) for flops, rate in curve) for name, curve in rates.items()}
     first, *others = curves
     share = _core_share(findings)

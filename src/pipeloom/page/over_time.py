@@ -45,8 +45,6 @@ _MEMORY = (
 
 def _held_bytes(run: Run) -> HeldBytes | None:
     """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
-    if run.config.training.dtype != "float32":
-        return None
     try:
         described = describe(run.config)
     except UserError:  # such as a cluster file that is not here

@@ -8,10 +8,12 @@ from typing import Any, Literal
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
+from pipeloom.dtypes import dtype_of
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
 from pipeloom.planner.bounds import Bounds
+from pipeloom.predict.describe import dtype_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class Question:
         attention: the kernel.
         fused_norm: whether a norm is one kernel.
         limits: what may be chosen.
+        has_default_dtype: whether the precision is the devices' default, since nobody chose one.
     """
 
     shape: ModelShape
@@ -78,6 +81,7 @@ class Question:
     attention: Attention = "flash2"
     fused_norm: bool = True
     limits: Limits = field(default_factory=Limits)
+    has_default_dtype: bool = False
 
     @cached_property
     def bounds(self) -> dict[tuple[Run, Cluster, bool], Bounds]:
@@ -102,8 +106,8 @@ class Question:
         if lack is not None:
             found.append(lack)
         elif not self.clusters:
-            known, name = ", ".join(self.cluster.device.peak_flops_per_s), self.cluster.device.name
-            found.append(f"the precision must be one that {name} computes in: {known}, found {self.precision}")
+            device = self.cluster.device
+            found.append(f"the dtype {dtype_problem(dtype_of(self.precision), device.name, device.peak_flops_per_s)}")
         offered = self._offered
         for what, wanted, has in (
             ("family", self.limits.families, offered),

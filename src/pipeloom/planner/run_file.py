@@ -3,14 +3,12 @@
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Literal
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.shape import ModelShape, Run, model_of
+from pipeloom.dtypes import dtype_of
 from pipeloom.layout import Layout
 from pipeloom.predict.step import SimulatedStep
-
-Dtype = Literal["float32", "float64", "bfloat16"]
 
 
 def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:
@@ -23,7 +21,6 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         software: its name or file.
     """
     run, order, moving = step.run, step.order, step.order.moving
-    dtype: Dtype = "float32" if run.precision == "fp32" else "bfloat16"
     is_sharded = run.dp > 1 and run.shard != "none"
     return RunConfig(
         model=_model(run.shape, model),
@@ -43,11 +40,10 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             device_budget=None if order.swapping is None else str(order.swapping.budget),
             activation_budget=None if moving.activation_bytes is None else str(ceil(moving.activation_bytes)),
         ),
-        training=TrainingConfig(dtype=dtype, device="cuda" if step.cluster.device.num_multiprocessors else "cpu"),
+        training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(
             cluster=cluster,
             software=software,
-            precision=run.precision,
             attention=run.attention,
             fused_norm=run.fused_norm,
         ),

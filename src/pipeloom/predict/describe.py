@@ -1,8 +1,8 @@
 """A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.config import ModelConfig, RunConfig
@@ -10,6 +10,7 @@ from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run, model_of, shape_of
 from pipeloom.cost.software import Software
+from pipeloom.dtypes import Dtype, Precision, precision_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.fast import FAMILY_OF
 
@@ -19,11 +20,19 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class Described:
-    """A run with everything that its prediction depends on."""
+    """A run with everything that its prediction depends on.
+
+    Attributes:
+        run: what is trained.
+        cluster: where.
+        software: with what.
+        has_default_dtype: whether the configuration names no ``training.dtype``.
+    """
 
     run: Run
     cluster: Cluster
     software: Software
+    has_default_dtype: bool = False
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
@@ -66,7 +75,24 @@ def describe(config: RunConfig) -> Described:
     cluster, software, problems = _machine(config)
     if problems or cluster is None or software is None:
         raise ConfigError(problems)
-    return Described(_run(config), cluster, software)
+    precision = precision_of(_dtype(config, cluster))
+    assert precision is not None, "the problems name a type without costs"
+    return Described(_run(config, precision), cluster, software, config.training.dtype is None)
+
+
+def with_dtype(config: _Config, cluster: Cluster) -> _Config:
+    """The configuration with the type that it is predicted with on a cluster, where it names none."""
+    return replace(config, training=replace(config.training, dtype=_dtype(config, cluster)))
+
+
+def _dtype(config: RunConfig, cluster: Cluster) -> Dtype:
+    return config.training.dtype or _default_dtype(cluster, config.layout.num_ranks)
+
+
+def _default_dtype(cluster: Cluster, num_devices: int) -> Dtype:
+    """That of the first devices; of one where there are not so many, which is a problem of its own."""
+    is_there = num_devices >= 1 and cluster.lack(num_devices) is None
+    return cluster.default_dtype(num_devices if is_there else 1)
 
 
 def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[str]]:
@@ -81,19 +107,46 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
 
 def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
     """Which devices a run needs that a cluster does not have."""
-    layout, precision = config.layout, config.machine.precision
-    num_devices = layout.pp * layout.dp * layout.tp
+    layout, num_devices = config.layout, config.layout.num_ranks
     lack = cluster.lack(num_devices)
     if lack is not None:
         return [f"{lack}: layout.pp {layout.pp} x layout.dp {layout.dp} x layout.tp {layout.tp}"]
     devices = dict.fromkeys(
         (kind.device.name, tuple(kind.device.peak_flops_per_s)) for kind, _ in cluster.kinds(num_devices)
     )
-    return [
-        f"machine.precision must be one that {name} computes in: {', '.join(known)}, found {precision}"
-        for name, known in devices
-        if precision not in known
-    ]
+    dtype = _dtype(config, cluster)
+    return [f"training.dtype {problem}" for name, known in devices if (problem := dtype_problem(dtype, name, known))]
+
+
+def asked_precision(dtype: Dtype | None, cluster: Cluster, num_devices: int) -> Precision:
+    """The cost model's name of a type.
+
+    Args:
+        dtype: ``None`` for the default of the devices.
+        cluster: whose devices.
+        num_devices: from the first on.
+
+    Raises:
+        ConfigError: the cost model has no costs of it.
+    """
+    dtype = dtype or _default_dtype(cluster, num_devices)
+    precision = precision_of(dtype)
+    if precision is None:
+        device = cluster.device
+        raise ConfigError([f"the dtype {dtype_problem(dtype, device.name, device.peak_flops_per_s)}"], "the question")
+    return precision
+
+
+def dtype_problem(dtype: Dtype, device: str, precisions: Iterable[str]) -> str | None:
+    """What is wrong with predictions of a type for a device; ``None`` if there are some.
+
+    Args:
+        dtype: of weights and activations.
+        device: its name.
+        precisions: that its file has peaks for.
+    """
+    known = [one for one in get_args(Dtype) if precision_of(one) in set(precisions)]
+    return None if dtype in known else f"must be one that {device} computes in: {', '.join(known)}, found {dtype}"
 
 
 def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
@@ -107,7 +160,7 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
     return None
 
 
-def _run(config: RunConfig) -> Run:
+def _run(config: RunConfig, precision: Precision) -> Run:
     layout, machine = config.layout, config.machine
     family = config.schedule.family
     return Run(
@@ -126,7 +179,7 @@ def _run(config: RunConfig) -> Run:
         sequence_parallel=layout.sequence_parallel,
         attention=machine.attention,
         fused_norm=machine.fused_norm,
-        precision=machine.precision,
+        precision=precision,
         replicate=layout.replicate or 1,
         layers_by_stage=None if layout.partition is None else layers_of_pieces(layout.partition),
         placement=config.choice().placement_name,

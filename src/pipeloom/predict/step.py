@@ -15,6 +15,7 @@ from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
+from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Shard, even_slices
 from pipeloom.passes import add_data_parallel, add_tied, lower
@@ -195,7 +196,8 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     the layers of each stage.
 
     Raises:
-        UserError: the schedule cannot be made, or the cluster has not so many devices.
+        UserError: the schedule cannot be made, the cluster has not so many devices, or its file or the program's let
+            devices compute more than their peak.
     """
     software = as_it_exchanges(software, order.choice.family)
     placement = order.choice.placement_name
@@ -227,7 +229,20 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     )
     parts = priced.slices if isinstance(priced, SliceCosts) else (costs,)
     blocked_s = _blocked_s(run, cluster, software, parts, schedule)
-    return SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+    step = SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+    if step.hfu > 1:
+        raise UserError(_impossible(step))
+    return step
+
+
+def _impossible(step: SimulatedStep) -> str:
+    """Why a step is no prediction: its devices would compute more than they can."""
+    devices = " and ".join(dict.fromkeys(kind.device.name for kind, _ in step.cluster.kinds(step.run.num_devices)))
+    return (
+        f"the prediction is impossible: {devices} would use {step.hfu:.1%} of the peak (HFU; MFU {step.mfu:.1%}), "
+        "expected at most 100 %; correct peak_tflop_per_s, matmul_fraction or the measured pieces of the cluster "
+        f"{step.cluster.name}, or the efficiencies of the program {step.software.name}"
+    )
 
 
 def _whole(costs: StageCosts) -> Costs:

@@ -52,7 +52,7 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
         config: with the model resolved.
         batch: on the device to compute on.
     """
-    dtype = master_dtype(getattr(torch, config.training.dtype))
+    dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
     total = 0.0
     for microbatch, tokens in enumerate(batch.inputs):

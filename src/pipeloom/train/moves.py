@@ -73,7 +73,7 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
         config: resolved.
         splits: whether backwards run in two halves.
     """
-    layout, dtype = config.layout, getattr(torch, config.training.dtype)
+    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     assert layout.partition is not None, "the layout is not resolved"
     parallel = TensorParallel(_Rank(layout.tp), layout.sequence_parallel)
     tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")

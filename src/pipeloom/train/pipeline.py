@@ -93,7 +93,7 @@ class Pipeline:
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
         self._world = world
-        self._dtype = getattr(torch, config.training.dtype)
+        self._dtype = getattr(torch, config.training.known_dtype)
         assert config.layout.partition is not None
         self._pieces = stage_pieces(config.layout.partition)
         layout = config.layout

@@ -132,6 +132,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
         config,
         checkpoint=replace(config.checkpoint, resume=None if resume is None else find_checkpoint(resume).absolute()),
         model=model,
+        training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
         schedule=replace(schedule, group_size=group_size) if is_grouped else schedule,
     )

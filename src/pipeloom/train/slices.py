@@ -110,7 +110,7 @@ def measured(config: RunConfig, device: torch.device) -> list[Point]:
 
 
 def _dtype(config: RunConfig) -> torch.dtype:
-    return getattr(torch, config.training.dtype)
+    return getattr(torch, config.training.known_dtype)
 
 
 def _seconds(stage: Transformer, config: RunConfig, place: tuple[int, int], device: torch.device) -> float:

@@ -44,7 +44,7 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 
 @cache
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
-    dtype = getattr(torch, config.training.dtype)
+    dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):

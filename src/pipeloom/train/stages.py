@@ -29,7 +29,7 @@ def stage_of(
         pieces,
         max_positions=config.data.seq_len,
         seed=config.training.seed,
-        dtype=dtype or getattr(torch, config.training.dtype),
+        dtype=dtype or getattr(torch, config.training.known_dtype),
         device=device,
         parallel=parallel,
     )

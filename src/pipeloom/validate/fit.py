@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.software import Efficiency, Software
+from pipeloom.cost.software import FRACTIONS, Efficiency, Software
 from pipeloom.errors import UserError
 from pipeloom.predict.fast import predict
 from pipeloom.validate.rows import Row
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 RANGES: dict[str, tuple[float, float]] = {
-    "matmul": (0.5, 1.05),
+    "matmul": (0.5, FRACTIONS["matmul"]),
     "kernel": (0.2, 5.0),
     "memory": (0.3, 1.0),
     "batched_matmul": (0.1, 0.9),

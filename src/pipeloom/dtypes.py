@@ -1,0 +1,35 @@
+"""The types of weights and activations: as a run names them, as the cost model does, and which one is the default."""
+
+from collections.abc import Collection
+from typing import Literal
+
+Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+"""As ``training.dtype`` and PyTorch spell them."""
+Precision = Literal["fp32", "bf16", "fp16"]
+"""As cluster files and tables of measurements spell them. None stands for float64, which nobody has measured."""
+
+_PRECISIONS: dict[Dtype, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DTYPES: dict[str, Dtype] = {precision: dtype for dtype, precision in _PRECISIONS.items()}
+TRAINED: tuple[Dtype, ...] = ("float32", "float64", "bfloat16")
+"""What ``pipeloom train`` computes in. float16 would need a scaled loss."""
+
+
+def precision_of(dtype: Dtype) -> Precision | None:
+    """The cost model's name of a type; ``None`` for one that it has no costs of."""
+    return _PRECISIONS.get(dtype)
+
+
+def dtype_of(precision: str) -> Dtype:
+    """The type that the cost model calls so."""
+    return _DTYPES[precision]
+
+
+def default_dtype(*, is_gpu: bool, precisions: Collection[str] = ("fp32", "bf16")) -> Dtype:
+    """The type of a run that names none: on GPUs bfloat16, or float16 where they lack that; elsewhere float32.
+
+    Args:
+        is_gpu: whether the devices are GPUs.
+        precisions: that all devices compute in, as the cost model names them.
+    """
+    wanted: tuple[Dtype, ...] = ("bfloat16", "float16", "float32") if is_gpu else ("float32", "bfloat16", "float16")
+    return next((dtype for dtype in wanted if _PRECISIONS[dtype] in precisions), "float32")
