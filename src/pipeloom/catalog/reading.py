@@ -1,15 +1,41 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeloom.config import ModelConfig
 from pipeloom.cost.hardware import Curve
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.cost.shape import ModelShape, model_of
+from pipeloom.errors import ConfigError, UserError, reason_of
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What the file of a model says.
+
+    Attributes:
+        shape: the sizes.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file does not say.
+    """
+
+    shape: ModelShape
+    norm_eps: float | None = None
+    rope_theta: float | None = None
+
+    def over(self, model: ModelConfig) -> ModelConfig:
+        """A model's settings with all that the file says."""
+        return replace(
+            model_of(self.shape, model),
+            norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
+            rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
+        )
 
 
 def names(folder: str) -> list[str]:
@@ -38,7 +64,12 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 class Reader:
@@ -59,6 +90,14 @@ class Reader:
             self.complain(f"{key} must be a number of at least {least:g}, found {value!r}")
             return least * scale
         return float(value) * scale
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._find(key, default)
+        if not is_positive(value):
+            self.complain(f"{key} must be a finite number above 0, found {value!r}")
+            return 1.0
+        return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -159,6 +198,11 @@ class Reader:
                 self.complain(f"there is no key '{key}' {where}")
         for name, inner in self._inner:
             inner.complain_of_unknown(f"in {name}", {"source"})
+
+    @property
+    def has_problems(self) -> bool:
+        """Whether anything was wrong so far."""
+        return bool(self._problems)
 
     def names(self) -> list[str]:
         """Keys of the table."""

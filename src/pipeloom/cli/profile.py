@@ -95,14 +95,14 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
         ConfigError: everything that is wrong with it.
     """
     from pipeloom.catalog import names
-    from pipeloom.config import ModelConfig, RunConfig
+    from pipeloom.config import DataConfig, ModelConfig, RunConfig
     from pipeloom.machine.host import num_devices
     from pipeloom.predict.describe import with_model_sizes
     from pipeloom.train.pieces import PieceRequest
 
     name = options.model or ""
     source = ModelConfig(preset=name) if name in names("models") else ModelConfig(file=Path(name))
-    config, problems = with_model_sizes(RunConfig(model=source))
+    config, problems = with_model_sizes(RunConfig(model=source, data=DataConfig(seq_len=options.seq)))
     model = config.model.resolve(1)
     problems += _piece_problems(options, request, model)
     if problems:

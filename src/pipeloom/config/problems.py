@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.config.heads import head_problems
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout, Shard
 from pipeloom.toolchain import toolchain_problems
@@ -77,12 +78,12 @@ def _value(config: "RunConfig", name: str) -> Any:
 
 def _range_problems(config: "RunConfig") -> list[str]:
     found = [
-        f"{name} must be at least {least:g}, found {_value(config, name)}"
+        f"{name} must be {_finite(config, name)}at least {least:g}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
         if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
     ]
     found += [
-        f"{name} must be above 0, found {_value(config, name)}"
+        f"{name} must be {_finite(config, name)}above 0, found {_value(config, name)}"
         for name in _ABOVE_ZERO
         if not 0 < _value(config, name) <= _most(name)
     ]
@@ -96,9 +97,19 @@ def _range_problems(config: "RunConfig") -> list[str]:
     return found
 
 
+def _finite(config: "RunConfig", name: str) -> str:
+    """A word before the limit of a setting that lies above it and is wrong all the same."""
+    return "finite and " if _value(config, name) == math.inf else ""
+
+
 def _most(name: str) -> float:
     """The largest value of a setting: every one is finite, but for a limit that may be switched off."""
     return math.inf if name == "optimizer.clip_grad_norm" else sys.float_info.max
+
+
+def model_problems(config: "RunConfig") -> list[str]:
+    """What is wrong with the values of the model, one sentence each."""
+    return [one for one in _range_problems(config) if one.startswith("model.")] + _model_problems(config)
 
 
 def _model_problems(config: "RunConfig") -> list[str]:
@@ -106,19 +117,9 @@ def _model_problems(config: "RunConfig") -> list[str]:
     problems: list[str] = []
     if model.preset is not None and model.file is not None:
         problems.append("model.preset and model.file both give the sizes; leave one out")
-    if model.num_heads > 0 and model.hidden_size % model.num_heads:
-        problems.append(
-            f"model.num_heads must divide model.hidden_size, found {model.num_heads} and {model.hidden_size}"
-        )
-    elif model.family == "llama" and model.num_heads > 0 and (model.hidden_size // model.num_heads) % 2:
-        problems.append(
-            "llama's rotary positions need an even model.hidden_size / model.num_heads, "
-            f"found {model.hidden_size} / {model.num_heads}"
-        )
-    if model.num_kv_heads is not None and model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
-        problems.append(
-            f"model.num_kv_heads must divide model.num_heads, found {model.num_kv_heads} and {model.num_heads}"
-        )
+    names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads")
+    is_rotary = model.family == "llama"
+    problems += head_problems(model.hidden_size, model.num_heads, model.num_kv_heads, is_rotary=is_rotary, names=names)
     return problems
 
 
