@@ -133,6 +133,24 @@ def test_a_name_that_is_close_is_suggested():
         load_cluster("dgx-a10")
 
 
+@pytest.mark.parametrize("name", ["DGX-A100", "dgx_a100", "Dgx-a100"])
+def test_a_name_of_the_catalog_is_found_in_any_case_and_with_either_dash(name):
+    assert load_cluster(name) == load_cluster("dgx-a100")
+
+
+def test_a_file_is_found_before_a_name_that_is_not_quite_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DGX-A100").write_text(FILE)
+    assert load_cluster("DGX-A100").name == "measured"
+
+
+def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(FILE.replace("devices_per_node = 4", "devices_per_node = 4\nadapter_per_node = 2"))
+    with pytest.raises(ConfigError, match="no key 'adapter_per_node' here; did you mean 'adapters_per_node'?"):
+        load_cluster(str(file))
+
+
 def test_all_problems_of_a_file_are_told_together(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nmlp = "relu"\nvocab = 5\ncolor = 1\n')

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from pipeloom.catalog.hugging_face import read_config_json
-from pipeloom.catalog.reading import ModelFile, Reader, names, read_toml
+from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
 from pipeloom.config.heads import head_problems
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
@@ -21,7 +21,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
 
-__all__ = ["load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
+__all__ = ["find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
 GIGA, MICRO = 1e9, 1e-6
 

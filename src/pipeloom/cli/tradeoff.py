@@ -31,6 +31,7 @@ from pipeloom.planner.tradeoff import (
 )
 from pipeloom.predict.describe import load_or_note
 from pipeloom.progress import Bar
+from pipeloom.words import unknown_name
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
@@ -178,7 +179,7 @@ def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
             chosen[method] = program
     known = {program: load_or_note(load_software, program, problems) for program in set(chosen.values())}
     unknown = [method for method in chosen if method not in METHODS]
-    problems += [f"there is no method '{name}': expected one of {', '.join(METHODS)}" for name in unknown]
+    problems += [unknown_name("method", name, METHODS) for name in unknown]
     return {method: software for method, program in chosen.items() if (software := known[program]) is not None}
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
 from pipeloom.config.heads import head_problems
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
 from pipeloom.layout import Layout, Shard
 from pipeloom.toolchain import toolchain_problems
-from pipeloom.words import parse_bytes
+from pipeloom.words import and_finite, count, parse_bytes
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
@@ -78,12 +78,12 @@ def _value(config: "RunConfig", name: str) -> Any:
 
 def _range_problems(config: "RunConfig") -> list[str]:
     found = [
-        f"{name} must be {_finite(config, name)}at least {least:g}, found {_value(config, name)}"
+        f"{name} must be {and_finite(f'at least {least:g}', _value(config, name))}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
         if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
     ]
     found += [
-        f"{name} must be {_finite(config, name)}above 0, found {_value(config, name)}"
+        f"{name} must be {and_finite('above 0', _value(config, name))}, found {_value(config, name)}"
         for name in _ABOVE_ZERO
         if not 0 < _value(config, name) <= _most(name)
     ]
@@ -95,11 +95,6 @@ def _range_problems(config: "RunConfig") -> list[str]:
     if not all(0 <= beta < 1 for beta in config.optimizer.betas):
         found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
     return found
-
-
-def _finite(config: "RunConfig", name: str) -> str:
-    """A word before the limit of a setting that lies above it and is wrong all the same."""
-    return "finite and " if _value(config, name) == math.inf else ""
 
 
 def _most(name: str) -> float:
@@ -162,8 +157,8 @@ def _stage_problems(config: "RunConfig") -> list[str]:
     pieces = config.model.num_layers + 2
     if layout.num_stages > pieces:
         problems.append(
-            f"{layout.pp} pipeline ranks x {layout.loops} loops need {layout.num_stages} stages, but "
-            f"{config.model.num_layers} layers with embedding and head make only {pieces} pieces; "
+            f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
+            f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
             f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'} or more model.num_layers"
         )
     if layout.partition is not None:
@@ -201,7 +196,7 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
         problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
     if len(layout.recompute_layers) != wanted:
         found = len(layout.recompute_layers)
-        problems.append(f"layout.recompute_layers must name {wanted} layers (model.num_layers), found {found}")
+        problems.append(f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {found}")
     return problems
 
 
@@ -296,7 +291,7 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
     partition = layout.partition or ()
     problems: list[str] = []
     if len(partition) != layout.num_stages:
-        problems.append(f"layout.partition must name {layout.num_stages} stages, found {len(partition)}")
+        problems.append(f"layout.partition must name {count(layout.num_stages, 'stage')}, found {len(partition)}")
     if any(size < 1 for size in partition):
         problems.append(f"layout.partition must give every stage at least one piece, found {partition}")
     if sum(partition) != pieces:
@@ -323,7 +318,7 @@ def _checkpoint_problems(config: "RunConfig") -> list[str]:
         found = find_checkpoint(resume)
         done = read_info(found).step
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
-        return [f"checkpoint.resume: {error}"]
+        return [f"checkpoint.resume: {reason_of(error)}"]
     problems: list[str] = []
     if steps <= done:
         problems.append(f"training.steps must be above {done}, the steps that {found} has done, found {steps}")

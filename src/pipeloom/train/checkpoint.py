@@ -37,7 +37,7 @@ from pipeloom.checkpoint_folder import (
     write_info,
 )
 from pipeloom.config import ModelConfig, RunConfig
-from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
+from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError, reason_of
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
 from pipeloom.run_folder import CONFIG
@@ -292,7 +292,7 @@ def read_metadata(path: Path) -> Metadata:
     try:
         return dcp.FileSystemReader(path).read_metadata()
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError) as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error}") from error
+        raise UserError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
 
 
 def _prefix(moment: str) -> str:
