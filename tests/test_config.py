@@ -142,6 +142,13 @@ def test_a_value_out_of_range_is_named_with_what_was_found(name, value):
     assert [p for p in problems if p.startswith(f"{dotted} must ") and p.endswith(f"found {value}")]
 
 
+def test_an_infinite_value_is_refused_as_such():
+    (problem,) = changed(optimizer__lr=math.inf).problems()
+    assert problem == "optimizer.lr must be above 0 and finite, found inf"
+    (problem,) = changed(training__stall_timeout_s=math.inf).problems()
+    assert problem == "training.stall_timeout_s must be at least 1 and finite, found inf"
+
+
 @pytest.mark.parametrize("name", TOO_SMALL)
 def test_the_smallest_allowed_value_is_allowed(name):
     whole = isinstance(TOO_SMALL[name], int)

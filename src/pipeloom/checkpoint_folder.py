@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
 
 FOLDER = "checkpoints"
 INFO = "checkpoint.json"
@@ -239,7 +239,7 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
         files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
         return CheckpointInfo(**tree), files
     except (OSError, ValueError, TypeError) as error:  # a UserError is a ValueError
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def _sealed(tree: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Run files: TOML in, TOML out. Everything wrong with a file is reported at once."""
 
 import copy
-import difflib
 import json
 import tomllib
 from dataclasses import fields, is_dataclass
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
+from pipeloom.words import did_you_mean
 
 RETIRED = {
     "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
@@ -33,7 +33,7 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration {path}: {error}") from error
+        raise UserError(f"cannot read the configuration {path}: {reason_of(error)}") from error
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -117,8 +117,7 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
             problems.append(f"there is no setting '{prefix}{key}' any more; {RETIRED[prefix + key]}")
             del tree[key]
         elif key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean '{prefix}{close[0]}'?" if close else f"known: {', '.join(known)}"
+            hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")
             del tree[key]
         elif is_dataclass(hints[key]) and isinstance(tree[key], dict):

@@ -85,3 +85,8 @@ class PeerLostError(RunError):
 
 class WorkerError(RunError):
     """A worker process ended before the work was done."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, for a message that names the file itself; the system's words without number and path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

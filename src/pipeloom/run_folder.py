@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pipeloom.checkpoint_folder import list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
-from pipeloom.errors import ConfigError, RunError, UserError
+from pipeloom.errors import ConfigError, RunError, UserError, reason_of
 from pipeloom.layout import Coordinates
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.trace import Trace, from_chrome
@@ -245,7 +245,7 @@ def _read(file: Path, parse: Callable[[str], _T]) -> _T:
     try:
         return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # a UserError is a ValueError
-        raise UserError(f"cannot read {file}: {error}") from error
+        raise UserError(f"cannot read {file}: {reason_of(error)}") from error
 
 
 def _parse_metrics(text: str) -> tuple[dict[str, Any], ...]:

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from difflib import SequenceMatcher
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enumerate("KMGT", 1)
                             for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
@@ -12,6 +13,57 @@ def count(number: int, noun: str) -> str:
     """A number with its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+_LEAST_LIKENESS, _SPREAD, _MOST_SUGGESTIONS = 0.6, 0.1, 3
+
+
+def same_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs from a name in case and between ``_`` and ``-`` only; ``None`` if there is none."""
+    wanted = _plain(name)
+    return next((one for one in known if _plain(one) == wanted), None)
+
+
+def close_names(name: str, known: Iterable[str]) -> list[str]:
+    """Which known names somebody may have meant, the closest first: at most three that are about equally close."""
+    likeness = {one: _likeness(_plain(name), _plain(one)) for one in known}
+    best = max(likeness.values(), default=0.0)
+    least = max(_LEAST_LIKENESS, best - _SPREAD)
+    found = [one for one in likeness if likeness[one] >= least]
+    return sorted(found, key=lambda one: (-likeness[one], one))[:_MOST_SUGGESTIONS]
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A question with the close names, each behind a prefix: ``did you mean 'train'?``; empty if none is close."""
+    close = [f"'{prefix}{one}'" for one in close_names(name, known)]
+    if not close:
+        return ""
+    return f"did you mean {' or '.join([', '.join(close[:-1])] * bool(close[1:]) + close[-1:])}?"
+
+
+def and_finite(limit: str, found: float) -> str:
+    """What a number must be, such as ``above 0``, for a message; ``and finite`` where an infinite one was found."""
+    return f"{limit} and finite" if found == math.inf else limit
+
+
+def unknown_name(what: str, name: str, known: Collection[str]) -> str:
+    """The sentence about a name that is not known: what it should be, close names, and all."""
+    hint = did_you_mean(name, known)
+    return f"there is no {what} '{name}'; {hint}{' ' if hint else ''}known: {', '.join(known)}"
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "-")
+
+
+def _likeness(name: str, known: str) -> float:
+    """0 to 1: by letters in their order, and by words, since people leave out up to half or add some."""
+    if name == known:
+        return 1.0
+    words, others = set(name.split("-")), set(known.split("-"))
+    is_half = 2 * len(words & others) >= len(words | others)
+    by_words = 0.0 if not is_half else 0.98 if words < others else 0.9 if others < words else 0.0
+    return max(by_words, SequenceMatcher(None, name, known).ratio())
 
 
 def told_passes(keep: Sequence[int] | None, *, balance: bool, offload: bool, slices: int = 1) -> str:

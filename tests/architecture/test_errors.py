@@ -48,6 +48,14 @@ def test_a_configuration_error_lists_its_problems(problems, count):
     assert error.problems == tuple(problems)
 
 
+def test_the_reason_of_a_failure_names_neither_number_nor_path(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        (tmp_path / "nosuch").read_text()
+    assert errors.reason_of(caught.value) == "No such file or directory"
+    assert errors.reason_of(OSError("without a number")) == "without a number"
+    assert errors.reason_of(ValueError("plain")) == "plain"
+
+
 def test_a_schedule_error_without_a_place_names_the_rule_only():
     error = errors.ScheduleError("complete", "a message", rank=None, slot=None, window="")
     assert str(error) == "schedule breaks rule 'complete': a message"

@@ -1,11 +1,10 @@
 """Files of models, clusters and programs: found by name or path, units converted, every problem told at once."""
 
-import json
-
 import pytest
 
-from pipeloom.catalog import load_cluster, load_model, load_software, names
+from pipeloom.catalog import load_cluster, load_model, load_software, names, read_model
 from pipeloom.catalog.reading import read_toml
+from pipeloom.config import ModelConfig
 from pipeloom.errors import ConfigError, UserError
 
 CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "nanotron-h100-efa"]
@@ -175,6 +174,24 @@ def test_a_name_that_is_close_is_suggested():
         load_cluster("dgx-a10")
 
 
+@pytest.mark.parametrize("name", ["DGX-A100", "dgx_a100", "Dgx-a100"])
+def test_a_name_of_the_catalog_is_found_in_any_case_and_with_either_dash(name):
+    assert load_cluster(name) == load_cluster("dgx-a100")
+
+
+def test_a_file_is_found_before_a_name_that_is_not_quite_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DGX-A100").write_text(FILE)
+    assert load_cluster("DGX-A100").name == "measured"
+
+
+def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):
+    file = tmp_path / "wrong.toml"
+    file.write_text(FILE.replace("devices_per_node = 4", "devices_per_node = 4\nadapter_per_node = 2"))
+    with pytest.raises(ConfigError, match="no key 'adapter_per_node' here; did you mean 'adapters_per_node'?"):
+        load_cluster(str(file))
+
+
 def test_all_problems_of_a_file_are_told_together(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text('name = 3\nlayers = 0\nhidden = 8\nheads = 2\nffn = 8\nmlp = "relu"\nvocab = 5\ncolor = 1\n')
@@ -198,30 +215,33 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
         load_cluster(str(file))
 
 
-def test_a_hugging_face_config_of_llama(tmp_path):
-    file = tmp_path / "config.json"
-    table = {
-        "model_type": "llama",
-        "num_hidden_layers": 32,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    }
-    file.write_text(json.dumps(table))
-    shape = load_model(str(file))
-    assert shape.parameters == load_model("llama-3-8b").parameters
-    del table["hidden_size"]
-    file.write_text(json.dumps(table))
-    with pytest.raises(ConfigError, match="hidden_size must be a whole number"):
-        load_model(str(file))
+def test_the_function_of_a_model_is_in_its_file(tmp_path):
+    model = read_model("llama-3-8b").over(ModelConfig())
+    assert (model.norm_eps, model.rope_theta) == (1e-5, 500000.0)
+    file = tmp_path / "mine.toml"
+    text = 'name = "mine"\nlayers = 2\nhidden = 8\nheads = 2\nffn = 8\nmlp = "gelu"\nvocab = 5\ntied = true\n'
+    file.write_text(text)
+    assert read_model(str(file)).over(ModelConfig(norm_eps=0.5)).norm_eps == 0.5
+    file.write_text(text + "norm_eps = 0.25\n")
+    assert read_model(str(file)).over(ModelConfig(norm_eps=0.5)).norm_eps == 0.25
+    file.write_text(text + "norm_eps = inf\nrope_theta = 10000\n")
+    with pytest.raises(ConfigError) as caught:
+        read_model(str(file))
+    assert caught.value.problems == (
+        "norm_eps must be a finite number above 0, found inf",
+        "there is no key 'rope_theta' here",  # positions are learned
+    )
 
 
-def test_a_hugging_face_config_of_gpt2(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"n_layer": 12, "n_embd": 768, "n_head": 12, "n_inner": None, "vocab_size": 50257}))
-    shape = load_model(str(file))
-    assert (shape.mlp, shape.tied, shape.ffn) == ("gelu", True, 3072)
+def test_wrong_heads_of_a_model_file_are_called_what_they_are(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'name = "mine"\nlayers = 2\nhidden = 32\nheads = 6\nkv_heads = 4\nffn = 8\nmlp = "swiglu"\nvocab = 5\n'
+        "tied = true\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_model(str(file))
+    assert caught.value.problems == (
+        "heads must divide hidden, found 6 and 32",
+        "kv_heads must divide heads, found 4 and 6",
+    )

@@ -137,6 +137,8 @@ def test_what_others_launch_is_written(model, tmp_path, capsys):
             ["the dtype must be one that v100-sxm-32gb computes in: float32, float16, found bfloat16"],
         ),
         ({"families": "zebra"}, ["pipeloom has no family 'zebra'; it has"]),
+        ({"families": "gpip"}, ["pipeloom has no family 'gpip'; did you mean 'gpipe'? it has"]),
+        ({"cluster": "dgx-h200"}, ["did you mean 'h200' or 'dgx-h100'?"]),
         ({"devices": 11, "global-batch": 7}, ["no layout divides 11 devices", "instead of 7", "instead of 11"]),
         ({"best": 0, "budget-s": "nan"}, ["--best must be at least 1", "--budget-s must be above 0, found nan"]),
         ({"global-batch": 10**20}, ["the global batch must be at most 1,000,000,000"]),

@@ -189,6 +189,7 @@ REFUSALS = {
     "an unknown family is refused with a suggestion": (["breadth-frist"], "did you mean 'breadth-first'?"),
     "an unknown placement is refused": (["gpipe", "--placement", "ring"], "there is no placement 'ring'"),
     "loops without a looped family are refused": (["1f1b", "--loops", "2"], "use depth-first or loops 1"),
+    "an infinite cost is refused": (["gpipe", "--forward", "inf"], "--forward must be above 0 and finite, found inf"),
     "a cost of zero is refused": (["gpipe", "--forward", "0"], "--forward must be above 0, found 0"),
     "a cost that is no number is refused": (["gpipe", "--backward", "nan"], "--backward must be above 0, found nan"),
     "a negative transfer is refused": (["gpipe", "--transfer", "-1"], "--transfer must be at least 0, found -1"),
@@ -250,7 +251,9 @@ def test_help_lists_every_family(capsys):
 
 def test_an_unknown_command_ends_with_status_two(capsys):
     assert main(["scheduel"]) == 2
-    assert "there is no command 'scheduel'" in capsys.readouterr().err
+    assert "there is no command 'scheduel'; did you mean 'schedule'?\n" in capsys.readouterr().err
+    assert main(["zebra"]) == 2
+    assert "there is no command 'zebra'\n" in capsys.readouterr().err
 
 
 def test_no_command_shows_the_usage_and_ends_with_status_two(capsys):

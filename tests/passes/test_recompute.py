@@ -98,7 +98,7 @@ def test_too_little_room_is_refused_with_what_is_missing():
     schedule = make_schedule("gpipe", pp=2, num_microbatches=4)
     with pytest.raises(UserError, match=r"rank 1 has room for 4 and holds 5 with everything recomputed; 1 are missing"):
         recompute_beyond(schedule, [9.0, 4.0], [2.0, 2.0], [1.0, 1.0])
-    with pytest.raises(UserError, match="expected room for each of 2 ranks, found 1 numbers"):
+    with pytest.raises(UserError, match="expected 2 numbers of room, one for each rank, found 1"):
         recompute_beyond(schedule, [9.0], [2.0, 2.0], [1.0, 1.0])
 
 

@@ -59,8 +59,8 @@ def test_a_hugging_face_file_gives_the_sizes(tmp_path):
     [
         ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number of at least 1, found None"),
         ({"vocab_size": "many"}, "vocab_size must be a whole number of at least 1, found 'many'"),
-        ({"num_local_experts": 8}, "it is a mixture of experts"),
-        ({"head_dim": 256}, "head_dim must be 128, hidden size / heads, found 256"),
+        ({"num_local_experts": 8}, "num_local_experts is no key of llama that is used here, found 8"),
+        ({"head_dim": 256}, "head_dim must be 128, hidden_size / num_attention_heads, found 256"),
     ],
 )
 def test_a_file_that_lacks_or_bends_a_key_is_named_with_the_key(tmp_path, changes, sentence):
@@ -74,6 +74,16 @@ def test_a_size_that_disagrees_with_the_preset_is_named():
     model = ModelConfig(preset="llama-13b", num_layers=12, vocab_size=128000)
     _, problems = with_model_sizes(RunConfig(model=model))
     assert problems == ["model.num_layers must be 40, as model.preset llama-13b says, found 12; leave one of them out"]
+
+
+def test_the_epsilon_and_the_rotary_base_of_the_preset_are_those_of_the_run():
+    config, problems = with_model_sizes(RunConfig(model=ModelConfig(preset="llama-3-8b")))
+    assert problems == []
+    assert (config.model.norm_eps, config.model.rope_theta) == (1e-5, 500000.0)
+    _, problems = with_model_sizes(RunConfig(model=ModelConfig(preset="llama-3-8b", rope_theta=2e4)))
+    assert problems == [
+        "model.rope_theta must be 500000.0, as model.preset llama-3-8b says, found 20000.0; leave one of them out"
+    ]
 
 
 def test_a_preset_that_is_not_there_is_named_with_the_nearest():

@@ -197,7 +197,7 @@ def test_evictions_may_name_partners(partners):
 @pytest.mark.parametrize(
     ("partners", "rule", "words"),
     [
-        ((1,), "partners-in-pairs", "expected a partner for each of 2 ranks, found 1"),
+        ((1,), "partners-in-pairs", "expected 2 partners, one for each rank, found 1"),
         ((2, 0), "partners-in-pairs", "the partner 2 of rank 0 is not in 0..1"),
         ((-1, 0), "partners-in-pairs", "the partner -1 of rank 0 is not in 0..1"),
         ((1, 1), "partners-in-pairs", "rank 0 has the partner 1, which has rank 1"),

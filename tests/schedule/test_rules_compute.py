@@ -107,6 +107,11 @@ def test_a_missing_slice_is_refused():
     assert "0B0.1 is missing" in str(error)
 
 
+def test_one_row_is_called_one_row():
+    error = refused("0F0 0B0", "0F0", placement=Placement.looped(1), num_microbatches=1)
+    assert "expected 1 row, one for each pipeline rank, found 2" in str(error)
+
+
 @pytest.mark.parametrize("rows", [GOOD[:1], (*GOOD, "0F0"), ()])
 def test_too_few_or_too_many_rows_are_refused(rows):
     error = refused(*rows)

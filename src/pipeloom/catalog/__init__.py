@@ -3,14 +3,15 @@
 Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from pipeloom.catalog.reading import Reader, names, read_toml
+from pipeloom.catalog.hugging_face import read_config_json
+from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
+from pipeloom.config.heads import head_problems
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
@@ -20,7 +21,7 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
 
-__all__ = ["load_cluster", "load_model", "load_software", "names", "source_of"]
+__all__ = ["find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
 GIGA, MICRO = 1e9, 1e-6
 
@@ -177,17 +178,26 @@ def _update(reader: Reader) -> MeasuredUpdate | None:
     )
 
 
-def load_model(name_or_path: str) -> ModelShape:
+def load_model(name_or_path: str, seq_len: int | None = None) -> ModelShape:
+    """The sizes of ``read_model``."""
+    return read_model(name_or_path, seq_len).shape
+
+
+def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     """A model by name (``pipeloom/catalog/models``), from a TOML file, or from a Hugging Face ``config.json``.
+
+    Args:
+        name_or_path: its name or its file.
+        seq_len: tokens of a sequence, on which the function of some models depends; ``None`` to leave that open.
 
     Raises:
         UserError: there is no such file, or something in it is wrong; all problems together.
     """
-    path = Path(name_or_path)
-    if path.suffix == ".json":
-        return _hugging_face(path)
+    if Path(name_or_path).suffix == ".json":
+        return read_config_json(Path(name_or_path), seq_len)
     table, source = read_toml("models", name_or_path)
     reader = Reader(table, source)
+    mlp = cast("Mlp", reader.text("mlp", among=get_args(Mlp)))
     shape = ModelShape(
         name=reader.text("name"),
         layers=reader.integer("layers"),
@@ -195,47 +205,18 @@ def load_model(name_or_path: str) -> ModelShape:
         heads=reader.integer("heads"),
         kv_heads=reader.integer("kv_heads", table.get("heads")),
         ffn=reader.integer("ffn"),
-        mlp=cast("Mlp", reader.text("mlp", among=get_args(Mlp))),
+        mlp=mlp,
         vocab=reader.integer("vocab"),
         tied=reader.flag("tied"),
     )
+    if not reader.has_problems:
+        heads = (shape.hidden, shape.heads, shape.kv_heads)
+        for problem in head_problems(*heads, is_rotary=mlp == "swiglu", names=("hidden", "heads", "kv_heads")):
+            reader.complain(problem)
+    norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
+    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and mlp == "swiglu" else None
     reader.check(lambda: {"source"})
-    return shape
-
-
-def _hugging_face(path: Path) -> ModelShape:
-    """The shape in a ``config.json``: Llama's names, or GPT-2's."""
-    try:
-        table: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if not isinstance(table, dict):
-        raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
-    is_gpt2 = "n_embd" in table
-    keys = ("n_layer", "n_embd", "n_head", "n_inner") if is_gpt2 else _LLAMA_KEYS
-    reader = Reader(table, str(path))
-    layers, hidden, heads = (reader.integer(key) for key in keys[:3])
-    inner = 4 * hidden if is_gpt2 and table.get("n_inner") is None else reader.integer(keys[3])
-    shape = ModelShape(
-        name=str(table.get("model_type", path.stem)),
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=reader.integer("num_key_value_heads", heads),
-        ffn=inner,
-        mlp="gelu" if is_gpt2 else "swiglu",
-        vocab=reader.integer("vocab_size"),
-        tied=reader.flag("tie_word_embeddings", default=is_gpt2),
-    )
-    if table.get("num_local_experts") or table.get("n_routed_experts"):
-        reader.complain("it is a mixture of experts, which has no closed forms here; expected a dense model")
-    if table.get("head_dim") not in (None, hidden // heads):
-        reader.complain(f"head_dim must be {hidden // heads}, hidden size / heads, found {table['head_dim']!r}")
-    reader.check(lambda: set(table))
-    return shape
-
-
-_LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+    return ModelFile(shape, norm_eps, rope_theta)
 
 
 def load_software(name_or_path: str) -> Software:

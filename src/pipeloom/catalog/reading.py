@@ -1,16 +1,42 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
-import difflib
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeloom.config import ModelConfig
 from pipeloom.cost.hardware import Curve
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.cost.shape import ModelShape, model_of
+from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.words import did_you_mean, same_name
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What the file of a model says.
+
+    Attributes:
+        shape: the sizes.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file does not say.
+    """
+
+    shape: ModelShape
+    norm_eps: float | None = None
+    rope_theta: float | None = None
+
+    def over(self, model: ModelConfig) -> ModelConfig:
+        """A model's settings with all that the file says."""
+        return replace(
+            model_of(self.shape, model),
+            norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
+            rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
+        )
 
 
 def names(folder: str) -> list[str]:
@@ -19,27 +45,40 @@ def names(folder: str) -> list[str]:
     return sorted(item.name.removesuffix(".toml") for item in found if item.name.endswith(".toml"))
 
 
+def find_name(folder: str, name: str) -> str | None:
+    """The name of a data file of a folder of the catalog: as it is, or else whatever its case and ``_`` for ``-``."""
+    known = names(folder)
+    return name if name in known else same_name(name, known)
+
+
 def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
-    """A table and where it came from.
+    """A table and where it came from: the name of the catalog, or the path of a file.
+
+    A file is found before a name that differs from the given one.
 
     Raises:
         UserError: there is no such name or file, or it is no TOML.
     """
-    if name_or_path in names(folder):
-        text = files("pipeloom.catalog").joinpath(folder, f"{name_or_path}.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text), name_or_path
-    path = Path(name_or_path)
+    path, name = Path(name_or_path), find_name(folder, name_or_path)
+    if name is not None and (name == name_or_path or not path.is_file()):
+        text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text), name
     if not path.is_file():
-        close = difflib.get_close_matches(name_or_path, names(folder), n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
+        known = names(folder)
+        hint = did_you_mean(name_or_path, known)
         raise UserError(
-            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}expected a file or one of "
-            f"{', '.join(names(folder))}"
+            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file or "
+            f"one of {', '.join(known)}"
         )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 class Reader:
@@ -71,6 +110,14 @@ class Reader:
             least = "of at least 0" if is_zero_allowed else "above 0"
             self.complain(f"{key} is a fraction and must be a number {least} and at most {most:g}, found {value!r}")
             return most
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._find(key, default)
+        if not is_positive(value):
+            self.complain(f"{key} must be a finite number above 0, found {value!r}")
+            return 1.0
         return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -180,9 +227,15 @@ class Reader:
         """Add a problem for each key that is not among the known ones and that nobody asked for, here and inside."""
         for key in self._table:
             if key not in self._seen | known:
-                self.complain(f"there is no key '{key}' {where}")
+                hint = did_you_mean(key, self._seen - set(self._table))
+                self.complain(f"there is no key '{key}' {where}{'; ' if hint else ''}{hint}")
         for name, inner in self._inner:
             inner.complain_of_unknown(f"in {name}", {"source"})
+
+    @property
+    def has_problems(self) -> bool:
+        """Whether anything was wrong so far."""
+        return bool(self._problems)
 
     def names(self) -> list[str]:
         """Keys of the table."""

@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pipeloom {version('pipeloom')}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"pipeloom: there is no command '{words[0]}'\n\n{_USAGE}", file=sys.stderr)
+        from pipeloom.words import did_you_mean
+
+        hint = did_you_mean(words[0], COMMANDS)
+        print(f"pipeloom: there is no command '{words[0]}'{'; ' if hint else ''}{hint}\n\n{_USAGE}", file=sys.stderr)
         return 2
     return _run(words[0], words[1:])
 

@@ -1,5 +1,6 @@
 """``pipeloom export``: the weights of a checkpoint as safetensors files."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,7 @@ import tyro
 
 from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
 from pipeloom.errors import UserError
+from pipeloom.words import and_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +33,8 @@ def _kind(file: Path) -> str:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, say which."""
     options = tyro.cli(Options, args=words, prog="pipeloom export", description=Options.__doc__)
-    if not options.file_gb > 0:
-        raise UserError(f"--file-gb must be above 0, found {options.file_gb:g}")
+    if not 0 < options.file_gb < math.inf:
+        raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
     checkpoint = find_checkpoint(options.checkpoint)
     import torch
 

@@ -11,6 +11,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.writing import cluster_to_toml
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
+from pipeloom.config.problems import model_problems
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.cost.shape import Attention, shape_of
 from pipeloom.dtypes import Dtype, dtype_of
@@ -192,7 +193,7 @@ def _asked(options: Options) -> Asked:
         problems.append(f"--best must be at least 1, found {options.best}")
     if options.budget_s is not None and not options.budget_s > 0:
         problems.append(f"--budget-s must be above 0, found {options.budget_s}")
-    config = _read(options.config, problems) if options.config is not None else None
+    config = _read(options.config, options.seq, problems) if options.config is not None else None
     missing = [
         f"--{name.replace('_', '-')}"
         for name in ("model", "cluster", "devices", "global_batch", "seq")
@@ -204,13 +205,14 @@ def _asked(options: Options) -> Asked:
     model_name = options.model or (_model_name(config) if config is not None else None)
     cluster_name = options.cluster or (machine.cluster if machine is not None else "")
     software_name = options.software or (machine.software if machine is not None else "pipeloom")
-    shape = load_or_note(load_model, model_name, problems) if model_name else None
+    seq = options.seq or (config.data.seq_len if config is not None else None)
+    shape = load_or_note(lambda name: load_model(name, seq), model_name, problems) if model_name else None
     if shape is None and config is not None and model_name is None:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)
     if problems or shape is None or cluster is None or software is None:
-        raise ConfigError(problems, "the question")
+        raise ConfigError(list(dict.fromkeys(problems)), "the question")  # a run file and its model name one problem
     layout, known = (config.layout, config.data) if config is not None else (None, None)
     num_devices = _first(options.devices, layout and layout.num_ranks)
     dtype = options.dtype or (config.training.dtype if config is not None else None)
@@ -235,10 +237,13 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _read(path: Path, problems: list[str]) -> RunConfig:
+def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
+    """The run file, with the tokens of a sequence of the question, on which some models depend."""
     config, found = read_run_file(path)
+    if seq is not None:
+        config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown]
+    problems += [*found, *unknown, *([] if unknown else model_problems(config))]
     return config
 
 

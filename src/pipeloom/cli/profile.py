@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError, UserError, reason_of
 from pipeloom.layout import Recompute
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def run(words: list[str]) -> int:
     try:
         options.output.write_text(cluster_to_toml(cluster, notes), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {options.output}: {error}") from error
+        raise UserError(f"cannot write {options.output}: {reason_of(error)}") from error
     if options.json:
         print(json.dumps({"file": str(options.output), "cluster": asdict(cluster), "findings": asdict(findings)}))
     else:
@@ -94,15 +94,16 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
     Raises:
         ConfigError: everything that is wrong with it.
     """
-    from pipeloom.catalog import names
-    from pipeloom.config import ModelConfig, RunConfig
+    from pipeloom.catalog import find_name
+    from pipeloom.config import DataConfig, ModelConfig, RunConfig
     from pipeloom.machine.host import num_devices
     from pipeloom.predict.describe import with_model_sizes
     from pipeloom.train.pieces import PieceRequest
 
     name = options.model or ""
-    source = ModelConfig(preset=name) if name in names("models") else ModelConfig(file=Path(name))
-    config, problems = with_model_sizes(RunConfig(model=source))
+    preset = find_name("models", name)
+    source = ModelConfig(file=Path(name)) if preset is None else ModelConfig(preset=preset)
+    config, problems = with_model_sizes(RunConfig(model=source, data=DataConfig(seq_len=options.seq)))
     model = config.model.resolve(1)
     problems += _piece_problems(options, request, model)
     if problems:

@@ -22,7 +22,7 @@ from pipeloom.schedule.held import KeptBytes, all_changes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
-from pipeloom.words import count, told_passes
+from pipeloom.words import and_finite, count, told_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,16 +238,17 @@ def _option_problems(options: Options) -> list[str]:
         value = getattr(options, name)
         if not (0 < value < float("inf") or (name in may_be_zero and value == 0)):
             least = "at least" if name in may_be_zero else "above"
-            problems.append(f"--{name.replace('_', '-')} must be {least} 0, found {value:g}")
+            wanted = and_finite(f"{least} 0", value)
+            problems.append(f"--{name.replace('_', '-')} must be {wanted}, found {value:g}")
     if options.resident is not None and options.resident < 1:
         problems.append(f"--resident must be at least 1, found {options.resident}")
     if options.tied is not None and not 0 <= options.tied < float("inf"):
-        problems.append(f"--tied must be at least 0, found {options.tied:g}")
+        problems.append(f"--tied must be {and_finite('at least 0', options.tied)}, found {options.tied:g}")
     moves, swaps_none = options.balance or options.offload, options.resident is None and options.stage_swap != 0
     if options.offload and options.budget is None:
         problems.append("--offload needs --budget: how many stage inputs a rank may hold")
     if options.budget is not None and not 0 <= options.budget < float("inf"):
-        problems.append(f"--budget must be at least 0, found {options.budget:g}")
+        problems.append(f"--budget must be {and_finite('at least 0', options.budget)}, found {options.budget:g}")
     for name, needed, is_idle in (
         ("budget", "balance or --offload", not moves and options.budget is not None),
         ("move", "balance or --offload", not moves and options.family in FAMILIES and options.move != Options.move),

@@ -2,11 +2,10 @@
 
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tyro
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -32,13 +31,12 @@ from pipeloom.planner.tradeoff import (
     tradeoff,
     whole_batches,
 )
-from pipeloom.predict.describe import asked_precision
+from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.progress import Bar
+from pipeloom.words import unknown_name
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
-
-_Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +123,15 @@ class TradeoffProgress(Bar):
         self._update(done)
 
 
-class _Problems(list[str]):
-    """What is wrong, collected."""
-
-    def attempt(self, load: Callable[[], _Loaded]) -> _Loaded | None:
-        """What it returns; ``None`` if it complains, which is noted."""
-        try:
-            return load()
-        except UserError as error:
-            self.append(str(error))
-        return None
-
-
 def asked_by(options: Options) -> Tradeoff:
     """The question.
 
     Raises:
         ConfigError: everything that is wrong with it.
     """
-    problems = _Problems()
-    shape = problems.attempt(lambda: load_model(options.model))
-    cluster = problems.attempt(lambda: load_cluster(options.cluster))
+    problems: list[str] = []
+    shape = load_or_note(lambda name: load_model(name, options.seq), options.model, problems)
+    cluster = load_or_note(load_cluster, options.cluster, problems)
     if cluster is not None:
         problems += cluster_problems(cluster)
     methods = _methods(options, problems)
@@ -179,7 +165,7 @@ def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: 
     )
 
 
-def _methods(options: Options, problems: _Problems) -> dict[str, Software]:
+def _methods(options: Options, problems: list[str]) -> dict[str, Software]:
     """Method -> program; unknown methods are left to the question."""
     general = [word for word in options.software if "=" not in word]
     if len(general) > 1:
@@ -193,13 +179,13 @@ def _methods(options: Options, problems: _Problems) -> dict[str, Software]:
             problems.append(f"--software {word}: expected one of the methods {', '.join(chosen)}")
         elif sign:
             chosen[method] = program
-    known = {program: problems.attempt(lambda name=program: load_software(name)) for program in set(chosen.values())}
+    known = {program: load_or_note(load_software, program, problems) for program in set(chosen.values())}
     unknown = [method for method in chosen if method not in METHODS]
-    problems += [f"there is no method '{name}': expected one of {', '.join(METHODS)}" for name in unknown]
+    problems += [unknown_name("method", name, METHODS) for name in unknown]
     return {method: software for method, program in chosen.items() if (software := known[program]) is not None}
 
 
-def _batches(options: Options, problems: _Problems) -> tuple[Fraction, ...]:
+def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
     found = []
     for word in options.batch_per_device:
         try:
@@ -210,7 +196,7 @@ def _batches(options: Options, problems: _Problems) -> tuple[Fraction, ...]:
 
 
 def _training(
-    options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: _Problems
+    options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
 ) -> dict[str, float]:
     """Values of the training; where one is missing since something else is wrong, a harmless one stands for it."""
     if options.seq < 1:

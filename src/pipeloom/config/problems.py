@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.config.heads import head_problems
 from pipeloom.dtypes import TRAINED
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
 from pipeloom.layout import Layout, Shard
 from pipeloom.toolchain import toolchain_problems
-from pipeloom.words import parse_bytes
+from pipeloom.words import and_finite, count, parse_bytes
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
@@ -85,12 +86,12 @@ def _value(config: "RunConfig", name: str) -> Any:
 
 def _range_problems(config: "RunConfig") -> list[str]:
     found = [
-        f"{name} must be at least {least:g}, found {_value(config, name)}"
+        f"{name} must be {and_finite(f'at least {least:g}', _value(config, name))}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
         if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
     ]
     found += [
-        f"{name} must be above 0, found {_value(config, name)}"
+        f"{name} must be {and_finite('above 0', _value(config, name))}, found {_value(config, name)}"
         for name in _ABOVE_ZERO
         if not 0 < _value(config, name) <= _most(name)
     ]
@@ -109,24 +110,19 @@ def _most(name: str) -> float:
     return math.inf if name == "optimizer.clip_grad_norm" else sys.float_info.max
 
 
+def model_problems(config: "RunConfig") -> list[str]:
+    """What is wrong with the values of the model, one sentence each."""
+    return [one for one in _range_problems(config) if one.startswith("model.")] + _model_problems(config)
+
+
 def _model_problems(config: "RunConfig") -> list[str]:
     model = config.model
     problems: list[str] = []
     if model.preset is not None and model.file is not None:
         problems.append("model.preset and model.file both give the sizes; leave one out")
-    if model.num_heads > 0 and model.hidden_size % model.num_heads:
-        problems.append(
-            f"model.num_heads must divide model.hidden_size, found {model.num_heads} and {model.hidden_size}"
-        )
-    elif model.family == "llama" and model.num_heads > 0 and (model.hidden_size // model.num_heads) % 2:
-        problems.append(
-            "llama's rotary positions need an even model.hidden_size / model.num_heads, "
-            f"found {model.hidden_size} / {model.num_heads}"
-        )
-    if model.num_kv_heads is not None and model.num_kv_heads > 0 and model.num_heads % model.num_kv_heads:
-        problems.append(
-            f"model.num_kv_heads must divide model.num_heads, found {model.num_kv_heads} and {model.num_heads}"
-        )
+    names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads")
+    is_rotary = model.family == "llama"
+    problems += head_problems(model.hidden_size, model.num_heads, model.num_kv_heads, is_rotary=is_rotary, names=names)
     return problems
 
 
@@ -169,8 +165,8 @@ def _stage_problems(config: "RunConfig") -> list[str]:
     pieces = config.model.num_layers + 2
     if layout.num_stages > pieces:
         problems.append(
-            f"{layout.pp} pipeline ranks x {layout.loops} loops need {layout.num_stages} stages, but "
-            f"{config.model.num_layers} layers with embedding and head make only {pieces} pieces; "
+            f"{count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'loop')} need {layout.num_stages} stages, but "
+            f"{count(config.model.num_layers, 'layer')} with embedding and head make only {pieces} pieces; "
             f"use {'fewer layout.loops' if layout.pp <= pieces else 'a smaller layout.pp'} or more model.num_layers"
         )
     if layout.partition is not None:
@@ -208,7 +204,7 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
         problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
     if len(layout.recompute_layers) != wanted:
         found = len(layout.recompute_layers)
-        problems.append(f"layout.recompute_layers must name {wanted} layers (model.num_layers), found {found}")
+        problems.append(f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {found}")
     return problems
 
 
@@ -303,7 +299,7 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
     partition = layout.partition or ()
     problems: list[str] = []
     if len(partition) != layout.num_stages:
-        problems.append(f"layout.partition must name {layout.num_stages} stages, found {len(partition)}")
+        problems.append(f"layout.partition must name {count(layout.num_stages, 'stage')}, found {len(partition)}")
     if any(size < 1 for size in partition):
         problems.append(f"layout.partition must give every stage at least one piece, found {partition}")
     if sum(partition) != pieces:
@@ -330,7 +326,7 @@ def _checkpoint_problems(config: "RunConfig") -> list[str]:
         found = find_checkpoint(resume)
         done = read_info(found).step
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
-        return [f"checkpoint.resume: {error}"]
+        return [f"checkpoint.resume: {reason_of(error)}"]
     problems: list[str] = []
     if steps <= done:
         problems.append(f"training.steps must be above {done}, the steps that {found} has done, found {steps}")

@@ -14,13 +14,13 @@ from pipeloom.words import parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The transformer. Its sizes may come from the catalog or from a file; other settings stay as they are here."""
+    """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
 
     preset: str | None = None
     """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
     file: Path | None = None
-    """A model file as those of the catalog (.toml), or a Hugging Face config.json, which gives all sizes. None: they
-    are said here."""
+    """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
+    all sizes. None: they are said here."""
     family: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
     num_layers: int = 8

@@ -4,8 +4,7 @@ A new family is one file in this folder: a function that returns each rank's com
 ``@family(...)``. Everything else (proof, lowering, simulation, picture, run) reads the schedule that comes out.
 """
 
-import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.passes import add_slices
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.words import count, unknown_name
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,10 @@ class Choice:
         )
         problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
         if self.placement is not None and self.placement not in PLACEMENTS:
-            problems.append(_unknown("placement", self.placement, PLACEMENTS))
+            problems.append(unknown_name("placement", self.placement, PLACEMENTS))
         problems += self._keep_problems()
         if self.family not in FAMILIES:
-            return [*problems, _unknown("schedule", self.family, FAMILIES)]
+            return [*problems, unknown_name("schedule", self.family, FAMILIES)]
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
 
     def _keep_problems(self) -> list[str]:
@@ -198,7 +198,9 @@ class Choice:
             [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
         )
         if len(self.keep) != self.pp and self.pp >= 1:
-            problems.append(f"keep must name the stage inputs of {self.pp} ranks, found {len(self.keep)} numbers")
+            problems.append(
+                f"keep must name the stage inputs of {count(self.pp, 'rank')}, found {count(len(self.keep), 'number')}"
+            )
         return problems
 
     def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
@@ -208,7 +210,7 @@ class Choice:
             instead = f"use {chosen.instead} or loops 1"
             problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
         if chosen.loops not in (None, self.loops):
-            wanted = f"{name} runs {chosen.loops} stages on each rank, found loops {self.loops}"
+            wanted = f"{name} runs {count(chosen.loops or 1, 'stage')} on each rank, found loops {self.loops}"
             problems.append(f"{wanted}; use loops {chosen.loops}")
         if chosen.placement is not None and self.placement not in (None, chosen.placement):
             wanted = f"{name} runs on the placement {chosen.placement}, found {self.placement}"
@@ -295,12 +297,6 @@ class Choice:
 def make_schedule(name: str, **sizes: Any) -> Schedule:
     """``Choice(family=name, ...).make()``: a compute-only schedule."""
     return Choice(family=name, **sizes).make()
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    hint = f"did you mean '{close[0]}'? " if close else ""
-    return f"there is no {what} '{name}'; {hint}known: {', '.join(known)}"
 
 
 def forward(stage: int, microbatch: int) -> Action:

@@ -8,6 +8,7 @@ from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import Bytes, Changes, KeptBytes, all_changes
 from pipeloom.schedule.schedule import Schedule
+from pipeloom.words import count
 
 
 class Sizes(NamedTuple):
@@ -66,7 +67,7 @@ def _wrong(name: str, values: Sequence[float], length: int) -> str:
     """What is wrong with some numbers of bytes; empty if nothing is."""
     if len(values) == length and all(0 <= value < float("inf") for value in values):
         return ""
-    return f"{name} must be {length} numbers of at least 0, found {list(values)}"
+    return f"{name} must be {count(length, 'number')} of at least 0, found {list(values)}"
 
 
 def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budget: Sequence[float]) -> None:

@@ -9,6 +9,7 @@ from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
+from pipeloom.words import count
 
 _ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
@@ -33,7 +34,8 @@ def recompute_beyond(
         UserError: with everything recomputed a rank has still too little room; says which, and how much is missing.
     """
     if len(room) != schedule.num_ranks:
-        raise UserError(f"expected room for each of {schedule.num_ranks} ranks, found {len(room)} numbers")
+        wanted = f"expected {count(schedule.num_ranks, 'number')} of room, one for each rank"
+        raise UserError(f"{wanted}, found {len(room)}")
     parts = schedule.num_slices
     rows: list[Row] = []
     for rank, row in enumerate(schedule.rows):

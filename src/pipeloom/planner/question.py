@@ -14,6 +14,7 @@ from pipeloom.generate import FAMILIES
 from pipeloom.layout import Recompute, Shard, Way
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
+from pipeloom.words import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,7 @@ class Question:
             ("way", self.limits.ways, ("none", *self.software.ways)),
         ):
             found += [
-                f"{self.software.name} has no {what} '{name}'; it has {', '.join(has)}"
+                f"{self.software.name} has no {what} '{name}'; {_hint(name, has)}it has {', '.join(has)}"
                 for name in wanted or ()
                 if name not in has
             ]
@@ -199,3 +200,8 @@ def axes(num_devices: int, tps: Iterable[int]) -> list[tuple[int, int, int]]:
     return [
         (tp, pp, num_devices // tp // pp) for tp in tps if num_devices % tp == 0 for pp in divisors(num_devices // tp)
     ]
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"{hint} " if hint else ""

@@ -19,6 +19,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.planner.question import Question
 from pipeloom.planner.search import search
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.words import unknown_name
 
 Progress = Callable[[int, int], None]
 """Told how many points are done, of how many."""
@@ -214,7 +215,7 @@ def method_problems(question: Question, methods: Mapping[str, Software]) -> list
     found: list[str] = []
     for method, software in methods.items():
         if method not in METHODS:
-            found.append(f"there is no method '{method}': expected one of {', '.join(METHODS)}")
+            found.append(unknown_name("method", method, METHODS))
             continue
         try:
             of_method(question, method, software)

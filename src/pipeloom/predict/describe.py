@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar, get_args
 
-from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run, model_of, shape_of
+from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.dtypes import Dtype, Precision, precision_of
 from pipeloom.errors import ConfigError, UserError
@@ -36,25 +36,26 @@ class Described:
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
-    """The configuration with the sizes of ``model.preset`` or ``model.file`` in place, and what is wrong with them.
+    """The configuration with what ``model.preset`` or ``model.file`` says of the model, and what is wrong with that.
 
-    A size that the configuration says as well, and differently, is a problem; one that has its default is not.
+    That are the sizes, and where the file has them the epsilon of norms and the base of rotary positions. A value that
+    the configuration says as well, and differently, is a problem; one that has its default is not.
     """
     model = config.model
     if (model.preset is None) == (model.file is None):
         return config, []
     problems: list[str] = []
-    shape = load_or_note(load_model, model.preset or str(model.file), problems)
-    if shape is None:
+    name = model.preset or str(model.file)
+    file = load_or_note(lambda name: read_model(name, config.data.seq_len), name, problems)
+    if file is None:
         return config, problems
-    sized = model_of(shape, model)
+    sized = file.over(model)
     source = "model.preset" if model.preset else "model.file"
     for item in fields(ModelConfig):
         found, size = getattr(model, item.name), getattr(sized, item.name)
         if found not in (size, item.default):
-            problems.append(
-                f"model.{item.name} must be {size}, as {source} {shape.name} says, found {found}; leave one of them out"
-            )
+            wanted = f"must be {size}, as {source} {file.shape.name} says"
+            problems.append(f"model.{item.name} {wanted}, found {found}; leave one of them out")
     return replace(config, model=sized), problems
 
 

@@ -38,6 +38,7 @@ from pipeloom.schedule.verify_stage_swaps import on_device_when_used, resident_b
 from pipeloom.schedule.verify_tied import tied_gradient_in_time, tied_messages_complete, tied_weights_in_time
 from pipeloom.schedule.violation import Violation, Violations
 from pipeloom.schedule.window import window
+from pipeloom.words import count
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
@@ -46,16 +47,19 @@ if TYPE_CHECKING:
 def row_for_each_rank(schedule: "Schedule") -> Violations:
     """There is one row for each pipeline rank, and at least one micro-batch."""
     if len(schedule.rows) != schedule.num_ranks:
-        yield Violation(f"expected {schedule.num_ranks} rows, one for each pipeline rank, found {len(schedule.rows)}")
+        yield Violation(
+            f"expected {count(schedule.num_ranks, 'row')}, one for each pipeline rank, found {len(schedule.rows)}"
+        )
     if schedule.max_stage_inputs is not None and len(schedule.max_stage_inputs) != schedule.num_ranks:
         found = len(schedule.max_stage_inputs)
-        yield Violation(f"expected a limit of stage inputs for each of {schedule.num_ranks} ranks, found {found}")
+        wanted = count(schedule.num_ranks, "limit")
+        yield Violation(f"expected {wanted} of stage inputs, one for each rank, found {found}")
     if schedule.stage_sizes is not None and len(schedule.stage_sizes) != schedule.num_stages:
         found = len(schedule.stage_sizes)
-        yield Violation(f"expected a size for each of {schedule.num_stages} stages, found {found}")
-    for name, count in (("micro-batch", schedule.num_microbatches), ("token slice", schedule.num_slices)):
-        if count < 1:
-            yield Violation(f"expected at least one {name}, found {count}")
+        yield Violation(f"expected {count(schedule.num_stages, 'size')}, one for each stage, found {found}")
+    for name, number in (("micro-batch", schedule.num_microbatches), ("token slice", schedule.num_slices)):
+        if number < 1:
+            yield Violation(f"expected at least one {name}, found {number}")
     if not 0 <= schedule.first_backward_stage <= schedule.num_stages:
         yield Violation(f"first_backward_stage {schedule.first_backward_stage} is not in 0..{schedule.num_stages}")
 
@@ -66,7 +70,7 @@ def partners_in_pairs(schedule: "Schedule") -> Violations:
     if partners is None:
         return
     if len(partners) != schedule.num_ranks:
-        yield Violation(f"expected a partner for each of {schedule.num_ranks} ranks, found {len(partners)}")
+        yield Violation(f"expected {count(schedule.num_ranks, 'partner')}, one for each rank, found {len(partners)}")
         return
     for rank, partner in enumerate(partners):
         if partner not in ranks:

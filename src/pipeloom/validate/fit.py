@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
-from pipeloom.errors import UserError
+from pipeloom.errors import UserError, reason_of
 from pipeloom.predict.fast import predict
 from pipeloom.validate.rows import Row
 
@@ -210,4 +210,4 @@ def write(result: Fit, path: Path, table: str, source: str = "") -> None:
     try:
         path.write_text(to_toml(result, table, source), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error}") from error
+        raise UserError(f"cannot write {path}: {reason_of(error)}") from error

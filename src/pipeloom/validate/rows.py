@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError, UserError, reason_of
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
@@ -111,7 +111,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
             reader = csv.DictReader(file)
             names, lines = reader.fieldnames or [], list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read the table {path}: {error}") from error
+        raise UserError(f"cannot read the table {path}: {reason_of(error)}") from error
     missing = [name for name in columns if name not in names]
     if missing:
         raise UserError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")

@@ -1,0 +1,195 @@
+"""Which Hugging Face architectures are computed here: what each key of their ``config.json`` has to be, or may be.
+
+The facts are those of transformers 4 and 5: ``models/{llama,mistral,gpt2}/configuration_*.py`` for what a missing key
+means, ``modeling_*.py`` for what is computed with it, ``configuration_utils.py`` for keys of every model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pipeloom.cost.shape import Mlp
+
+
+def _keys(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The values of a key with which the function is the one that is computed here.
+
+    Attributes:
+        values: all of them; the first one is named in messages.
+        why: what is here.
+        default: what a missing key means.
+    """
+
+    values: tuple[Any, ...]
+    why: str
+    default: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How files of one ``model_type`` are read.
+
+    Attributes:
+        classes: values of ``architectures`` that are this model with its head over the vocabulary.
+        layers, hidden, heads, ffn, eps: keys of the sizes and of the norm's epsilon.
+        mlp: the feed-forward block.
+        tied, default_eps: what missing keys mean.
+        fixed: keys that have to have one value.
+        used: further keys that are read, each in its own way (``hugging_face``).
+        unused: keys without an effect on the function, beside ``UNUSED``.
+        window: what a missing ``sliding_window`` means; ``None`` for an architecture without windows.
+    """
+
+    classes: tuple[str, ...]
+    layers: str
+    hidden: str
+    heads: str
+    ffn: str
+    eps: str
+    mlp: Mlp
+    tied: bool
+    default_eps: float
+    fixed: Mapping[str, Fixed]
+    used: frozenset[str]
+    unused: frozenset[str]
+    window: int | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Every key that may be in a file."""
+        sizes = {self.layers, self.hidden, self.heads, self.ffn, self.eps, "vocab_size", "tie_word_embeddings"}
+        return UNUSED | self.used | self.unused | sizes | set(self.fixed)
+
+
+_ALL = MappingProxyType(
+    {
+        "is_encoder_decoder": Fixed((False,), "as models here are decoders", default=False),
+        "add_cross_attention": Fixed((False,), "as models here are decoders", default=False),
+        "cross_attention_hidden_size": Fixed((None,), "as models here are decoders", None),
+        "pruned_heads": Fixed(({}, None), "as no head is pruned here", {}),
+        "quantization_config": Fixed((None,), "as weights are not quantized here", None),
+        "auto_map": Fixed((None,), "as code that comes with a model is not run here", None),
+    }
+)
+UNUSED = _keys(
+    "model_type architectures _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype "
+    "use_bfloat16 torchscript tf_legacy_loss return_dict output_attentions output_hidden_states output_past use_cache "
+    "is_decoder tie_encoder_decoder chunk_size_feed_forward initializer_range gradient_checkpointing "
+    "_attn_implementation _attn_implementation_autoset attn_implementation _flash_attn_2_enabled "
+    "tokenizer_class prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
+    "task_specific_params problem_type finetuning_task id2label label2id num_labels "
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
+    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
+)
+"""Of every model: where the file comes from, types and kernels, tokens and generation, the start of the weights."""
+
+_LLAMA_FIXED = MappingProxyType(
+    {
+        **_ALL,
+        "hidden_act": Fixed(("silu", "swish"), "as the gate of SwiGLU", "silu"),
+        "attention_bias": Fixed((False,), "as matrices with RMSNorm have no biases here", default=False),
+        "mlp_bias": Fixed((False,), "as matrices with RMSNorm have no biases here", default=False),
+        "attention_dropout": Fixed((0, None), "as nothing is dropped here", 0),
+        "partial_rotary_factor": Fixed((1, None), "as rotary positions turn whole heads here", 1),
+        "use_sliding_window": Fixed((False, None), "as attention here has no window", default=False),
+    }
+)
+_LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
+    {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "ffn": "intermediate_size",
+        "eps": "rms_norm_eps",
+        "default_eps": 1e-6,
+        "mlp": "swiglu",
+        "tied": False,
+        "fixed": _LLAMA_FIXED,
+        "used": _keys(
+            "num_key_value_heads head_dim sliding_window layer_types rope_theta rope_scaling rope_parameters"
+        ),
+        # A rotary angle is defined at any position; pretraining_tp says in which parts products are computed.
+        "unused": _keys("max_position_embeddings max_sequence_length pretraining_tp"),
+    }
+)
+_GPT2_DROPOUT = Fixed((0,), "as nothing is dropped here", 0.1)
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "llama": Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES),
+        "mistral": Architecture(classes=("MistralForCausalLM",), window=4096, **_LLAMA_NAMES),
+        "gpt2": Architecture(
+            classes=("GPT2LMHeadModel",),
+            layers="n_layer",
+            hidden="n_embd",
+            heads="n_head",
+            ffn="n_inner",
+            eps="layer_norm_epsilon",
+            default_eps=1e-5,
+            mlp="gelu",
+            tied=True,
+            fixed={
+                **_ALL,
+                # three names of one function, the tanh form
+                "activation_function": Fixed(
+                    ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "the tanh form of GELU", "gelu_new"
+                ),
+                "attn_pdrop": _GPT2_DROPOUT,
+                "embd_pdrop": _GPT2_DROPOUT,
+                "resid_pdrop": _GPT2_DROPOUT,
+                "scale_attn_weights": Fixed(
+                    (True,), "as attention here divides by the root of the head's size", default=True
+                ),
+                "scale_attn_by_inverse_layer_idx": Fixed(
+                    (False,), "as attention here is scaled alike in all layers", default=False
+                ),
+            },
+            used=_keys("n_positions"),
+            # n_ctx is an old name that transformers does not read; the summary is of GPT2DoubleHeadsModel alone.
+            unused=_keys(
+                "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
+                "summary_first_dropout"
+            ),
+        ),
+    }
+)
+"""By ``model_type``."""
+
+_EXPERTS = "it is a mixture of experts"
+ELSEWHERE = {
+    "bert": "it is an encoder",
+    "roberta": "it is an encoder",
+    "t5": "it has an encoder",
+    "gpt_neox": "it has rotary positions with LayerNorm, and attention beside the feed-forward block",
+    "gptj": "it has rotary positions with LayerNorm, and attention beside the feed-forward block",
+    "gpt_neo": "it has local attention",
+    "gpt_bigcode": "it has one key and value head with LayerNorm",
+    "falcon": "it has rotary positions or ALiBi with LayerNorm, and attention beside the feed-forward block",
+    "opt": "it has ReLU and shifted positions",
+    "bloom": "it has ALiBi",
+    "mpt": "it has ALiBi",
+    "gemma": "it has GELU gates, scaled embeddings and heads of a size of their own",
+    "gemma2": "it has GELU gates, scaled embeddings, soft caps and windows",
+    "gemma3_text": "it has GELU gates, scaled embeddings, norms of queries and keys, and windows",
+    "qwen2": "it has biases of queries, keys and values",
+    "qwen3": "it has norms of queries and keys",
+    "olmo2": "it has norms of queries and keys, and norms behind the blocks",
+    "phi": "it has rotary positions with LayerNorm, and attention beside the feed-forward block",
+    "phi3": "it has scaled rotary positions or windows",
+    "granite": "it has factors on embeddings, attention, residuals and logits",
+    "cohere": "it has LayerNorm without biases, and attention beside the feed-forward block",
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "deepseek_v2": _EXPERTS,
+    "deepseek_v3": _EXPERTS,
+}
+"""Why some other architectures are not supported."""

@@ -1,0 +1,186 @@
+"""A Hugging Face ``config.json`` -> a model that computes the same function here, or everything that is not the same.
+
+``model_type`` selects an architecture (``catalog.architectures``). Each key of the file is used, has to have one value,
+or has no effect on the function; any other key is a problem. So no setting is read and not used.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
+from pipeloom.catalog.reading import ModelFile, Reader, is_positive
+from pipeloom.config.heads import head_problems
+from pipeloom.cost.shape import ModelShape
+from pipeloom.errors import UserError, reason_of
+
+_WIDTH = 100
+"""Most characters of a value in a message."""
+
+
+def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
+    """The model of a ``config.json``.
+
+    Args:
+        path: the file.
+        seq_len: tokens of a sequence, on which the function of some models depends; ``None`` to leave that open.
+
+    Raises:
+        UserError: it cannot be read, or is no model that is computed here; all problems together.
+    """
+    try:
+        table: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+    if not isinstance(table, dict):
+        raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
+    found, reader = table.get("model_type"), Reader(table, str(path))
+    name = found if isinstance(found, str) else ""
+    if name not in ARCHITECTURES:
+        shown = _shown(found) if "model_type" in table else "none"
+        why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
+        reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
+        reader.check(lambda: set(table))
+    file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
+    model = _gpt2(file, seq_len) if file.known.mlp == "gelu" else _llama(file, seq_len)
+    _check_fixed(file)
+    _check_keys(file)
+    reader.check(lambda: set(table))
+    return model
+
+
+@dataclass(frozen=True)
+class _ConfigJson:
+    """A file that is read.
+
+    Attributes:
+        table: its keys and values.
+        reader: takes values and collects problems.
+        known: what the keys mean.
+        name: its ``model_type``.
+    """
+
+    table: dict[str, Any]
+    reader: Reader
+    known: Architecture
+    name: str
+
+    def must_be(self, key: str, wanted: str, default: Any = None) -> None:
+        """Add a problem: what a key must be, and what it is, or means where it is missing."""
+        found = _shown(self.table[key]) if key in self.table else f"none, which means {_shown(default)}"
+        self.reader.complain(f"{key} must be {wanted}, found {found}")
+
+
+def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+    known, reader = file.known, file.reader
+    layers, hidden, heads, ffn = (reader.integer(key) for key in (known.layers, known.hidden, known.heads, known.ffn))
+    has_one = file.table.get("num_key_value_heads") is None and file.name == "llama"  # other classes have a number
+    kv_heads = heads if has_one else reader.integer("num_key_value_heads")
+    if not reader.has_problems:
+        _check_heads(file, hidden, heads, kv_heads)
+        _check_windows(file, layers, seq_len)
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
+    return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps), _rope_theta(file))
+
+
+def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+    known, reader = file.known, file.reader
+    layers, hidden, heads = (reader.integer(key) for key in (known.layers, known.hidden, known.heads))
+    ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
+    if not reader.has_problems:
+        _check_heads(file, hidden, heads, heads)
+    rows = reader.integer("n_positions", 1024)
+    if seq_len is not None and rows != seq_len:
+        wanted = f"{seq_len}, the tokens of a sequence, as the table of positions has a row for each here"
+        file.must_be("n_positions", wanted, 1024)
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
+    return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps))
+
+
+def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
+    return ModelShape(
+        **sizes,
+        name=file.name,
+        mlp=file.known.mlp,
+        vocab=file.reader.integer("vocab_size"),
+        tied=file.reader.flag("tie_word_embeddings", default=file.known.tied),
+    )
+
+
+def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> None:
+    names = (file.known.hidden, file.known.heads, "num_key_value_heads")
+    for problem in head_problems(hidden, heads, kv_heads, is_rotary=file.known.mlp == "swiglu", names=names):
+        file.reader.complain(problem)
+    has_own = "head_dim" in file.known.used and file.table.get("head_dim") not in (None, hidden // heads)
+    if has_own and hidden % heads == 0:
+        file.must_be("head_dim", f"{hidden // heads}, {file.known.hidden} / {file.known.heads}")
+
+
+def _check_windows(file: _ConfigJson, layers: int, seq_len: int | None) -> None:
+    """Attention here sees all tokens before, so that a window has to be as wide as the sequences."""
+    kinds = file.table.get("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * layers:
+        file.must_be("layer_types", f"null, or full_attention for each of {layers} layers")
+    window = file.table.get("sliding_window", file.known.window)
+    if window is None:
+        return
+    if file.known.window is None:
+        file.must_be("sliding_window", f"null, as {file.name} has no windows")
+    elif isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        file.must_be("sliding_window", "null or a whole number of at least 1")
+    elif seq_len is not None and window < seq_len:
+        wanted = f"null or at least {seq_len}, the tokens of a sequence, as attention has no window here"
+        file.must_be("sliding_window", wanted, file.known.window)
+
+
+def _rope_theta(file: _ConfigJson) -> float:
+    """The base of rotary positions, which transformers 5 writes into ``rope_parameters``."""
+    found: dict[str, float] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = file.table.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, dict) or not _is_plain(value):
+            file.must_be(key, "null or of rope_type default, as rotary positions are not scaled here")
+        elif "rope_theta" in value:
+            found[key] = float(value["rope_theta"])
+    if "rope_theta" in file.table or not found:
+        found["rope_theta"] = file.reader.positive("rope_theta", 10000.0)
+    if len(set(found.values())) > 1:
+        both = " and ".join(f"{value:g} in {key}" for key, value in found.items())
+        file.reader.complain(f"rope_theta must be one number, found {both}")
+    return next(iter(found.values()))
+
+
+def _is_plain(rope: Mapping[str, Any]) -> bool:
+    others = set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    is_default = all(rope.get(key, "default") == "default" for key in ("rope_type", "type"))
+    is_whole = rope.get("partial_rotary_factor", 1) == 1
+    return is_default and is_whole and not others and is_positive(rope.get("rope_theta", 1))
+
+
+def _check_fixed(file: _ConfigJson) -> None:
+    for key, fixed in file.known.fixed.items():
+        value = file.table.get(key, fixed.default)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed.values):
+            file.must_be(key, f"{_shown(fixed.values[0])}, {fixed.why}", fixed.default)
+    classes, found = file.known.classes, file.table.get("architectures")
+    if found is not None and (not isinstance(found, list) or not found or any(one not in classes for one in found)):
+        file.must_be("architectures", f"{_shown(list(classes))}, as models here end with a head over the vocabulary")
+
+
+def _check_keys(file: _ConfigJson) -> None:
+    for key, value in file.table.items():
+        if key not in file.known.keys:
+            file.reader.complain(
+                f"{key} is no key of {file.name} that is used here, found {_shown(value)}; remove it if the model is "
+                "the same without it"
+            )
+
+
+def _shown(value: Any) -> str:
+    """A value as the file writes it, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
