@@ -238,7 +238,9 @@ def test_all_problems_of_model_machine_and_layout_are_reported_at_once(capsys):
 
 
 def test_a_model_file_that_lacks_a_key_is_reported_with_the_rest(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_hidden_layers": 4}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4})
+    )
     run = tmp_path / "run.toml"
     run.write_text(f'machine.cluster = "nowhere"\nmodel.file = "{tmp_path / "config.json"}"\nlayout.loop = 3\n')
     message = refusal(capsys, str(run))
