@@ -2,13 +2,12 @@
 
 import copy
 import json
-import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict
-from pipeloom.errors import UserError, reason_of
+from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean
 
 RETIRED = {
@@ -30,15 +29,7 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     Raises:
         UserError: there is no such file, or it is not TOML.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration {path}: {reason_of(error)}") from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
-    return parse_run(tree, default)
+    return parse_run(parse_toml(read_text(path, "the configuration"), path), default)
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:

@@ -12,6 +12,7 @@ from pipeloom.checkpoint_folder import list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
 from pipeloom.config_file import format_run, read_run_file
 from pipeloom.errors import ConfigError, RunError, UserError, reason_of
+from pipeloom.files import MOST_RECORD_BYTES, read_text
 from pipeloom.layout import Coordinates
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.trace import Trace, from_chrome
@@ -242,9 +243,10 @@ def _name_of(file: Path) -> str:
 
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T:
+    text = read_text(file, most_bytes=MOST_RECORD_BYTES)
     try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # a UserError is a ValueError
+        return parse(text)
+    except (ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(f"cannot read {file}: {reason_of(error)}") from error
 
 

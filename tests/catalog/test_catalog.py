@@ -3,9 +3,10 @@
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software, names, read_model
-from pipeloom.catalog.reading import read_toml
+from pipeloom.catalog.reading import Reader, read_toml
 from pipeloom.config import ModelConfig
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import parse_toml
 
 CLUSTERS = ["dgx-1-v100", "dgx-a100", "dgx-h100", "h200", "laptop", "nanotron-h100-efa"]
 
@@ -208,10 +209,19 @@ def test_all_problems_of_a_file_are_told_together(tmp_path):
         assert part in told
 
 
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "9" * 400, "true", '"3"'])
+def test_numbers_that_are_none_are_refused_in_every_form(tmp_path, number):
+    reader = Reader(parse_toml(f"one = {number}\nmany = [1, {number}]\nboth = [{number}, 1]", "a file"), "a file")
+    reader.number("one"), reader.numbers("many"), reader.pair("both")
+    with pytest.raises(ConfigError) as caught:
+        reader.check()
+    assert [problem.split(" must")[0] for problem in caught.value.problems] == ["one", "many", "both"]
+
+
 def test_a_file_that_is_no_toml_is_refused(tmp_path):
     file = tmp_path / "wrong.toml"
     file.write_text("= 3")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="is not TOML"):
         load_cluster(str(file))
 
 

@@ -354,7 +354,11 @@ def test_what_a_key_has_to_be_is_among_the_keys_of_its_architecture():
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("[1, 2]", "expected an object, found list"), ("{", "Expecting property name"), ("[" * 100_000, "recursion")],
+    [
+        ("[1, 2]", "expected an object, found list"),
+        ("{", "Expecting property name"),
+        ("[" * 100_000, "nested deeper than 64 levels"),
+    ],
 )
 def test_a_file_that_is_no_object_is_refused(tmp_path, text, why):
     file = tmp_path / "config.json"

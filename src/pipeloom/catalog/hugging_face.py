@@ -14,7 +14,8 @@ from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architectur
 from pipeloom.catalog.reading import ModelFile, Reader, is_positive
 from pipeloom.config.heads import head_problems
 from pipeloom.cost.shape import ModelShape
-from pipeloom.errors import UserError, reason_of
+from pipeloom.errors import UserError
+from pipeloom.files import parse_json, read_text
 
 _WIDTH = 100
 """Most characters of a value in a message."""
@@ -30,10 +31,11 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
     Raises:
         UserError: it cannot be read, or is no model that is computed here; all problems together.
     """
+    text = read_text(path)
     try:
-        table: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+        table = parse_json(text)
+    except UserError as error:
+        raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(table, dict):
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     found, reader = table.get("model_type"), Reader(table, str(path))

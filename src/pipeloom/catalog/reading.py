@@ -2,7 +2,6 @@
 
 import math
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -13,7 +12,8 @@ from typing import Any
 from pipeloom.config import ModelConfig
 from pipeloom.cost.hardware import Curve
 from pipeloom.cost.shape import ModelShape, model_of
-from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean, same_name
 
 
@@ -62,7 +62,7 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
     path, name = Path(name_or_path), find_name(folder, name_or_path)
     if name is not None and (name == name_or_path or not path.is_file()):
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text), name
+        return parse_toml(text, name), name
     if not path.is_file():
         known = names(folder)
         hint = did_you_mean(name_or_path, known)
@@ -70,15 +70,18 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
             f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file or "
             f"one of {', '.join(known)}"
         )
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+    return parse_toml(read_text(path), path), str(path)
 
 
 def is_positive(value: Any) -> bool:
     """Whether a value is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number; a whole one may have more digits than a float holds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 class Reader:
@@ -95,7 +98,7 @@ class Reader:
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
         value = self._find(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        if not _is_number(value) or not value >= least:
             self.complain(f"{key} must be a number of at least {least:g}, found {value!r}")
             return least * scale
         return float(value) * scale
@@ -105,8 +108,7 @@ class Reader:
     ) -> float:
         """A number above 0 (or of at least 0, if that is allowed) and at most ``most``."""
         value = self._find(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (0 < value <= most or (is_zero_allowed and value == 0)):
+        if not _is_number(value) or not (0 < value <= most or (is_zero_allowed and value == 0)):
             least = "of at least 0" if is_zero_allowed else "above 0"
             self.complain(f"{key} is a fraction and must be a number {least} and at most {most:g}, found {value!r}")
             return most
@@ -131,11 +133,7 @@ class Reader:
     def numbers(self, key: str, *, scale: float = 1.0, most: float = math.inf) -> list[float]:
         """A list of numbers above 0 and at most ``most``, times ``scale``."""
         value = self._find(key, None)
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(isinstance(item, int | float) and 0 < item <= most for item in value)
-        ):
+        if not isinstance(value, list) or not value or not all(_is_number(item) and 0 < item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
             return [1.0]
@@ -145,7 +143,7 @@ class Reader:
         """Two numbers of at least 0, times ``scale``."""
         value = self._find(key, None)
         is_pair = isinstance(value, list) and len(value) == 2
-        if not is_pair or not all(isinstance(item, int | float) and item >= 0 for item in value):
+        if not is_pair or not all(_is_number(item) and item >= 0 for item in value):
             self._problems.append(f"{key} must be a list of two numbers of at least 0, found {value!r}")
             return 0.0, 0.0
         return float(value[0]) * scale, float(value[1]) * scale

@@ -1,6 +1,7 @@
 """``pipeloom schedule``: what a family's schedule looks like, before anything runs."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import tyro
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.passes import add_reduce_grad, add_slices, add_stage_swaps, add_tied, add_unshard, add_updates, lower
@@ -263,7 +265,8 @@ def _option_problems(options: Options) -> list[str]:
 
 def _schedule(options: Options) -> Schedule:
     file, problems = Path(options.family), _option_problems(options)
-    is_family = options.family in FAMILIES or not (_is_file(file) or file.suffix or len(file.parts) > 1)
+    is_path = os.sep in options.family or file.suffix or _is_file(file)
+    is_family = options.family in FAMILIES or not is_path
     choice = Choice(
         family=options.family,
         pp=options.pp,
@@ -281,10 +284,7 @@ def _schedule(options: Options) -> Schedule:
     if is_family:
         return choice.make()
     _refuse_family_options(options, file)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
     schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
