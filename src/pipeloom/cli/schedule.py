@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,12 +90,13 @@ class Options:
     --offload. None: as --balance leaves it."""
     move: float = 1.0
     """Cost of moving what a stage keeps for a micro-batch to a partner or to the host, or back."""
-    format: Literal["text", "json", "torch-csv"] = "text"
-    """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
+    format: Literal["text", "json", "torch-csv"] | None = None
+    """text: every action of every rank; json for programs; torch-csv for PyTorch's pipelining runtime. None: text,
+    without the actions where they are more than a screen shows."""
     json: bool = False
     """The same as --format json."""
     plot: Path | None = None
-    """Draw the schedule to this file: .png, .svg or .pdf."""
+    """Draw the schedule to this file: .png, .svg or .pdf; prints where it is."""
 
 
 def run(words: list[str]) -> int:
@@ -121,7 +123,7 @@ def run(words: list[str]) -> int:
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
-    form: str = "json" if options.json else options.format
+    form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
     elif form == "json":
@@ -129,6 +131,9 @@ def run(words: list[str]) -> int:
     else:
         delay = None if schedule is plain else trace.end_s - simulate(plain, costs).end_s  # a file's is not known
         _print_text(options, schedule, trace, delay)
+    if options.plot is not None:
+        is_data = form in ("json", "torch-csv")
+        print(f"{'' if is_data else '# '}picture            {options.plot}", file=sys.stderr if is_data else sys.stdout)
     return 0
 
 
@@ -212,7 +217,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
 def _counts(schedule: Schedule, kind: Kind) -> list[int]:
     """For each rank the number of its actions of a kind."""
-    return [sum(action.kind is kind for action in row) for row in schedule.rows]
+    return [int(row.is_kind(kind).sum()) for row in schedule.rows]
 
 
 def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
@@ -353,9 +358,34 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
     if summary.gradients_final_s:
         lines["gradients final at"] = f"{' '.join(f'{t:g}' for t in summary.gradients_final_s.values())} (by stage)"
     print(f"# {_title(options, schedule)}")
-    print(format_schedule(schedule))
+    rows = format_schedule(schedule)
+    is_whole = options.format == "text" or len(rows) <= _SCREEN
+    print(rows if is_whole else f"# rows               {_left_out(schedule)}\n")
     for name, value in lines.items():
-        print(f"# {name:<18} {value}")
+        print(f"# {name:<18} {value if is_whole else _shortened(value)}")
+
+
+_SCREEN = 8000
+"""Characters of rows that are printed unasked: a screen of 200 columns and 40 lines."""
+_MOST_WORDS = 32
+"""Values by rank or by stage that are printed beside rows that are not."""
+
+
+def _left_out(schedule: Schedule) -> str:
+    return (
+        f"{schedule.num_actions:,} actions on {count(schedule.num_ranks, 'rank')}, more than a screen shows; "
+        "--format text > FILE writes them all"
+    )
+
+
+def _shortened(line: str) -> str:
+    """A line of many values with those in its middle left out; what stands in brackets behind them stays."""
+    values, bracket, rest = line.partition(" (")
+    words = values.split(" ")
+    if len(words) <= _MOST_WORDS:
+        return line
+    half = _MOST_WORDS // 2
+    return f"{' '.join([*words[:half], '...', *words[-half:]])}{bracket}{rest}"
 
 
 def _move_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
