@@ -85,8 +85,6 @@ def test_what_is_no_toml_is_refused_with_the_reason(text, reason):
         ("[" * DEEP, "nested deeper than 64 levels"),
         ('{"a":' * 70 + "1" + "}" * 70, "nested deeper than 64 levels"),
         ("9" * 5000, "digits"),
-        ('{"a": NaN}', "expected finite numbers, found NaN"),
-        ("[-Infinity]", "expected finite numbers, found -Infinity"),
         ("", "Expecting value"),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict
+from pipeloom.config.paths import place_paths, with_absolute_paths
 from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean
 
@@ -17,7 +18,7 @@ RETIRED = {
 
 
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Read a run file as far as it can be read.
+    """Read a run file as far as it can be read. Its relative paths begin at its folder.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
@@ -29,7 +30,8 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     Raises:
         UserError: there is no such file, or it is not TOML.
     """
-    return parse_run(parse_toml(read_text(path, "the configuration"), path), default)
+    tree = parse_toml(read_text(path, "the configuration"), path)
+    return parse_run(place_paths(tree, RunConfig, path.parent), default)
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
@@ -86,10 +88,13 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
 
 
 def format_run(config: RunConfig) -> str:
-    """The configuration as a run file that repeats it, without defaults in whose place something else is said."""
+    """The configuration as a run file that repeats it, without defaults in whose place something else is said.
+
+    Paths are absolute, so that the file means the same in any folder.
+    """
     import tomli_w
 
-    tree = to_dict(config)
+    tree = to_dict(with_absolute_paths(config))
     if config.model.preset is not None or config.model.file is not None:
         defaults = to_dict(RunConfig())["model"]
         tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}

@@ -5,7 +5,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, MutableSequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pipeloom.errors import UserError, reason_of
 
@@ -64,23 +64,19 @@ def parse_toml(text: str, source: object) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """The value that a JSON text holds; NaN and infinities, which are not JSON, are refused.
+    """The value that a JSON text holds; it may contain NaN and infinities, which Python writes and JSON has not.
 
     Raises:
         UserError: it is not JSON, or nested too deeply.
     """
     try:
-        return _shallow(json.loads(text, parse_constant=_refuse))
+        return _shallow(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise UserError(f"it is not JSON: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
     return f"it is nested deeper than {_MOST_LEVELS} levels" if isinstance(error, RecursionError) else str(error)
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"expected finite numbers, found {constant}")
 
 
 def _shallow(tree: Any) -> Any:

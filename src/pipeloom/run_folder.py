@@ -103,8 +103,6 @@ def weight_files(folder: Path) -> list[Path]:
 def make_run_folder(config: RunConfig) -> RunFolder:
     """Make the folder and write the configuration into it; with a checkpoint, also the metrics until its step.
 
-    The configuration leaves out the folder itself, so that it can be run again as it is.
-
     Raises:
         UserError: the folder cannot be written to, or holds a run already.
     """
@@ -116,8 +114,7 @@ def make_run_folder(config: RunConfig) -> RunFolder:
         if not is_same and ((path / CONFIG).exists() or list_checkpoints(path) or weight_files(path)):
             raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
         path.mkdir(parents=True, exist_ok=True)
-        repeatable = replace(config, output=replace(config.output, folder=None))
-        (path / CONFIG).write_text(format_run(repeatable), encoding="utf-8")
+        (path / CONFIG).write_text(repeatable(config), encoding="utf-8")
         if is_same:
             _forget_end(path)
         if resume is not None:
@@ -127,6 +124,11 @@ def make_run_folder(config: RunConfig) -> RunFolder:
             f"cannot write the run folder {path}: {error.strerror}; choose another --output.folder"
         ) from error
     return RunFolder(path)
+
+
+def repeatable(config: RunConfig) -> str:
+    """The configuration as a run folder has it: without the folder itself, so that it can be run again as it is."""
+    return format_run(replace(config, output=replace(config.output, folder=None)))
 
 
 def _forget_end(path: Path) -> None:

@@ -1,5 +1,7 @@
 """Flags over a file."""
 
+from pathlib import Path
+
 import pytest
 
 from pipeloom.cli.run_config import parse_run_config
@@ -57,3 +59,25 @@ def test_a_value_behind_a_flag_that_takes_none_is_told_with_everything_else(tmp_
     )
     assert "layout.dp must be at least 1, found 0" in refused.value.problems
     assert layout(tmp_path, "--layout.tp", "2", "--layout.sequence-parallel").sequence_parallel
+
+
+def test_paths_of_a_file_begin_at_its_folder_and_those_of_flags_at_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "current").mkdir()
+    for text in (tmp_path / "runs" / "file.txt", tmp_path / "current" / "flag.txt"):
+        text.write_text("words")
+    (tmp_path / "runs" / "run.toml").write_text('data.path = "file.txt"\ndata.cache = "cache"\n')
+    monkeypatch.chdir(tmp_path / "current")
+    config = parse_run_config(["../runs/run.toml"], "train", "Train.")
+    assert config.data.path == tmp_path / "runs" / "file.txt"
+    config = parse_run_config(["../runs/run.toml", "--data.path", "flag.txt"], "train", "Train.")
+    assert config.data.path == Path("flag.txt")
+    assert config.data.cache == tmp_path / "runs" / "cache"
+    with pytest.raises(ConfigError, match="found nothing at file.txt"):
+        parse_run_config(["../runs/run.toml", "--data.path", "file.txt"], "train", "Train.")
+
+
+def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text").write_text("words")
+    assert parse_run_config(["--data.path=~/text"], "train", "Train.").data.path == tmp_path / "text"

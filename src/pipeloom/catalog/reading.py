@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.config import ModelConfig
+from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
 from pipeloom.cost.shape import ModelShape, model_of
 from pipeloom.errors import ConfigError, UserError
@@ -54,21 +55,19 @@ def find_name(folder: str, name: str) -> str | None:
 def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
     """A table and where it came from: the name of the catalog, or the path of a file.
 
-    A file is found before a name that differs from the given one.
-
     Raises:
         UserError: there is no such name or file, or it is no TOML.
     """
     path, name = Path(name_or_path), find_name(folder, name_or_path)
-    if name is not None and (name == name_or_path or not path.is_file()):
+    if name is not None:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
         return parse_toml(text, name), name
-    if not path.is_file():
+    if not names_file(name_or_path) or not path.is_file():
         known = names(folder)
         hint = did_you_mean(name_or_path, known)
         raise UserError(
-            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file or "
-            f"one of {', '.join(known)}"
+            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file "
+            f"(with a folder or .toml in its name) or one of {', '.join(known)}"
         )
     return parse_toml(read_text(path), path), str(path)
 

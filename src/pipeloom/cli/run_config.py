@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from pipeloom.config import RunConfig
+from pipeloom.config.paths import with_home
 from pipeloom.config_file import RETIRED, read_run_file
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import with_model_sizes
 
 _Config = TypeVar("_Config", bound=RunConfig)
-_CONFIG = "CONFIG is a TOML file with sections and fields as below; flags go over it."
+_CONFIG = (
+    "CONFIG is a TOML file with sections and fields as below; flags go over it. Relative paths begin at the file's "
+    "folder, those of flags at the current one."
+)
 
 
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
@@ -50,7 +54,7 @@ def parse_config(
         flags, asked = _Flags(words, command, summary), config
         config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
         config = _without_stale_sizes(config, asked)
-    config, found = _problems(config, judge)
+    config, found = _problems(with_home(config), judge)
     problems = [*problems, *found]
     if problems:
         raise ConfigError(problems, source)

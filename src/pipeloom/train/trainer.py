@@ -12,7 +12,6 @@ from torch import nn
 from pipeloom import run_folder
 from pipeloom.checkpoint_folder import TOKENIZER, CheckpointInfo
 from pipeloom.config import RunConfig
-from pipeloom.config_file import format_run
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
@@ -133,7 +132,7 @@ class Trainer:
         """Train, validate, sample, and write everything down."""
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
-            self._folder.write(run_folder.CONFIG, format_run(config))  # with what the ranks have decided
+            self._folder.write(run_folder.CONFIG, run_folder.repeatable(config))  # with what the ranks have decided
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         self._predict()
