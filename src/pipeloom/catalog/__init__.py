@@ -13,6 +13,7 @@ from pipeloom.catalog.hugging_face import read_config_json
 from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
 from pipeloom.config.heads import head_problems
 from pipeloom.config.paths import expand_home, names_file
+from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
@@ -200,7 +201,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     mlp = cast("Mlp", reader.text("mlp", among=get_args(Mlp)))
     shape = ModelShape(
         name=reader.text("name"),
-        layers=reader.integer("layers"),
+        layers=reader.integer("layers", most=MOST_LAYERS),
         hidden=reader.integer("hidden"),
         heads=reader.integer("heads"),
         kv_heads=reader.integer("kv_heads", table.get("heads")),

@@ -13,6 +13,7 @@ from typing import Any
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.reading import ModelFile, Reader, is_positive
 from pipeloom.config.heads import head_problems
+from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import UserError
 from pipeloom.files import parse_json, read_text
@@ -77,7 +78,8 @@ class _ConfigJson:
 
 def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
-    layers, hidden, heads, ffn = (reader.integer(key) for key in (known.layers, known.hidden, known.heads, known.ffn))
+    layers = reader.integer(known.layers, most=MOST_LAYERS)
+    hidden, heads, ffn = (reader.integer(key) for key in (known.hidden, known.heads, known.ffn))
     has_one = file.table.get("num_key_value_heads") is None and file.name == "llama"  # other classes have a number
     kv_heads = heads if has_one else reader.integer("num_key_value_heads")
     if not reader.has_problems:
@@ -89,7 +91,8 @@ def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
 
 def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
-    layers, hidden, heads = (reader.integer(key) for key in (known.layers, known.hidden, known.heads))
+    layers = reader.integer(known.layers, most=MOST_LAYERS)
+    hidden, heads = (reader.integer(key) for key in (known.hidden, known.heads))
     ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
     if not reader.has_problems:
         _check_heads(file, hidden, heads, heads)

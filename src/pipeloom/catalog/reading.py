@@ -121,9 +121,12 @@ class Reader:
             return 1.0
         return float(value)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
+        """A whole number of at least 1, and of at most ``most``."""
         value = self._find(key, default)
+        if most is not None and isinstance(value, int) and value > most:
+            self.complain(f"{key} must be at most {most:,}, found {value:,}")
+            return most
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.complain(f"{key} must be a whole number of at least 1, found {value!r}")
             return 1

@@ -73,8 +73,8 @@ class Line:
 def run(words: list[str]) -> int:
     """Parse the arguments, make all schedules, print them."""
     options = tyro.cli(Options, args=words, prog="pipeloom families", description=Options.__doc__)
-    sizes = Choice(family="gpipe", pp=options.pp, loops=1, num_microbatches=options.microbatches)
-    problems = sizes.problems() + ([f"loops must be at least 1, found {options.loops}"] if options.loops < 1 else [])
+    sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.microbatches}
+    problems = Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
     if problems:
         raise ConfigError(problems, "the command line")
     found = list(lines(options.pp, options.microbatches, options.loops))

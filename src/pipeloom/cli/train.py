@@ -27,9 +27,11 @@ def run(words: list[str]) -> int:
     from pipeloom.page import write_report
     from pipeloom.progress import restore_terminal
     from pipeloom.run_folder import RunFolder, make_run_folder
+    from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, load_text, resolve, run_on_all_ranks
 
     check_processes(config)
+    check_memory(config)
     if not is_first():
         run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0

@@ -12,6 +12,9 @@ from pipeloom.config.paths import NameOrFile
 from pipeloom.dtypes import Dtype, default_dtype
 from pipeloom.words import parse_bytes
 
+MOST_LAYERS = 100_000
+"""Layers of a model: there are lists with a number for each, whatever is done with it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
