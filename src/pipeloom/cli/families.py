@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-import tyro
-
 from pipeloom.cli.figures import table
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, make_schedule
@@ -72,7 +71,7 @@ class Line:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make all schedules, print them."""
-    options = tyro.cli(Options, args=words, prog="pipeloom families", description=Options.__doc__)
+    options = parse_flags(Options, words, "families", Options.__doc__ or "")
     sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.microbatches}
     problems = Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
     if problems:

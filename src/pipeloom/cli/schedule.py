@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.files import MOST_SCHEDULE_BYTES, read_text
@@ -102,9 +103,7 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
-    options = tyro.cli(
-        Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
-    )
+    options = parse_flags(Options, words, "schedule", f"{Options.__doc__}\n\nFamilies:\n{families}")
     plain = _lowered(_schedule(options), options)
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
