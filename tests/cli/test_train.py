@@ -55,7 +55,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     run = tmp_path / "run"
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
     pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
-    weights = {"checkpoints", "model.safetensors"}
+    weights = {"checkpoints", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in run.iterdir()} == expected | pictures | weights
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert "validation loss" in first.stdout
@@ -65,6 +65,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     assert 0 < summary["bubble_fraction"] < 1
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["model"]["vocab_size"] == 257
+    assert "folder" not in config["output"]  # it would be refused as the folder of a run
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
     again = pipeloom(["train", str(run / "config.toml"), "--output.folder", str(tmp_path / "again")])

@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp
 
 def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
-    config = config_of(tmp_path, "full", resume=tmp_path / "run")
+    config = config_of(tmp_path, "full", resume=find_checkpoint(tmp_path / "run"))
     wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
     with pytest.raises(UserError) as refused:
         train_all({tmp_path / "other": wider})
