@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
     data = load_text(config)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data)
-    moved = _check_budgets(resolved)
+    moved = _check_schedule(resolved)
     folder = make_run_folder(resolved)
     print(f"text       {data.description}{moved}\nrun        {folder.path}{goes_on}", flush=True)
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
@@ -87,11 +87,16 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
 _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}
 
 
-def _check_budgets(config: RunConfig) -> str:
-    """Refuse budgets that the schedule cannot keep; else a line that says what it moves, empty if nothing may move."""
+def _check_schedule(config: RunConfig) -> str:
+    """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
+
+    Returns:
+        A line that says what the schedule moves; empty if nothing may move.
+    """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     if not may_move or config.layout.token_slices == "auto":
+        config.choice().make()
         return ""
     from pipeloom.train.pipeline import training_schedule
 
