@@ -3,6 +3,7 @@
     PipeloomError
     ├── UserError                the question is wrong: expected, found, what to change
     │   ├── ConfigError          a configuration, with all of its problems at once
+    │   ├── FamilyError          a family of schedules with a mistake in it: which, in which line of its file
     │   ├── ScheduleTextError    text that is no schedule
     │   └── ScheduleError        a schedule that breaks a rule: which, where, and the rows around it
     └── RunError                 the question was right, the run failed
@@ -38,6 +39,10 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         super().__init__("\n".join([f"{source} has {count}:", *(f"  - {p}" for p in problems)]))
+
+
+class FamilyError(UserError):
+    """A family of schedules raised, or returned something else than rows of actions."""
 
 
 class ScheduleTextError(UserError):

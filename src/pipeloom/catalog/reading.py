@@ -1,7 +1,6 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import math
-import sys
 import tomllib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -72,13 +71,31 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
         )
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a ValueError: no TOML, no UTF-8, or a number without end
         raise UserError(f"cannot read {path}: {reason_of(error)}") from error
 
 
+_MOST = 1e100
+"""The largest number of a file: any quantity is below, and stays finite in other units."""
+
+
 def is_positive(value: Any) -> bool:
-    """Whether a value is a finite number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    """Whether a value is a number above 0, and not beyond any quantity."""
+    return _is_number(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+
+
+def _bound(value: Any) -> str:
+    """What a limit from below leaves out, where it is what is wrong."""
+    return f" and at most {_MOST:g}" if isinstance(value, int | float) and value > _MOST else ""
+
+
+def _shown(value: Any) -> str:
+    is_long = isinstance(value, int) and value > 10**20  # Python does not write out any whole number
+    return f"a number of {value.bit_length()} bits" if is_long else repr(value)
 
 
 class Reader:
@@ -95,8 +112,8 @@ class Reader:
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
         value = self._find(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-            self.complain(f"{key} must be a number of at least {least:g}, found {value!r}")
+        if not _is_number(value) or value < least:
+            self.complain(f"{key} must be a number of at least {least:g}{_bound(value)}, found {_shown(value)}")
             return least * scale
         return float(value) * scale
 
@@ -113,29 +130,25 @@ class Reader:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0."""
         value = self._find(key, default)
         if not is_positive(value):
-            self.complain(f"{key} must be a finite number above 0, found {value!r}")
+            self.complain(f"{key} must be a number above 0{_bound(value)}, found {_shown(value)}")
             return 1.0
         return float(value)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
         value = self._find(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.complain(f"{key} must be a whole number of at least 1, found {value!r}")
+        if not _is_number(value) or not isinstance(value, int) or value < 1:
+            self.complain(f"{key} must be a whole number of at least 1{_bound(value)}, found {_shown(value)}")
             return 1
         return value
 
     def numbers(self, key: str, *, scale: float = 1.0, most: float = math.inf) -> list[float]:
         """A list of numbers above 0 and at most ``most``, times ``scale``."""
         value = self._find(key, None)
-        if (
-            not isinstance(value, list)
-            or not value
-            or not all(isinstance(item, int | float) and 0 < item <= most for item in value)
-        ):
+        if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
             return [1.0]
@@ -145,7 +158,7 @@ class Reader:
         """Two numbers of at least 0, times ``scale``."""
         value = self._find(key, None)
         is_pair = isinstance(value, list) and len(value) == 2
-        if not is_pair or not all(isinstance(item, int | float) and item >= 0 for item in value):
+        if not is_pair or not all(_is_number(item) and item >= 0 for item in value):
             self._problems.append(f"{key} must be a list of two numbers of at least 0, found {value!r}")
             return 0.0, 0.0
         return float(value[0]) * scale, float(value[1]) * scale

@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(command: str, message: str, error: BaseException) -> None:
+    if os.environ.get("PIPELOOM_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
     print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 

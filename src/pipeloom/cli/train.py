@@ -55,7 +55,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
     data = load_text(config)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data, choice)
-    moved = _check_budgets(resolved)
+    moved = _check_schedule(resolved)
     folder = draft_start(path, resolved)
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
@@ -122,11 +122,16 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
 _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}
 
 
-def _check_budgets(config: RunConfig) -> str:
-    """Refuse budgets that the schedule cannot keep; else a line that says what it moves, empty if nothing may move."""
+def _check_schedule(config: RunConfig) -> str:
+    """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
+
+    Returns:
+        A line that says what the schedule moves; empty if nothing may move.
+    """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     if not may_move or config.layout.token_slices == "auto":
+        config.choice().make()
         return ""
     from pipeloom.train.pipeline import training_schedule
 
