@@ -146,15 +146,15 @@ def _even(values: Sequence[float]) -> int:
 
 
 def _print(options: Options, found: Sequence[Line]) -> None:
-    from rich.console import Console
+    from pipeloom.console import make_console
 
-    console = Console()
+    console = make_console()
     ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
-    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards", highlight=False)
+    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
     shown = [number for number, name in enumerate(COLUMNS) if name not in _WIDE]
     rows = table("family", [COLUMNS[number] for number in shown])
     rows.columns[0].no_wrap = True
     for line in found:
         rows.add_row(line.name, *(line.cells[number] for number in shown))
     console.print(rows)
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim")
