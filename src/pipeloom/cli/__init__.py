@@ -12,7 +12,7 @@ COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
     "export": "write the weights of a checkpoint as safetensors files",
-    "report": "write a finished run as one HTML page: predicted beside measured",
+    "report": "write a run as one HTML page: predicted beside measured",
     "plan": "find the best layout of a model on a cluster, with reasons",
     "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
     "simulate": "say what a step of a described run will look like on a cluster",
