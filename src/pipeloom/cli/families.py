@@ -12,7 +12,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
-from pipeloom.report.comparison import Comparison, compare
+from pipeloom.report.comparison import MEMORY_UNIT, Comparison, compare
 from pipeloom.schedule import Schedule
 from pipeloom.words import count
 
@@ -36,10 +36,11 @@ _WIDE = ("sent", "moves", "moved")
 """Columns that a terminal has no room for."""
 SLICES = 4
 """Token slices of the rows that have some."""
-LEGEND = """\
-bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank holds, in \
-units of what a rank keeps of one micro-batch; gathers: of sharded weights on the busiest rank, one stage gathered at \
-once; messages: tensors that change rank. --json tells what they carry, and swaps."""
+LEGEND = (
+    "bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank "
+    f"holds, in {MEMORY_UNIT}; gathers: of sharded weights on the busiest rank, one stage gathered at once; "
+    "messages: tensors that change rank. --json contains what they carry, and swaps."
+)
 
 
 @dataclass(frozen=True)
