@@ -69,7 +69,7 @@ def test_a_cluster_has_a_name_with_control_characters_and_markup(capsys, tmp_pat
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_to_toml(replace(load_cluster("dgx-a100"), name=name)), encoding="utf-8")
     assert tomllib.loads(file.read_text(encoding="utf-8"))["name"] == name
-    run = ["--model.preset", "llama-3-8b", "--layout.tp", "8", "--machine.precision", "bf16"]
+    run = ["--model.preset", "llama-3-8b", "--layout.tp", "8", "--training.dtype", "bfloat16"]
     assert f"{SHOWN}[red]mine[/nothing]:smile:" in said(capsys, "simulate", *run, "--machine.cluster", file, status=0)
 
 
