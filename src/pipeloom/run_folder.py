@@ -2,19 +2,16 @@
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipeloom.checkpoint_folder import FOLDER
 from pipeloom.config import RunConfig
-from pipeloom.config_file import format_run, read_run_file
-from pipeloom.errors import ConfigError, RunError, UserError, reason_of
+from pipeloom.config_file import format_run
+from pipeloom.errors import RunError
 from pipeloom.layout import Coordinates
-from pipeloom.schedule import Schedule, parse_schedule
-from pipeloom.trace import Trace, from_chrome
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -32,23 +29,6 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run that has not done its first step."""
-
-_T = TypeVar("_T")
-
-_NEEDED = (CONFIG, METRICS, SCHEDULE, TRACE, SUMMARY)
-_METRIC_NAMES = ("step", "loss", "step_time_s")
-_SUMMARY_NAMES = (
-    "num_parameters",
-    "steps",
-    "train_loss",
-    "validation_loss",
-    "unigram_loss",
-    "step_time_s",
-    "predicted_step_time_s",
-    "tokens_per_s",
-    "tokens",
-    "traced_step",
-)
 
 
 class RunFolder:
@@ -170,93 +150,6 @@ def weight_files(folder: Path) -> list[Path]:
     return [*several, *(file for file in (folder / WEIGHTS, folder / WEIGHTS_INDEX) if file.exists())]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished run, as its folder tells it.
-
-    Attributes:
-        folder: where it is.
-        config: what it was told.
-        config_text: the same as written.
-        schedule: what each rank did, in order.
-        trace: of one step, measured; of the first pipeline where there are several.
-        other_traces: the same of the others, by their names; empty without.
-        predicted: the same as predicted; ``None`` without prediction.
-        metrics: a dictionary for each step, with at least ``step``, ``loss`` and ``step_time_s``.
-        summary: what the run came to; ``pipeloom.train.trainer.RunSummary`` describes the keys.
-        sample: text from the model; ``None`` without.
-    """
-
-    folder: Path
-    config: RunConfig
-    config_text: str
-    schedule: Schedule
-    trace: Trace
-    other_traces: dict[str, Trace]
-    predicted: Trace | None
-    metrics: tuple[dict[str, Any], ...]
-    summary: dict[str, Any]
-    sample: str | None
-
-
-def read_run(folder: Path) -> Run:
-    """Read the folder of a finished run.
-
-    Raises:
-        UserError: there is none, or it is not finished; says which files are missing or broken.
-    """
-    if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}; `pipeloom train` writes one and says where")
-    missing = [name for name in _NEEDED if not (folder / name).is_file()]
-    if missing:
-        raise UserError(
-            f"{folder} is not the folder of a finished run: it lacks {', '.join(missing)}; "
-            "a run that ended early, or is still going, cannot be reported"
-        )
-    config, problems = read_run_file(folder / CONFIG)
-    if problems:
-        raise ConfigError(problems, str(folder / CONFIG))
-    has_prediction, has_sample = (folder / PREDICTED_TRACE).exists(), (folder / SAMPLE).exists()
-    return Run(
-        folder=folder,
-        config=config,
-        config_text=_read(folder / CONFIG, str),
-        schedule=_read(folder / SCHEDULE, parse_schedule),
-        trace=_read(folder / TRACE, from_chrome),
-        other_traces={_name_of(file): _read(file, from_chrome) for file in sorted(folder.glob(OTHER_TRACES))},
-        predicted=_read(folder / PREDICTED_TRACE, from_chrome) if has_prediction else None,
-        metrics=_read(folder / METRICS, _parse_metrics),
-        summary=_read(folder / SUMMARY, lambda text: _with_names(json.loads(text), _SUMMARY_NAMES)),
-        sample=_read(folder / SAMPLE, str) if has_sample else None,
-    )
-
-
 def other_trace(place: Coordinates) -> str:
     """The file of the trace of the pipeline at a place of the data and tensor axes, but the first."""
     return f"trace-replica-{place.data:03}-tensor-{place.tensor}.json"
-
-
-def _name_of(file: Path) -> str:
-    """What people call that pipeline."""
-    _, _, data, _, tensor = file.stem.split("-")
-    return f"replica {int(data)}, tensor rank {tensor}"
-
-
-def _read(file: Path, parse: Callable[[str], _T]) -> _T:
-    try:
-        return parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # a UserError is a ValueError
-        raise UserError(f"cannot read {file}: {reason_of(error)}") from error
-
-
-def _parse_metrics(text: str) -> tuple[dict[str, Any], ...]:
-    if not text.strip():
-        raise UserError("expected a line for each step, found none")
-    return tuple(_with_names(json.loads(line), _METRIC_NAMES) for line in text.splitlines())
-
-
-def _with_names(values: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    missing = [name for name in names if not isinstance(values, dict) or name not in values]
-    if missing:
-        raise UserError(f"expected an object with {', '.join(names)}; it lacks {', '.join(missing)}")
-    return values

@@ -22,7 +22,7 @@ from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.passes import add_data_parallel, lower, split_backward
-from pipeloom.run_folder import read_run
+from pipeloom.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
 from pipeloom.train.data import load_data

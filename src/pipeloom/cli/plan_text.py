@@ -9,6 +9,7 @@ from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
 from pipeloom.cli.plan import dollars_per_billion_tokens
+from pipeloom.console import headed, make_console
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
 from pipeloom.planner.question import Question
@@ -16,6 +17,7 @@ from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.progress import Bar
+from pipeloom.terminal import raw
 from pipeloom.words import count, format_bytes
 
 _WIDE = 150
@@ -30,6 +32,7 @@ _SHARED = {
     "full": "everything",
 }
 _AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
+_BAD = "bold red"
 
 
 class PlanProgress(Bar):
@@ -48,8 +51,8 @@ class PlanProgress(Bar):
 
 def _console() -> Console:
     """As wide as the terminal; where there is none, wide enough for everything."""
-    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_told else _WIDE + 60)
+    is_told = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
+    return make_console(width=None if is_told else _WIDE + 60)
 
 
 def print_plan(plan: Plan) -> None:
@@ -59,19 +62,19 @@ def print_plan(plan: Plan) -> None:
     if plan.best is None:
         _print_nothing(console, plan)
         return
-    console.print(f"\n[bold]The {count(len(plan.steps), 'best layout')}, one of a kind[/]")
+    console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, one of a kind"))
     console.print(_best_table(plan, is_wide=console.width >= _WIDE))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
-        console.print(f"\n[bold]Why it wins: what the best of other kinds takes more ({name})[/]")
+        console.print(headed(f"\nWhy it wins: what the best of other kinds takes more ({name})"))
         console.print(_rival_table(plan.best, plan.rivals, is_wide=console.width >= _WIDE))
     if plan.changes:
-        console.print("\n[bold]What would change it[/]")
+        console.print(headed("\nWhat would change it"))
         console.print(_change_table(plan.best, plan.changes))
-    console.print(f"\n[bold]How far off this may be[/]\n{plan.error_bar.text}")
+    console.print(headed("\nHow far off this may be", f"\n{plan.error_bar.text}"))
     if plan.advice:
-        console.print("\n[bold]Advice[/]")
+        console.print(headed("\nAdvice"))
         for sentence in plan.advice:
             console.print(f"- {sentence}")
 
@@ -258,12 +261,12 @@ def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
 def _print_nothing(console: Console, plan: Plan) -> None:
     near = plan.closest
     if near is None:
-        console.print("\n[bold red]nothing that fits was found in that time[/]: give it more with --budget-s")
+        console.print(headed("\nnothing that fits was found in that time", ": give it more with --budget-s", _BAD))
         return
     question, run = plan.question, near.leaf.cut.run
     unit, name = unit_bytes(question.cluster.device.memory_bytes)
-    console.print(
-        f"\n[bold red]nothing fits[/]: the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
+    needs = (
+        f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
@@ -274,6 +277,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
             else "by a bound it would fit, but no schedule of it does"
         )
     )
+    console.print(headed("\nnothing fits", needs, _BAD))
     if not near.ways_out:
         console.print(
             "no number of devices and no length of sequences that was tried is enough; choose a smaller model"

@@ -16,6 +16,7 @@ from pipeloom.passes import add_reduce_grad, add_slices, add_stage_swaps, add_ti
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.report.bubble import account_bubble
+from pipeloom.report.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.held import KeptBytes, all_changes
@@ -179,7 +180,8 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     """What ``--json`` prints.
 
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
-    ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
+    ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in
+    units of what a rank keeps of one micro-batch, as ``pipeloom families --json`` has it), ``peak_stage_inputs``
     (for each rank, what leaves counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own,
     and what its partner evicted, if partners are known), ``num_evictions`` and ``num_offloads`` (for each rank),
     ``partners`` (for each rank the rank to which it evicts, or null), ``num_unshards``, ``num_reductions``,
@@ -195,6 +197,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "makespan": summary.makespan_s,
         "bubble_overhead": summary.bubble_overhead,
         "bubble_fraction": summary.bubble_fraction,
+        "memory": list(memory_in_microbatches(schedule, trace)),
         "peak_stage_inputs": list(schedule.peak_stage_inputs),
         "peak_held": _peaks_held(schedule, trace),
         "num_evictions": _counts(schedule, Kind.EVICT),
@@ -335,6 +338,7 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
         "makespan": f"{summary.makespan_s:g}",
         "bubble overhead": f"{summary.bubble_overhead:.5g} (idle / ideal)",
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
+        "memory": f"{_by_rank(memory_in_microbatches(schedule, trace))}, in {MEMORY_UNIT}",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
     lines |= _move_lines(schedule, trace, is_asked=delay is not None)

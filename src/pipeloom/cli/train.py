@@ -280,4 +280,4 @@ def _print_swapping(summary: "RunSummary") -> None:
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())
+    return "\n".join(f"  | {line}" for line in text.removesuffix("\n").split("\n"))
