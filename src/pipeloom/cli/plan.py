@@ -114,11 +114,12 @@ class Asked:
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, plan, print; 1 if nothing fits."""
+    """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
     options = tyro.cli(Options, args=words, prog="pipeloom plan", description=Options.__doc__)
     asked = _asked(options)
-    from pipeloom.cli.plan_text import PlanProgress, print_plan
+    from pipeloom.cli.plan_progress import PlanProgress
+    from pipeloom.cli.plan_text import print_plan
 
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
@@ -128,10 +129,11 @@ def run(words: list[str]) -> int:
         print(json.dumps(to_json(plan)))
     else:
         print_plan(plan)
-    if plan.best is None:
-        return 1
-    _write(options, asked, plan.best)
-    return 0
+    if plan.best is not None:
+        _write(options, asked, plan.best)
+    if plan.stopped == "interrupt":
+        return 130
+    return 1 if plan.best is None else 0
 
 
 def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
@@ -286,6 +288,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "counts": {**asdict(counts), "excluded": dict(counts.excluded)},
         "is_proved": plan.open_bound_s is None,
         "open_bound_s": plan.open_bound_s,
+        "stopped": plan.stopped,
         "layouts": [step_to_json(step) for step in plan.steps],
         "rivals": [
             {

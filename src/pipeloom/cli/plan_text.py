@@ -4,7 +4,6 @@ import os
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
@@ -16,7 +15,6 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.progress import Bar
 from pipeloom.terminal import raw
 from pipeloom.words import count, format_bytes
 
@@ -33,20 +31,6 @@ _SHARED = {
 }
 _AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
 _BAD = "bold red"
-
-
-class PlanProgress(Bar):
-    """How many layouts are decided."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
-        super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="")
-
-    def show(self, decided: int, layouts: int) -> None:
-        """So many are decided, of so many."""
-        if self._bar is not None:
-            self._bar.update(self._task, total=layouts)
-        self._update(decided, layouts=f"{decided:,} of {layouts:,} layouts decided")
 
 
 def _console() -> Console:
@@ -77,6 +61,9 @@ def print_plan(plan: Plan) -> None:
         console.print(headed("\nAdvice"))
         for sentence in plan.advice:
             console.print(f"- {sentence}")
+    if plan.stopped is not None and plan.open_bound_s is None:
+        why = "somebody interrupted" if plan.stopped == "interrupt" else "the time was up"
+        console.print(f"\n{why} before all other kinds and changes were looked at; the best layouts are proved")
 
 
 def _print_question(console: Console, plan: Plan) -> None:
@@ -90,7 +77,8 @@ def _print_question(console: Console, plan: Plan) -> None:
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
         open_ = f"{counts.undecided:,} were not looked at"
-        proof = f"the time was up: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
+        why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+        proof = f"{why}: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
     console.print(
         f"{counts.layouts:,} layouts in {counts.seconds:.1f} s: {counts.simulated:,} simulated; bounds ruled out "
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
@@ -260,8 +248,12 @@ def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
 
 def _print_nothing(console: Console, plan: Plan) -> None:
     near = plan.closest
+    if near is None and plan.open_bound_s is None:
+        console.print(headed("\nnothing fits", "; the search ended before it found what would", _BAD))
+        return
     if near is None:
-        console.print(headed("\nnothing that fits was found in that time", ": give it more with --budget-s", _BAD))
+        more = ": give it more with --budget-s, or fewer choices with flags such as --tp and --pp"
+        console.print(headed("\nnothing that fits was found in that time", more, _BAD))
         return
     question, run = plan.question, near.leaf.cut.run
     unit, name = unit_bytes(question.cluster.device.memory_bytes)
