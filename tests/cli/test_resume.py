@@ -132,10 +132,16 @@ def test_a_run_goes_on_in_its_own_folder_where_that_is_asked_for(finished):
     assert names == ["step-000002", "step-000004", "step-000006"]
 
 
-def test_what_another_text_means_for_the_batches_is_said(finished):
-    words = ["--training.steps", "3", "--checkpoint.resume", str(finished / "run" / "checkpoints" / "step-000002")]
+def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished, tmp_path):
+    path = tmp_path / "old"
+    shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
+    tree = json.loads((path / "checkpoint.json").read_text())
+    del tree["files"], tree["sha256"]
+    (path / "checkpoint.json").write_text(json.dumps({**tree, "format": 1}))
+    words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
+    assert "written without hashes of its files, so damage to them cannot be found" in done.stdout
     assert "other batches than its run would have read, since training.seed changed" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
