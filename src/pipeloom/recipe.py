@@ -70,6 +70,22 @@ class Recipe:
     moves: Moves = field(default_factory=Moves)
 
 
+def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> SharedState | None:
+    """What ranks with the same stages share; ``None`` where they exchange nothing.
+
+    With sequence parallelism tensor-parallel ranks add up the gradients of what each of them holds whole, whatever the
+    data axis is, since each has those of its own tokens.
+
+    Args:
+        shard: what data-parallel ranks share, if there are several.
+        dp: data-parallel ranks.
+        sequence_parallel: whether tensor-parallel ranks split the tokens.
+    """
+    if dp > 1:
+        return shard
+    return "none" if sequence_parallel else None
+
+
 def run_recipe(
     choice: Choice,
     *,
@@ -89,7 +105,7 @@ def run_recipe(
         choice: the family and its sizes.
         receive_buffers: see ``Recipe``.
         lends_tied: see ``Recipe``.
-        shard: what data-parallel ranks share; ``None``: no rank reduces gradients with another.
+        shard: what ranks with the same stages share (``shared_state``); ``None``: they exchange nothing.
         residency: see ``exchanges``.
         prefetch: see ``exchanges``.
         gradient_buffers: see ``exchanges``.

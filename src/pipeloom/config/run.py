@@ -18,7 +18,7 @@ from pipeloom.config.sections import (
 from pipeloom.generate import Choice
 from pipeloom.layout import Layout
 from pipeloom.passes import Moves
-from pipeloom.recipe import Recipe, run_recipe
+from pipeloom.recipe import Recipe, run_recipe, shared_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,11 @@ class RunConfig:
     def recipe(self) -> Recipe:
         """How the schedule that the run trains with is made."""
         layout, settings = self.layout, self.schedule
-        # ranks that split tokens sum the gradients of what each of them holds whole, whatever the data axis is
-        reduces = (layout.dp > 1 or layout.sequence_parallel) and settings.budget_bytes is None
         return run_recipe(
             self.choice(),
             receive_buffers=settings.receive_buffers,
             lends_tied=self.model.tied,
-            shard=(layout.shard if layout.dp > 1 else "none") if reduces else None,
+            shard=shared_state(layout.shard, dp=layout.dp, sequence_parallel=layout.sequence_parallel),
             residency=settings.known_residency,
             prefetch=settings.known_prefetch,
             gradient_buffers=settings.gradient_buffers,

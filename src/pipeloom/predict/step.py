@@ -23,7 +23,7 @@ from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import MovePrices, Placed
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
-from pipeloom.recipe import Recipe, build, communicating, run_recipe, without_messages
+from pipeloom.recipe import Recipe, build, communicating, run_recipe, shared_state, without_messages
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule
@@ -255,7 +255,7 @@ def _receive_buffers(software: Software, order: Order) -> int:
 
 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    if not software.has_reduction_lane or run.dp == 1:
+    if not software.has_reduction_lane:
         return costs
     unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
     return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
@@ -269,13 +269,14 @@ def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
         software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
         order: family and knobs.
     """
-    reduces = software.has_reduction_lane and not software.is_blocking and run.dp > 1
+    shared = shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
+    has_lane = software.has_reduction_lane and not software.is_blocking
     swapping = order.swapping
     return run_recipe(
         order.choice,
         receive_buffers=None if software.is_blocking else order.receive_buffers,
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
-        shard=run.shard if reduces else None,
+        shard=shared if has_lane else None,
         residency=order.residency,
         prefetch=order.prefetch,
         gradient_buffers=order.gradient_buffers,
