@@ -345,7 +345,7 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "keep": order.choice.keep,
         "balance": order.moving.balance,
         "offload": order.moving.offload,
-        "activation_bytes": order.moving.activation_bytes,
+        "activation_bytes": order.moving.budget_bytes,
         "device_budget": None if order.swapping is None else order.swapping.budget,
         "pipeline_order": run.pipeline_order,
         "token_slices": run.slices or None,

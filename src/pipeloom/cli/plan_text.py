@@ -123,10 +123,10 @@ def _ways(best: SimulatedStep) -> list[str]:
     if order.choice.keep is not None:
         kept = ", ".join(map(str, order.choice.keep))
         parts.append(f"{kept} stage inputs kept whole by rank, the others recomputed")
-    if order.moving.is_any and order.moving.activation_bytes is not None:
+    if order.moving.is_any and order.moving.budget_bytes is not None:
         where = "partners" if order.moving.balance else "the host"
-        unit, name = unit_bytes(order.moving.activation_bytes)
-        room = f"{short(order.moving.activation_bytes / unit)} {name}"
+        unit, name = unit_bytes(order.moving.budget_bytes)
+        room = f"{short(order.moving.budget_bytes / unit)} {name}"
         parts.append(f"what a rank has no room for in {room} waits at {where}")
     if order.swapping is not None:
         whole = sum(one.total for one in swapped_amounts(run, best.software))

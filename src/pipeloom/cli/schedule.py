@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,9 +12,10 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
-from pipeloom.passes import add_reduce_grad, add_slices, add_stage_swaps, add_tied, add_unshard, add_updates, lower
+from pipeloom.passes import Moves, add_slices
+from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
-from pipeloom.passes.moves import Moves, add_moves
+from pipeloom.recipe import PlacedBy, Recipe, Residence, build
 from pipeloom.report.bubble import account_bubble
 from pipeloom.report.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.report.summary import summarize
@@ -102,7 +103,8 @@ def run(words: list[str]) -> int:
     options = tyro.cli(
         Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
     )
-    plain = _lowered(_schedule(options), options)
+    recipe = _recipe(options)
+    plain = build(replace(recipe, moves=Moves()))
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
         options.forward / plain.num_slices,
@@ -116,7 +118,7 @@ def run(words: list[str]) -> int:
         tied_grad_s=options.tied or 0.0,
         move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
     )
-    schedule = _moved(plain, options, costs)
+    schedule = build(recipe, timing=lambda *_: PlacedBy(costs.seconds))
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -131,36 +133,27 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _lowered(schedule: Schedule, options: Options) -> Schedule:
-    if (
-        options.communication
-        or options.transfer
-        or options.unshard is not None
-        or options.reduce_grad
-        or options.tied is not None
-        or options.update is not None
-        or options.resident is not None
-    ):
-        schedule = lower(schedule, options.receive_buffers)
-    if options.tied is not None:
-        schedule = add_tied(schedule)
-    if options.unshard is not None:
-        residency = None if options.unshard == "all" else options.unshard
-        schedule = add_unshard(schedule, residency, options.prefetch)
-    if options.reduce_grad:
-        schedule = add_reduce_grad(schedule, options.gradient_buffers)
-    if options.update is not None:
-        schedule = add_updates(schedule, _PLACES[options.update])
-    return schedule if options.resident is None else add_stage_swaps(schedule, options.resident)
+def _recipe(options: Options) -> Recipe:
+    """What the options ask for. Passes that take communication bring it with them."""
+    communicates = options.communication or options.transfer or options.reduce_grad
+    asked = (options.unshard, options.tied, options.update, options.resident)
+    return Recipe(
+        start=_start(options),
+        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in asked) else None,
+        lends_tied=options.tied is not None,
+        unshard=None if options.unshard is None else Unshard(_residency(options.unshard), options.prefetch),
+        reduce_grad=ReduceGrad(options.gradient_buffers) if options.reduce_grad else None,
+        updates=None if options.update is None else _PLACES[options.update],
+        residence=None if options.resident is None else Residence(options.resident, is_bytes=False),
+        moves=Moves(balance=options.balance, offload=options.offload, budget_bytes=options.budget),
+    )
+
+
+def _residency(unshard: int | str) -> int | None:
+    return unshard if isinstance(unshard, int) else None
 
 
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
-
-
-def _moved(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
-    budget = None if options.budget is None else [options.budget] * schedule.num_ranks
-    moves = Moves(to_partners=options.balance, to_host=options.offload, budget_bytes=budget)
-    return add_moves(schedule, moves, seconds_of=costs.seconds)
 
 
 def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
@@ -264,7 +257,8 @@ def _option_problems(options: Options) -> list[str]:
     return problems
 
 
-def _schedule(options: Options) -> Schedule:
+def _start(options: Options) -> Choice | Schedule:
+    """The family with its sizes, or the schedule of a file."""
     file, problems = Path(options.family), _option_problems(options)
     is_family = options.family in FAMILIES or not (_is_file(file) or file.suffix or len(file.parts) > 1)
     choice = Choice(
@@ -282,7 +276,7 @@ def _schedule(options: Options) -> Schedule:
     if problems:
         raise ConfigError(problems, "the command line")
     if is_family:
-        return choice.make()
+        return choice
     _refuse_family_options(options, file)
     try:
         text = file.read_text(encoding="utf-8")
