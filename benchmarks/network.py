@@ -22,6 +22,7 @@ from side_by_side.results import (
     machine,
     median_s,
     network_cells,
+    rows,
     show,
     wide_console,
     write,
@@ -107,7 +108,7 @@ def main() -> None:
         outcomes.append(outcome_of(plan_of(case, chosen.repetitions), targets_of))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
         write(outcomes, about, chosen.folder, "network")
-    draw(outcomes, chosen.folder / "network.png")
+    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "network.png")
     console.print(f"Written to {chosen.folder}: network.csv, network.json, network.png")
 
 

@@ -22,6 +22,7 @@ from side_by_side.results import (
     median_s,
     network_cells,
     overhead_cells,
+    rows,
     show,
     wide_console,
     write,
@@ -107,7 +108,7 @@ def main() -> None:
         outcomes.append(outcome_of(emulated_plan(min(5, chosen.repetitions)), emulated_targets))
         show(outcomes[-1], console, network_cells, NETWORK_COLUMNS)
     write(outcomes, about, chosen.folder, "overhead")
-    draw(outcomes, chosen.folder / "overhead.png")
+    draw([row for outcome in outcomes for row in rows(outcome)], chosen.folder / "overhead.png")
     console.print(f"Written to {chosen.folder}: overhead.csv, overhead.json, overhead.png")
 
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import pytest
+from ink import cut_texts, overlaps, texts_of
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
@@ -11,7 +12,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
-from pipeloom.plot import box_colors, plot_timeline
+from pipeloom.plot import _timelines_figure, _tradeoff_figure, box_colors, plot_accuracy, plot_timeline
 from pipeloom.schedule import parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
@@ -168,3 +169,51 @@ def test_a_box_has_the_place_and_the_color_of_its_action(tmp_path, monkeypatch):
         (span.start_s * 10, span.end_s * 10, span.rank): box_colors(span.action, 2)[0] for span in trace.compute()
     }
     assert found == expected
+
+
+LONG = "a headline that goes on, " * 12 + "with $\\alpha$ and \x1b[31m"
+
+
+@pytest.mark.parametrize("loops", [2, 8])
+def test_no_text_of_a_timeline_is_cut_or_lies_on_another(loops):
+    schedule = lower(make_schedule("breadth-first", pp=2, loops=loops, num_microbatches=4))
+    schedule = add_reduce_grad(add_unshard(schedule, 1, 1))
+    trace = simulate(schedule, UniformCosts(1, 2, 0.5, 1, 1))
+    figure = _timelines_figure({LONG: trace, "below": trace}, "units of cost", 1.0)
+    assert cut_texts(figure) == []
+    assert overlaps(figure) == []
+    assert r"and \x1b[31m" in " ".join(text for text, _ in texts_of(figure))
+
+
+def crowded(num_curves, num_points, spread):
+    """Curves whose points lie closer together the smaller the spread."""
+    return {
+        f"method {curve}": [
+            (1e6 * 1.5**point * (1 + spread * curve), 300 / 3**point * (1 + spread * curve), f"{64 * 4**point:,}")
+            for point in range(num_points)
+        ]
+        for curve in range(num_curves)
+    }
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.003, 0.02, 0.2])
+@pytest.mark.parametrize("num_curves", [1, 5])
+def test_no_text_of_a_tradeoff_is_cut_or_lies_on_another_or_on_a_point(spread, num_curves):
+    curves = crowded(num_curves, 5, spread)
+    figure = _tradeoff_figure(curves, curves["method 0"], LONG)
+    assert cut_texts(figure) == []
+    assert overlaps(figure) == []
+    (axes,) = figure.axes
+    points = [axes.transData.transform(mark[:2]) for marks in curves.values() for mark in marks]
+    labels = [(text, box) for text, box in texts_of(figure) if text.replace(",", "").isdecimal()]
+    sizes = {label for marks in curves.values() for _, _, label in marks}
+    on_curves = [box for text, box in labels if text in sizes]
+    assert len(on_curves) == num_curves * 5
+    assert not any(box.contains(*point) for box in on_curves for point in points)
+
+
+def test_names_in_a_picture_of_accuracy_are_taken_as_they_are(tmp_path):
+    plot_accuracy({"$\\bad": [(1.0, 2.0)], "hidden$\x07": [(2.0, 1.0)]}, tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert r"<!-- $\bad -->" in text
+    assert r"<!-- hidden$\x07 -->" in text

@@ -60,13 +60,13 @@ def test_a_limit_says_that_a_number_must_be_finite_where_it_is_not():
     ("size", "words"),
     [
         (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (1000 * 2**20, "1000 MiB"),
-        (1023.7 * 2**30, "1024 GiB"),
-        (64 * 2**20, "64 MiB"),
-        (12.345 * 2**30, "12.3 GiB"),
+        (999, "999 bytes"),
+        (1000, "1 KB"),
+        (1500, "1.5 KB"),
+        (999 * 10**6, "999 MB"),
+        (2000.6 * 10**12, "2001 TB"),
+        (64 * 2**20, "67.1 MB"),
+        (12.345 * 10**9, "12.3 GB"),
     ],
 )
 def test_sizes_are_written_without_exponents(size, words):

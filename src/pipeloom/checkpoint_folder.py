@@ -89,8 +89,24 @@ def draft_of(path: Path) -> Path:
 
 def list_checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest step first."""
-    found = [path for path in (run / FOLDER).glob(f"{_PREFIX}*") if _lacks(path) == [] and _step_of(path) is not None]
-    return sorted(found, key=lambda path: _step_of(path) or 0)
+    return [path for path in step_folders(run) if not missing_files(path)]
+
+
+def step_folders(run: Path) -> list[Path]:
+    """The folders of a run that are named as checkpoints, complete or not, oldest step first."""
+    found = [path for path in (run / FOLDER).glob(f"{_PREFIX}*") if step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a folder's name; ``None`` where there is none."""
+    prefix, digits = checkpoint.name[: len(_PREFIX)], checkpoint.name[len(_PREFIX) :]
+    return int(digits) if prefix == _PREFIX and digits.isdecimal() else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, perhaps an incomplete one, rather than a run folder."""
+    return (path / INFO).exists() or (path / METADATA).exists()
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -109,8 +125,8 @@ def find_checkpoint(path: Path) -> Path:
         raise UserError(
             f"expected a run folder or a checkpoint, found {'a file' if path.exists() else 'nothing'} at {path}"
         )
-    if (path / INFO).exists() or (path / METADATA).exists():
-        missing = _lacks(path)
+    if is_checkpoint(path):
+        missing = missing_files(path)
         if missing:
             raise UserError(f"the checkpoint {path} is not complete: it lacks {' and '.join(missing)}; use another one")
         return path
@@ -120,6 +136,11 @@ def find_checkpoint(path: Path) -> Path:
         begun = f", only {', '.join(drafts)}, whose writing did not end" if drafts else ""
         raise UserError(f"expected a run folder or a checkpoint, found no complete checkpoint in {path}{begun}")
     return found[-1]
+
+
+def missing_files(checkpoint: Path) -> list[str]:
+    """Names of the files that are not there and without which a checkpoint is not complete."""
+    return [name for name in (METADATA, INFO) if not (checkpoint / name).is_file()]
 
 
 def read_info(checkpoint: Path) -> CheckpointInfo:
@@ -210,17 +231,6 @@ def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     mine = [checkpoint / name for name in by_size[share::num_shares]]
     checked = _at_once(lambda file: _wrong_content(file, files[file.name]), mine)
     return sorted(problem for _, problem in checked if problem is not None)
-
-
-def _lacks(checkpoint: Path) -> list[str]:
-    """Files without which a checkpoint is not complete."""
-    return [name for name in (METADATA, INFO) if not (checkpoint / name).is_file()]
-
-
-def _step_of(checkpoint: Path) -> int | None:
-    """The step in a folder's name."""
-    digits = checkpoint.name.removeprefix(_PREFIX)
-    return int(digits) if digits.isdecimal() else None
 
 
 def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | None]:

@@ -4,6 +4,7 @@
     ├── UserError                the question is wrong: expected, found, what to change
     │   ├── ConfigError          a configuration, with all of its problems at once
     │   ├── HostError            a run that this host cannot hold; another one of the same run may
+    │   ├── FamilyError          a family of schedules with a mistake in it: which, in which line of its file
     │   ├── ScheduleTextError    text that is no schedule
     │   └── ScheduleError        a schedule that breaks a rule: which, where, and the rows around it
     └── RunError                 the question was right, the run failed
@@ -43,6 +44,10 @@ class ConfigError(UserError):
 
 class HostError(UserError):
     """This host cannot run what was asked for; under a launcher, other hosts may find nothing wrong."""
+
+
+class FamilyError(UserError):
+    """A family of schedules raised, or returned something else than rows of actions."""
 
 
 class ScheduleTextError(UserError):

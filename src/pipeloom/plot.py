@@ -3,16 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
+from pipeloom.plot_labels import Label, place_labels
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, Action, Kind
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, OWN_LANES
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.row import KINDS, NO_MICROBATCH, Row
+from pipeloom.terminal import printable
 from pipeloom.trace import Spans, Trace
 
 if TYPE_CHECKING:
@@ -66,6 +69,12 @@ def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str 
 def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: str = "s", scale: float = 1.0) -> None:
     """Draw several traces below each other on one time axis, each under its headline; see ``plot_timeline``."""
     check_formats(files)
+    figure = _timelines_figure(traces, unit, scale)
+    for file in files:
+        _save(figure, file)
+
+
+def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -74,25 +83,23 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
-    for number, (axes, (title, trace)) in enumerate(zip(panels, traces.items(), strict=True)):
+    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
         _draw_boxes(axes, trace, scale, longest)
         _set_axes(axes, trace, title)
         axes.set_xlim(0, max(longest, 1e-12))
-        if number == 0:
-            _add_legend(axes, trace)
+    _add_legend(figure, next(iter(traces.values())))
     key = f"number: {_numbered(traces.values())}, color: stage, {_shaded(traces.values())}"
     strips = dict.fromkeys(name for trace in traces.values() for name in _strips(trace))
     if strips:
         key += f"; strip{'s' if len(strips) > 1 else ''} below: {'; '.join(_STRIPS[name] for name in strips)}"
-    panels[-1].set_xlabel(f"time ({unit}); {key}")
-    for file in files:
-        _save(figure, file)
+    panels[-1].set_xlabel(_headline(f"time ({unit}); {key}", 190))
+    return figure
 
 
 def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11)
     named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
+    axes.set_title(_headline(title, 150), loc="left", fontsize=11)
     axes.set_ylim(trace.num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -234,7 +241,7 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
     return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
 
 
-def _add_legend(axes: "Axes", trace: Trace) -> None:
+def _add_legend(figure: "Figure", trace: Trace) -> None:
     from matplotlib.patches import Patch
 
     stages = np.unique(trace.compute().row.stage).tolist()
@@ -246,12 +253,11 @@ def _add_legend(axes: "Axes", trace: Trace) -> None:
         for stage in shown
         for kind in kinds
     ]
-    axes.legend(
+    figure.legend(
         handles=handles,
         ncols=len(shown),
         fontsize=7,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
+        loc="outside upper right",
         frameon=False,
         handlelength=1,
         handleheight=1,
@@ -277,7 +283,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for name, pairs in points.items():
-        axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=name)
+        axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=_plain(name))
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
     if everything:
         ends = [min(everything) * 0.8, max(everything) * 1.25]
@@ -308,31 +314,46 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
         UserError: the ending is not known, or the file cannot be written.
     """
     check_formats([file])
+    _save(_tradeoff_figure(curves, front, title), file)
+
+
+def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    figure = Figure(figsize=(8.5, 6.5), layout="constrained")
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     band = [mark[:2] for mark in front]
+    labels: list[Label] = []
     axes.plot(*zip(*band, strict=True), color="#f2c14e", linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
     for (method, marks), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
         if marks:
             dollars, days, _ = zip(*marks, strict=True)
             (line,) = axes.plot(dollars, days, marker=marker, markersize=5, label=method)
-            for x, y, label in marks:
-                axes.annotate(label, (x, y), (4, 4), textcoords="offset points", fontsize=7, color=line.get_color())
+            labels += [Label(label, (x, y), line.get_color()) for x, y, label in marks]
     axes.set(xscale="log", yscale="log", xlabel="cost (dollars)", ylabel="training time (days)")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(EngFormatter(sep=""))
         axis.set_minor_formatter(EngFormatter(sep=""))
         axis.set_minor_locator(LogLocator(subs=(2, 5)))
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=9, title="points: devices", title_fontsize=8)
+    axes.set_title(_headline(title, 95), loc="left", fontsize=11)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=9, title="points: devices", title_fontsize=8)
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, file)
+    place_labels(figure, axes, labels)
+    return figure
+
+
+def _headline(text: str, width: int) -> str:
+    """A text in lines of so many letters: no layout leaves room for a long one."""
+    return "\n".join(wrap(_plain(text), width))
+
+
+def _plain(text: str) -> str:
+    """A text that may hold foreign names, as it is: a pair of $ would begin mathematics."""
+    return printable(text).replace("$", r"\$")
 
 
 def _save(figure: "Figure", file: Path) -> None:

@@ -3,14 +3,16 @@
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from rich.console import Console
 from rich.progress import Progress, ProgressColumn
+
+from pipeloom.console import make_console
+from pipeloom.terminal import raw
 
 
 def restore_terminal(stream: TextIO) -> None:
     """Show the cursor again, which a bar hides, after its process was stopped."""
-    if stream.isatty():
-        stream.write("\x1b[?25h")
+    if raw(stream).isatty():
+        raw(stream).write("\x1b[?25h")
 
 
 class Bar:
@@ -35,8 +37,8 @@ class Bar:
         **fields: Any,
     ) -> None:
         self._bar: Progress | None = None
-        if is_shown and stream.isatty():
-            self._bar = Progress(*columns, console=Console(file=stream), transient=transient)
+        if is_shown and raw(stream).isatty():
+            self._bar = Progress(*columns, console=make_console(stream), transient=transient)
             self._task = self._bar.add_task("", total=total, **fields)
 
     def __enter__(self) -> Self:

@@ -88,15 +88,15 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float, *, rounds_up: bool = False) -> str:
-    """A number of bytes for people: ``64 MiB``, ``1.5 GiB``, ``512 bytes``.
+    """A number of bytes for people, in the units of every command: ``64 MB``, ``1.5 GB`` (10^9), ``512 bytes``.
 
     Args:
         size: the bytes.
         rounds_up: whether the number is never below, such as that of what is needed; else it is the nearest.
     """
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size >= 1024**power:
-            number = size / 1024**power
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
+        if size >= 1000**power:
+            number = size / 1000**power
             digits = 2 - min(2, math.floor(math.log10(number)))
             number = math.ceil(number * 10**digits) / 10**digits if rounds_up else round(number, digits)
             return f"{number:.{digits}f}".rstrip("0").rstrip(".") + f" {unit}" if digits else f"{number:.0f} {unit}"

@@ -3,13 +3,15 @@
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from ink import cut_texts, overlaps
 
 from side_by_side import contest, hosts, orders, stages, theory
 from side_by_side.case import PYTORCH_SCHEDULES, Case, Contender, Link, Measured, Plan, pytorch_contender
-from side_by_side.picture import draw
+from side_by_side.picture import draw, figure_of
 from side_by_side.results import Load, Outcome, Target, rows, write
 
 TINY = Case(name="tiny", pp=2, num_microbatches=4, width=8, message_bytes=128)
@@ -137,5 +139,26 @@ def test_what_was_measured_is_written_and_drawn(tmp_path):
     tree = json.loads((tmp_path / "test.json").read_text(encoding="utf-8"))
     assert tree["cases"][0]["seconds"]["PyTorch LoopedBFS x2"] == [0.4, 0.4, 0.4]
     assert tree["cases"][0]["targets"][0]["met"]
-    draw([outcome()], tmp_path / "test.png")
+    draw(rows(outcome()), tmp_path / "test.png")
     assert (tmp_path / "test.png").read_bytes()[:4] == b"\x89PNG"
+
+
+PICTURED = Path(__file__).parents[2] / "docs" / "images" / "side_by_side.csv"
+
+
+def test_no_text_of_the_picture_is_cut_or_lies_on_another(tmp_path):
+    with PICTURED.open(encoding="utf-8", newline="") as table:
+        lines = list(csv.DictReader(table))
+    figure = figure_of(lines)
+    assert len(figure.axes) == 4
+    assert cut_texts(figure) == []
+    assert overlaps(figure) == []
+
+
+def test_the_picture_shows_what_the_page_says():
+    page = (PICTURED.parents[1] / "benchmarks.md").read_text(encoding="utf-8")
+    with PICTURED.open(encoding="utf-8", newline="") as table:
+        for row in csv.DictReader(table):
+            name = f"{row['runtime']} {row['order']}"
+            step = f"{row['median_ms']} ({row['min_ms']} .. {row['max_ms']}) | {row['theory_ms']} "
+            assert f"| {name} | {row['loops']} | {step}" in page.replace("**", "")

@@ -251,7 +251,7 @@ def test_an_architecture_that_is_not_listed_or_not_named_is_refused(write, found
 
 
 WHOLE = "must be a whole number of at least 1"
-FINITE = "must be a finite number above 0"
+ABOVE = "must be a number above 0"
 NO_BIAS = "must be false, as matrices with RMSNorm have no biases here"
 PLAIN = "must be null or of rope_type default, as rotary positions are not scaled here"
 NOT_DROPPED = "must be 0, as nothing is dropped here"
@@ -271,8 +271,8 @@ WRONG = {
         ("rope_scaling", {"type": "yarn", "factor": 4.0}, PLAIN),
         ("rope_parameters", {"partial_rotary_factor": 0.5}, PLAIN),
         ("rope_parameters", {"rope_theta": 0}, PLAIN),
-        ("rope_theta", 0, FINITE),
-        ("rms_norm_eps", float("inf"), FINITE),
+        ("rope_theta", 0, ABOVE),
+        ("rms_norm_eps", float("inf"), f"{ABOVE} and at most 1e+100"),
         ("architectures", ["LlamaForSequenceClassification"], f'must be ["LlamaForCausalLM"], {HEAD}'),
         ("quantization_config", {"bits": 4}, "must be null, as weights are not quantized here"),
         ("auto_map", {"AutoModel": "own.Own"}, "must be null, as code that comes with a model is not run here"),
@@ -318,6 +318,12 @@ def test_every_key_that_changes_the_function_is_in_one_message(write):
     ]
 
 
+def test_nothing_of_a_file_is_a_command_for_a_terminal(write):
+    problems = problems_of(write(LLAMA_3_8B, **{"a\x1b[2Jb": "\x9b2J\ud800", "hidden_act": "\x1b[2J"}))
+    assert all(problem.isprintable() and problem.isascii() for problem in problems)
+    assert len(problems) == 2
+
+
 def test_a_long_value_is_cut(write):
     (problem,) = problems_of(write(LLAMA_3_8B, quantization_config={"modules": ["q_proj"] * 500}))
     assert len(problem) < 200
@@ -357,6 +363,7 @@ def test_what_a_key_has_to_be_is_among_the_keys_of_its_architecture():
     [
         ("[1, 2]", "expected an object, found list"),
         ("{", "Expecting property name"),
+        ("9" * 5000, "Exceeds the limit"),
         ("[" * 100_000, "nested deeper than 64 levels"),
     ],
 )

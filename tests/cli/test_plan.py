@@ -1,11 +1,16 @@
 """``pipeloom plan``: an answer for people and one for programs, a run that trains, and help with wrong questions."""
 
 import json
+import re
+import signal
+import threading
+import time
 
 import pytest
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
+from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.config_file import read_run_file
 
 MODEL = """
@@ -165,3 +170,24 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing(capsys):
     assert "nothing fits" in out
     assert "bytes are missing on the fullest device" in out
     assert "devices it fits" in out
+
+
+def test_ctrl_c_prints_the_answer_so_far(capsys):
+    """A million devices without a budget take minutes."""
+    threading.Timer(4.0, signal.raise_signal, [signal.SIGINT]).start()
+    question = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--global-batch", "1000000", "--seq", "2048"]
+    assert main(["plan", *question, "--devices", "1000000"]) == 130
+    printed = capsys.readouterr()
+    assert "interrupted: " in printed.out
+    assert "a step may be among them" in printed.out
+    assert re.match(r"planning: [\d,]+ of [\d,]+ layouts decided, \d s\n", printed.err)
+
+
+def test_without_a_terminal_progress_is_lines(capsys):
+    with PlanProgress(is_shown=True, first_s=0.01) as progress:
+        progress.show(3, 1000)
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "planning: 3 of 1,000 layouts decided, 0 s\n"
+    with PlanProgress(is_shown=False, first_s=0.01):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""

@@ -1,11 +1,16 @@
 """``pipeloom train --checkpoint.resume``, as a person uses it."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager, suppress
 
 import pytest
+from safetensors.numpy import load_file
 from small_run import write_text
 
 from pipeloom.checkpoint_folder import measure, read_info, write_info
@@ -24,9 +29,56 @@ def words_of(folder, name, *words):
     return [*SIZES, *data, *brief, *exact, *words]
 
 
+def command_of(folder, name, *words):
+    return [sys.executable, "-m", "pipeloom", "train", *words_of(folder, name, *words)]
+
+
 def train(folder, name, *words):
-    command = [sys.executable, "-m", "pipeloom", "train", *words_of(folder, name, *words)]
+    command = command_of(folder, name, *words)
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@contextmanager
+def started(folder, name, *words):
+    """A run that goes on until the block ends, with its own temporary folder; then all of its processes are killed."""
+    place = folder / "temporary"
+    place.mkdir(exist_ok=True)
+    run = subprocess.Popen(
+        command_of(folder, name, *words),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(place)},
+        start_new_session=True,
+    )
+    try:
+        yield run
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def contents(folder):
+    """Every file but the lock that a killed process leaves, which the next run takes."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def weights(run):
+    return {name: tensor.tobytes() for name, tensor in load_file(run / "model.safetensors").items()}
+
+
+def cut_short(checkpoint):
+    file = max(checkpoint.glob("*.distcp"))
+    with file.open("r+b") as parts:
+        parts.truncate(2000)
 
 
 def metrics(run):
@@ -80,10 +132,16 @@ def test_a_run_goes_on_in_its_own_folder_where_that_is_asked_for(finished):
     assert names == ["step-000002", "step-000004", "step-000006"]
 
 
-def test_what_another_text_means_for_the_batches_is_said(finished):
-    words = ["--training.steps", "3", "--checkpoint.resume", str(finished / "run" / "checkpoints" / "step-000002")]
+def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished, tmp_path):
+    path = tmp_path / "old"
+    shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
+    tree = json.loads((path / "checkpoint.json").read_text())
+    del tree["files"], tree["sha256"]
+    (path / "checkpoint.json").write_text(json.dumps({**tree, "format": 1}))
+    words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
+    assert "written without hashes of its files, so damage to them cannot be found" in done.stdout
     assert "other batches than its run would have read, since training.seed changed" in done.stdout
     assert not (finished / "seed" / "checkpoints").exists()
     assert not (finished / "seed" / "model.safetensors").exists()
@@ -141,9 +199,10 @@ def test_wrong_paths_and_steps_are_reported_with_everything_else(finished):
     assert "layout.pp must be at least 1, found 0" in done.stderr
     assert "checkpoint.resume: expected a run folder or a checkpoint, found no complete checkpoint in" in done.stderr
     resume = ["--checkpoint.resume", str(finished / "run")]
-    done = train(finished, "refused", *LAYOUT, *resume, "--training.steps", "6")
+    done = train(finished, "refused", *LAYOUT, *resume, "--training.steps", "5")
     assert done.returncode == 2
-    assert "training.steps must be above 6, the steps that" in done.stderr
+    assert not (finished / "refused").exists()
+    assert "training.steps must be at least 6, the steps that" in done.stderr
 
 
 def test_a_folder_with_checkpoints_of_later_steps_is_not_gone_on_in(finished):
@@ -154,14 +213,122 @@ def test_a_folder_with_checkpoints_of_later_steps_is_not_gone_on_in(finished):
     assert len(metrics(finished / "run")) == 6
 
 
-def test_a_launcher_saves_and_resumes(finished):
+def test_a_launcher_saves_and_resumes_from_the_checkpoint_that_rank_0_chooses(finished):
+    run = finished / "for a launcher"
+    shutil.copytree(finished / "run", run)
+    cut_short(run / "checkpoints" / "step-000006")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     data = ["--data.path", str(finished / "text.txt"), "--data.cache", str(finished / "cache"), *SIZES, *OTHER]
     words = ["--training.no-predict", "--training.dtype", "float64", "--training.steps", "6"]
-    resume = ["--checkpoint.resume", str(finished / "run" / "checkpoints" / "step-000004")]
+    resume = ["--checkpoint.resume", str(run)]
     command = [*launcher, "pipeloom", "train", *data, *words, *resume, "--output.folder", str(finished / "launched")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("not from step-000006: ") == 1
     assert metrics(finished / "launched")[-1]["loss"] == pytest.approx(metrics(finished / "run")[-1]["loss"], rel=1e-11)
     assert (finished / "launched" / "checkpoints" / "step-000006").is_dir()
     assert (finished / "launched" / "model.safetensors").is_file()
+
+
+def test_a_damaged_checkpoint_is_refused_and_everything_of_the_run_stays(finished):
+    run = finished / "damaged"
+    shutil.copytree(finished / "run", run)
+    checkpoint = run / "checkpoints" / "step-000006"
+    cut_short(checkpoint)
+    before = contents(run)
+    words = [*LAYOUT, "--training.steps", "8", "--checkpoint.final", "checkpoint"]
+    done = train(finished, run.name, *words, "--checkpoint.resume", str(checkpoint))
+    assert done.returncode == 2
+    assert "cut short: 2,000 bytes" in done.stderr
+    assert "whole ones beside it: step-000002, step-000004" in done.stderr
+    assert contents(run) == before
+
+    done = train(finished, run.name, *words, "--checkpoint.resume", str(run))
+    assert done.returncode == 0, done.stderr
+    assert f"resume     {run / 'checkpoints' / 'step-000004'}: step 4, 256 tokens\n" in done.stdout
+    assert "not from step-000006: " in done.stdout
+    assert "after the first step, step-000006 will be called *.damaged" in done.stdout
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    names = ["step-000002", "step-000004", "step-000006.damaged", "step-000008"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == names
+
+
+def test_a_run_that_dies_before_its_first_step_leaves_the_one_before_it_as_it_was(finished):
+    """The damage is one that no hash shows: the checkpoint is of the format without hashes."""
+    run = finished / "unreadable"
+    shutil.copytree(finished / "run", run)
+    checkpoint = run / "checkpoints" / "step-000006"
+    info = json.loads((checkpoint / "checkpoint.json").read_text())
+    for name in ("files", "sha256"):
+        del info[name]
+    (checkpoint / "checkpoint.json").write_text(json.dumps({**info, "format": 1}))
+    with max(checkpoint.glob("*.distcp")).open("r+b") as parts:
+        parts.write(bytes(2000))
+    before = contents(run)
+    done = train(finished, run.name, *LAYOUT, "--training.steps", "8", "--checkpoint.resume", str(run))
+    assert done.returncode == 2
+    assert "starting   2 processes" in done.stdout
+    assert f"No step was done; {run} is as it was." in done.stderr
+    assert contents(run) == before
+    assert not (run / ".lock").exists()
+
+
+def test_a_run_is_killed_while_it_starts_and_while_it_trains_and_the_next_one_goes_on(finished):
+    run = finished / "killed"
+    shutil.copytree(finished / "run", run)
+    before, place = contents(run), finished / "temporary"
+    words = [*LAYOUT, "--training.steps", "100000", "--checkpoint.final", "none", "--checkpoint.resume", str(run)]
+    with started(finished, run.name, *words):
+        wait_until((run / ".starting" / "schedule.txt").exists)
+    killed = contents(run)
+    if len(metrics(run)) == 6:  # or else the first step was faster than the kill
+        assert {name: killed[name] for name in before} == before
+    (left,) = place.glob("pipeloom-*")
+
+    with started(finished, run.name, *words) as first:
+        wait_until(lambda: len(metrics(run)) > 7)
+        assert not left.exists()
+        assert not (run / ".starting").exists()
+        assert not (run / "summary.json").exists()
+        second = train(finished, run.name, *words)
+        assert second.returncode == 2
+        assert f"the run folder {run} is in use by process {first.pid} on host " in second.stderr
+        assert first.poll() is None
+        os.kill(first.pid, signal.SIGKILL)  # its workers end with it, and their lock with them
+        first.wait()
+        done = train(finished, run.name, *LAYOUT, "--training.steps", "8", "--checkpoint.resume", str(run))
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert not (run / ".lock").exists()
+
+
+def test_a_run_killed_after_its_last_step_is_finished_by_going_on(finished):
+    run = finished / "without end"
+    shutil.copytree(finished / "run", run)
+    ends = ("summary.json", "sample.txt", "report.html", "model.safetensors", "timeline.png", "timeline.svg")
+    for name in ends:
+        (run / name).unlink()
+    (run / ".summary.json.part").touch()
+    words = [*LAYOUT, "--training.steps", "6", "--checkpoint.every", "2", "--checkpoint.resume"]
+    done = train(finished, run.name, *words, str(run))
+    assert done.returncode == 0, done.stderr
+    assert "all steps are done, only the end of the run is left" in done.stdout
+    expected, found = contents(finished / "run"), contents(run)
+    assert found.keys() == expected.keys()
+    assert weights(run) == weights(finished / "run")
+    for name in ("sample.txt", "config.toml", "metrics.jsonl", "trace.json", "schedule.txt"):
+        assert found[name] == expected[name]
+    one, other = json.loads(expected["summary.json"]), json.loads(found["summary.json"])
+    assert other.pop("live_bytes") == []  # counted in the traced step, which this process did not do
+    assert one.pop("live_bytes") != []
+    assert other == pytest.approx(one)
+
+    done = train(finished, "end only", *words, str(run), "--training.validation-batches", "0")
+    assert done.returncode == 0, done.stderr
+    assert "step time         not measured" in done.stdout
+    summary = json.loads((finished / "end only" / "summary.json").read_text())
+    measured = ("step_time_s", "tokens_per_s", "traced_step", "bubble_fraction", "validation_loss")
+    assert {summary[name] for name in measured} == {None}
+    assert summary["train_loss"] == one["train_loss"]
+    assert (finished / "end only" / "checkpoints" / "step-000006").is_dir()
+    assert weights(finished / "end only") == weights(finished / "run")

@@ -129,7 +129,7 @@ def test_a_schedule_that_no_memory_holds_is_refused_before_it_is_made(monkeypatc
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "7.45 GiB are free on this host; choose smaller numbers" in captured.err
+    assert "8 GB are free on this host; choose smaller numbers" in captured.err
 
 
 def test_a_schedule_that_fits_is_not_refused(monkeypatch):

@@ -374,3 +374,17 @@ def test_a_picture_is_drawn_and_its_place_is_printed_last(capsys, tmp_path):
     captured = capsys.readouterr()
     json.loads(captured.out)
     assert str(file) in captured.err
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "breadth-first", "depth-first", "zb-v", "v-min"])
+def test_memory_is_that_of_families_in_its_unit(capsys, name):
+    assert main(["families", "--json"]) == 0
+    line = next(one for one in json.loads(capsys.readouterr().out) if one["name"] == name)
+    words = ["schedule", name, "--loops", str(line["loops"])]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == pytest.approx(line["memory"])
+    assert main(words) == 0
+    (told,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("# memory ")]
+    assert told.endswith("(by rank), in what a rank keeps of one micro-batch")
+    assert main(["families"]) == 0
+    assert "in what a rank keeps of one micro-batch" in " ".join(capsys.readouterr().out.split())

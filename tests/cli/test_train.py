@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_run import write_text
 
-from pipeloom.run_folder import read_run
+from pipeloom.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.schedule.action import TIED_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.trace import from_chrome
@@ -57,7 +57,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     elsewhere.mkdir()
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
     pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
-    weights = {"checkpoints", "model.safetensors"}
+    weights = {"checkpoints", "model.safetensors", "tokenizer.json"}
     assert {file.name for file in run.iterdir()} == expected | pictures | weights
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert "validation loss" in first.stdout
@@ -69,6 +69,7 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     assert config["model"]["vocab_size"] == 257
     assert config["data"]["cache"] == str(tmp_path / "cache")
     assert "folder" not in config["output"]
+    assert "folder" not in config["output"]  # it would be refused as the folder of a run
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
     again = pipeloom(["train", "../run/config.toml", "--output.folder", "../again"], cwd=elsewhere)

@@ -22,7 +22,7 @@ from pipeloom.execute.transport import Post
 from pipeloom.generate import make_schedule
 from pipeloom.layout import Layout
 from pipeloom.passes import add_data_parallel, lower, split_backward
-from pipeloom.run_folder import read_run
+from pipeloom.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
 from pipeloom.train.data import load_data
@@ -201,16 +201,16 @@ def test_with_slices_recomputation_of_some_and_what_moves_over_gloo(tmp_path, mo
     model = ModelConfig(num_layers=4, hidden_size=16, num_heads=2, tied=True)
     kind_of = {}
 
-    def moving(config, schedule):
-        kind = kind_of[_key(config.layout, config.schedule)]
+    def moving(config):
+        schedule, kind = training_schedule(config), kind_of[_key(config.layout, config.schedule)]
         return schedule if kind is None else move_newest(schedule, 1, kind)
 
-    monkeypatch.setattr("pipeloom.train.pipeline.moving", moving)
+    monkeypatch.setattr("pipeloom.train.pipeline.training_schedule", moving)
     configs = []
     for layout, order, kind in WITH_PASSES:
         configs.append(small_run(tmp_path, model=model, layout=layout, schedule=ScheduleConfig(**order)))
         kind_of[_key(layout, configs[-1].schedule)] = kind
-    schedules = [training_schedule(resolve(one, load_data(one.data, 0))) for one in configs]
+    schedules = [moving(resolve(one, load_data(one.data, 0))) for one in configs]
     kinds = {action.kind for schedule in schedules for _, _, action in schedule.actions()}
     assert {Kind.EVICT, Kind.OFFLOAD, Kind.RECOMPUTE, Kind.BACKWARD_WEIGHT} <= kinds
     assert max(schedule.num_slices for schedule in schedules) == 2

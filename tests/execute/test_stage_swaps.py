@@ -179,7 +179,7 @@ def test_a_full_disk_is_told_and_a_file_system_that_cannot_tell_is_used(tmp_path
 
     store, weights = StageStore(2 * SIZE, tmp_path), torch.ones(SIZE // 4)
     monkeypatch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC))
-    with pytest.raises(RunError, match="has no room for 1 KiB more: No space left on device; use a folder on a larger"):
+    with pytest.raises(RunError, match="has no room for 1.02 KB more: No space left on device; use a folder"):
         store.add(0, Content.WEIGHTS, weights.clone())
     monkeypatch.setattr(os, "posix_fallocate", refusing(errno.EOPNOTSUPP))
     store.add(1, Content.WEIGHTS, weights)

@@ -7,7 +7,7 @@ from families import fitting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.generate import FAMILIES, Choice, family, make_schedule
 from pipeloom.schedule import PLACEMENTS, Kind, Level
 
@@ -93,8 +93,16 @@ def test_every_family_has_a_summary_and_a_way_out_if_it_takes_no_loops():
 
 
 def test_two_families_may_not_share_a_name():
-    with pytest.raises(AssertionError, match="two families are called gpipe"):
+    with pytest.raises(FamilyError, match=r"the family 'gpipe' \(.*another one of that name is in .*all_forward"):
         family("gpipe", is_looped=True)(lambda request: None)
+
+
+def test_everything_wrong_with_how_a_family_is_registered_is_in_one_message():
+    with pytest.raises(FamilyError) as caught:
+        family("own", is_looped=True, placement="loped")(lambda request: None)
+    assert "its rule has no docstring" in str(caught.value)
+    assert "there is no placement 'loped'; did you mean 'looped'?" in str(caught.value)
+    assert "own" not in FAMILIES
 
 
 def test_groups_that_do_not_divide_the_microbatches_spread_the_remainder():

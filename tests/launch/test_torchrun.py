@@ -138,7 +138,7 @@ def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_
 
 
 @pytest.mark.timeout(300)
-def test_two_nodes_train_and_go_on_where_they_ended(tmp_path):
+def test_two_nodes_train_go_on_where_they_ended_and_do_not_fail_when_all_is_done(tmp_path):
     config = small_run(
         tmp_path,
         training=TrainingConfig(steps=2, validation_batches=0, sample_tokens=0, predict=False, stall_timeout_s=20),
@@ -146,7 +146,7 @@ def test_two_nodes_train_and_go_on_where_they_ended(tmp_path):
     )
     hand_over(config, replace(CLUSTER, devices_per_node=1), tmp_path / "out", ["torchrun"])
     environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
-    for more in ([], ["--training.steps", "3"]):
+    for more in ([], ["--training.steps", "3"], ["--training.steps", "3"]):
         agents = [
             subprocess.Popen(
                 [shutil.which("bash"), str(tmp_path / "out" / "torchrun.sh"), *more],
@@ -156,7 +156,7 @@ def test_two_nodes_train_and_go_on_where_they_ended(tmp_path):
         ]  # fmt: skip
         said = [agent.communicate(timeout=140) for agent in agents]
         assert [agent.returncode for agent in agents] == [0, 0], said
-    assert "resume     " in said[1][0]
+    assert "all steps are done, only the end of the run is left" in said[1][0]
     assert ["summary.json" in out for out, _ in said] == [False, True]  # rank 0 is where NODE_RANK is 0
     lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]

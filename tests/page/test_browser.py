@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from run_files import write_run
+from run_files import without_its_end, write_run
 
 from pipeloom.page import write_report
 
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium or googl
 def show(tmp_path):
     """The page's document, scripts left out, after they have run, and after ``then``, if given."""
 
-    def open_in_browser(run, then=""):
+    def open_in_browser(run, then="", *flags):
         page = write_report(run)
         if then:
             page.write_text(page.read_text().replace("</body>", f"<script>{then}</script></body>"))
-        command = [BROWSER, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+        command = [BROWSER, *FLAGS, *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
 
@@ -52,7 +52,8 @@ def test_the_script_runs_and_draws_every_box_table_and_curve(show, tmp_path):
     assert "0.0 to 56.0 ms" in document
     assert len(re.findall(r"<rect ", document)) == 2 * 3 * 5  # traces, ranks and their total, causes
     assert len(re.findall(r"<tr[ >]", document)) == (2 + 4) + (2 + 5)
-    assert len(re.findall(r"<svg ", document)) == 1 + 2 * 2 + 2  # the step, two charts of two ranks, loss and times
+    assert len(re.findall(r"<svg ", document)) == 1 + 2 * 2 + 5  # the step, two charts of two ranks, five curves
+    assert document.index(">Loss, nats per token<") < document.index(">The step<")
     assert "document.documentElement.dataset.broken = 'yes'&lt;/script&gt;" in document
     assert "NaN" not in document
 
@@ -105,3 +106,88 @@ def test_runs_that_lack_something_are_shown_too(show, tmp_path, what):
     assert found["boxes"] == found["expected"]
     assert ("One rank: nothing is sent." in document) == (what == "bare")
     assert ("No value is finite." in document) == (what == "diverged")
+
+
+def test_a_run_without_an_end_is_shown_with_what_it_lacks(show, tmp_path):
+    run = without_its_end(write_run(tmp_path / "run"), "trace.json", steps=2)
+    document = show(run)
+    assert data(document)["state"] == "ready"
+    assert (
+        "<h2>This run has not finished</h2><p>Whether it still runs is not known. 2 of 5 steps are done.</p>"
+        in document
+    )
+    assert "<b>trace.json: measured timeline and bubble</b>: step 3 is traced" in document
+    nothing = without_its_end(write_run(tmp_path / "none"), *("trace.json", "predicted_trace.json", "metrics.jsonl"))
+    assert data(show(nothing)) == {"state": "ready", "expected": "0"}
+
+
+def test_the_timeline_is_moved_and_zoomed_by_keys_and_shows_its_focus(show, tmp_path):
+    then = """
+      const canvas = document.querySelector("canvas");
+      canvas.focus({ focusVisible: true });
+      root.dataset.focused = document.activeElement === canvas;
+      root.dataset.ring = getComputedStyle(canvas).outlineStyle + " " + getComputedStyle(canvas).outlineWidth;
+      const press = (key) => {
+        const event = new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true });
+        canvas.dispatchEvent(event);
+        return document.querySelector(".view").textContent + (event.defaultPrevented ? "" : " not taken");
+      };
+      const pressed = ["+", "ArrowRight", "End", "ArrowLeft", "Home", "-", "=", "0", "Tab", "toString"];
+      root.dataset.keys = pressed.map(press).join("; ");
+    """
+    document = show(write_run(tmp_path / "run"), then)
+    found = data(document)
+    assert found["state"] == "ready"
+    assert (found["focused"], found["ring"]) == ("true", "solid 3px")
+    canvas = re.search(r"<canvas[^>]*>", document)[0]
+    assert 'tabindex="0"' in canvas
+    assert 'aria-label="timelines of the step, measured in step 3: 56.0 ms; predicted before' in canvas
+    assert 'id="keys"' in document
+    views = found["keys"].split("; ")
+    edges = [tuple(map(float, re.findall(r"[\d.]+", view)[:2])) for view in views]
+    zoomed, right, end, left, home, out, _, whole, *others = edges
+    assert zoomed == (8.4, 47.6)
+    assert right[0] > zoomed[0]
+    assert end[1] == 56
+    assert left[1] < end[1]
+    assert home[0] == 0
+    assert out[1] - out[0] > home[1] - home[0]
+    assert whole == (0, 56)
+    assert others == [whole, whole]
+    assert [view.endswith("not taken") for view in views] == [False] * 8 + [True] * 2
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_the_page_follows_the_colors_of_the_system(show, tmp_path, mode):
+    then = """
+      const brightness = (color) => {
+        const parts = color.match(/[0-9.]+/g).slice(0, 3).map(Number);
+        return Math.round(parts[0] * 0.3 + parts[1] * 0.59 + parts[2] * 0.11);
+      };
+      const canvas = document.querySelector("canvas");
+      const pen = canvas.getContext("2d"); // looks at the predicted step, where it has ended
+      const pixel = () => "rgb(" + pen.getImageData(canvas.width - 40, 306, 1, 1).data.join(" ") + ")";
+      const of = (where, what) => brightness(getComputedStyle(document.querySelector(where))[what]);
+      root.dataset.paper = of("body", "backgroundColor");
+      root.dataset.ink = of("body", "color");
+      root.dataset.row = brightness(pixel());
+      root.dataset.curve = of("svg path.line", "stroke");
+      root.dataset.label = of("svg text", "fill");
+      root.dataset.total = of("svg rect.cause", "fill");
+      window.dispatchEvent(new Event("beforeprint"));
+      root.dataset.printed = brightness(pixel());
+      window.dispatchEvent(new Event("afterprint"));
+      root.dataset.after = brightness(pixel());
+    """
+    flag = f"--blink-settings=preferredColorScheme={['dark', 'light'].index(mode)}"
+    found = {
+        name: value for name, value in data(show(write_run(tmp_path / "run"), then, flag)).items() if name != "state"
+    }
+    paper, ink, row, curve, label, total = (
+        int(found[key]) for key in ("paper", "ink", "row", "curve", "label", "total")
+    )
+    assert (paper > 240) == (row > 200) == (mode == "light")
+    assert (paper < 40) == (row < 60) == (mode == "dark")
+    assert all(abs(color - paper) > least for color, least in ((ink, 150), (curve, 90), (label, 90), (total, 40)))
+    assert int(found["printed"]) > 200
+    assert found["after"] == found["row"]

@@ -1,10 +1,14 @@
 """What stands in the page: the numbers, and nothing that could load or run."""
 
 import json
+import os
 import re
+import shlex
 
+import numpy as np
 import pytest
-from run_files import write_run
+from checkpoint_files import write_checkpoint
+from run_files import without_its_end, write_run
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
@@ -12,7 +16,8 @@ from pipeloom.layout import Coordinates
 from pipeloom.page import format_page, write_report
 from pipeloom.page.contents import CAUSES, page_contents
 from pipeloom.report.bubble import account_bubble
-from pipeloom.run_folder import TRACE, other_trace, read_run
+from pipeloom.run_folder import METRICS, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE, other_trace
+from pipeloom.run_reading import read_run
 from pipeloom.simulate import simulate
 from pipeloom.trace import to_chrome
 
@@ -42,6 +47,8 @@ def test_numbers_stand_measured_beside_predicted(tmp_path):
     assert (pipeline["measured"], pipeline["predicted"], pipeline["ratio"]) == ("56.0 ms", "28.0 ms", "0.50")
     assert bubble["measured"] == bubble["predicted"]
     assert bubble["ratio"] == "1.00"
+    names = ["step time", "pipeline time", "bubble fraction"]
+    assert [card["ratio_of"] for card in (step, pipeline, bubble)] == [f"predicted / measured {name}" for name in names]
     facts = dict(contents["facts"])
     assert facts["parameters"] == "3,640,896"
     assert facts["tokens seen"] == f"{5 * 8 * 128:,}"
@@ -81,8 +88,12 @@ def test_the_bars_and_the_table_of_the_account_are_the_accounts(tmp_path):
         measured, predicted = bubble["groups"][rank]["bars"]
         assert sum(share for share, _ in measured) == pytest.approx(1, abs=1e-4)
         assert sum(share for share, _ in predicted) == pytest.approx(0.5, abs=1e-4)
-    for bar in bubble["total"]["bars"]:
-        assert sum(share for share, _ in bar) == pytest.approx(1, abs=1e-4)
+    bars = [group["bars"] for group in bubble["groups"]]
+    for trace, bar in enumerate(bubble["total"]["bars"]):  # on the scale of the ranks'
+        for cause, (share, _) in enumerate(bar):
+            assert share == pytest.approx(np.mean([bars[rank][trace][cause][0] for rank in range(2)]), abs=1e-4)
+    assert bubble["total"]["label"] == "mean of ranks"
+    assert [row[0] for row in bubble["rows"][2:]] == ["all ranks", "share of all ranks"]
 
 
 def test_communication_has_a_row_for_each_lane_and_a_total(tmp_path):
@@ -121,7 +132,17 @@ def test_stage_inputs_and_loss_are_curves(tmp_path):
             held = [size for _, size in curve]
             assert held[0] <= max(held) <= memory["most"]
             assert min(held) > 0
-    loss, times = contents["curves"]
+    loss, rate, norm, tokens, times = contents["curves"]
+    assert rate["points"] == [[step, pytest.approx(1e-3 * step)] for step in range(1, 6)]
+    assert norm["points"] == [[step, pytest.approx(1.5 / step, rel=1e-5)] for step in range(1, 6)]
+    assert [value for _, value in tokens["points"]] == [
+        pytest.approx(1024 / (0.1 + step / 100), rel=1e-5) for step in range(1, 6)
+    ]
+    assert (loss["title"], tokens["title"], tokens["levels"][0]["name"]) == (
+        "Loss",
+        "Tokens per second",
+        "median 12,346",
+    )
     assert loss["points"] == [[step, 3 - step / 8] for step in range(1, 6)]
     assert [level["name"] for level in loss["levels"]] == ["unigram model 3.0957"]
     assert loss["marks"] == [{"name": "validation 2.2500", "at": [5, 2.25]}]
@@ -143,6 +164,7 @@ def test_every_family_has_a_page(tmp_path, family):
 
 def test_a_bare_run_has_a_page(tmp_path):
     contents = page_contents(read_run(bare(tmp_path)))
+    assert contents["unfinished"] is None
     assert [row["predicted"] for row in contents["headline"]] == [None] * 3
     assert [row["ratio"] for row in contents["headline"]] == [None] * 3
     assert contents["bubble"]["traces"] == ["measured"]
@@ -153,6 +175,51 @@ def test_a_bare_run_has_a_page(tmp_path):
 
 def bare(folder):
     return write_run(folder, pp=1, predicted=False, validation_loss=None, sample=None, steps=1)
+
+
+def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
+    run = without_its_end(write_run(tmp_path), TRACE, steps=2)
+    write_checkpoint(run, 2)
+    contents = page_contents(read_run(run))
+    top = contents["unfinished"]
+    assert top["headline"] == "This run has not finished"
+    assert top["state"] == "Whether it still runs is not known. 2 of 5 steps are done."
+    assert dict(top["missing"]) == {
+        "trace.json: measured timeline and bubble": "step 3 is traced",
+        "summary.json: validation loss, unigram loss, predicted step time": "it is written at the end",
+        "sample.txt": "it is written at the end",
+    }
+    assert top["checkpoints"] == ["step-000002"]
+    assert top["resume"] == f"pipeloom train {run}/config.toml --checkpoint.resume {run} --output.folder {run}"
+    assert dict(contents["facts"]) == {
+        "steps": "2 of 5",
+        "tokens seen": f"{2 * 8 * 128:,}",
+        "tokens/s": f"{1024 / 0.12:,.0f}",
+        "training loss": "2.7500",
+    }
+    step, pipeline, _ = contents["headline"]
+    assert (step["measured"], step["predicted"]) == ("120.0 ms", None)
+    assert (pipeline["measured"], pipeline["predicted"], pipeline["ratio"]) == (None, "28.0 ms", None)
+    assert contents["bubble"]["traces"] == ["predicted"]
+    assert [len(curve["points"]) for curve in contents["curves"]] == [2] * 5
+
+
+@pytest.mark.parametrize("names", [[SCHEDULE, TRACE, PREDICTED_TRACE, METRICS], [TRACE, PREDICTED_TRACE], [SCHEDULE]])
+def test_sections_without_their_files_are_left_out(tmp_path, names):
+    page = format_page(read_run(without_its_end(write_run(tmp_path), *names)))
+    contents = contents_of(page)
+    assert contents["timeline"] is contents["bubble"] is contents["communication"] is None
+    assert {what.split(":")[0] for what, _ in contents["unfinished"]["missing"]} == {*names, SUMMARY, SAMPLE}
+    assert (contents["curves"] == []) == (METRICS in names)
+
+
+def test_a_finished_run_that_has_lost_a_file_says_which(tmp_path):
+    folder = write_run(tmp_path)
+    assert page_contents(read_run(folder))["unfinished"] is None
+    (folder / TRACE).unlink()
+    top = page_contents(read_run(folder))["unfinished"]
+    assert (top["headline"], top["state"]) == ("The folder of this run is not whole", "")
+    assert top["missing"] == [["trace.json: measured timeline and bubble", "step 3 is traced; the file is gone"]]
 
 
 def test_a_run_that_diverged_has_a_page(tmp_path):
@@ -171,6 +238,21 @@ def test_what_a_run_wrote_cannot_become_markup(tmp_path):
     assert "<!--" not in page
     assert contents_of(page)["sample"] == text
     assert contents_of(page)["folder"] == "<b>&run"
+
+
+@pytest.mark.parametrize(
+    "text", ["\u2028\u2029\x00\x1b[31m\u202e", "]]></script ><svg onload=alert(1)>", "\\u003c/script>"]
+)
+def test_foreign_text_of_any_kind_comes_back_from_the_page_as_it_is(tmp_path, text):
+    folder = without_its_end(write_run(tmp_path / os.fsdecode(b"run\xff$(x)")))
+    write_checkpoint(folder, 2)
+    (folder / SAMPLE).write_text(text, encoding="utf-8")
+    page = write_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    contents = contents_of(page)
+    assert contents["sample"] == text
+    assert contents["folder"] == os.fsdecode(b"run\xff$(x)")
+    assert shlex.split(contents["unfinished"]["resume"])[-1] == str(folder)
+    assert page.count("<script") == 2
 
 
 def test_a_trace_of_another_run_is_refused(tmp_path):

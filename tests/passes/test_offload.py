@@ -150,8 +150,9 @@ def test_what_is_pending_is_one_number_for_each_stage():
 
 
 def test_pairs_share_first_and_the_host_takes_what_is_left():
-    moves = Moves(to_partners=True, to_host=True, budget_bytes=[3.0, 2.0, 2.0, 3.0])
-    assert add_moves(ONE_F_ONE_B, moves).rows == offload(balance(ONE_F_ONE_B), budget_bytes=[3, 2, 2, 3]).rows
-    alone = Moves(to_partners=True, budget_bytes=[4.0] * 4)
+    odd = make_schedule("1f1b", pp=5, num_microbatches=8)  # the rank in the middle has no partner
+    both = add_moves(odd, Moves(balance=True, offload=True, budget_bytes=3.0)).rows
+    assert both == offload(balance(odd), budget_bytes=[3] * 5).rows != balance(odd).rows
+    alone = Moves(balance=True, budget_bytes=4.0)
     assert add_moves(ONE_F_ONE_B, alone).rows == balance(ONE_F_ONE_B, budget_bytes=[4.0] * 4).rows
     assert add_moves(ONE_F_ONE_B, Moves()) is ONE_F_ONE_B

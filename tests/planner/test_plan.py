@@ -1,17 +1,22 @@
 """A plan's reasons add up, its changes are answers of their own, and advice says what is true."""
 
+import time
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.planner.advice import near_devices
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import make_plan, with_bandwidth, with_memory
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
+from pipeloom.planner.space import has_arrangement
 from pipeloom.predict.describe import with_model_sizes
 
 
@@ -121,8 +126,84 @@ def test_a_kind_that_does_not_exist_is_no_rival(ask):
 def test_the_budget_is_for_the_whole_answer(ask):
     plan = make_plan(ask(num_devices=16, global_batch=32), budget_s=1e-6)
     assert plan.best is None
-    assert plan.counts.undecided > 0
+    assert (plan.stopped, plan.open_bound_s) == ("time", plan.question.least_s)
     assert (plan.rivals, plan.changes) == ((), ())
+
+
+MILLION = {
+    "shape": load_model("llama-3-8b"),
+    "cluster": load_cluster("dgx-h100"),
+    "num_devices": 1_000_000,
+    "seq": 2048,
+    "precision": "bf16",
+}
+
+
+@pytest.mark.parametrize("phase", ["enumeration", "bounds", "simulation", "what a lack would need"])
+def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monkeypatch, phase):
+    def stuck(*_, **__):
+        while True:
+            time.sleep(0.001)
+
+    name = {
+        "enumeration": "search.Arrangement.count",
+        "bounds": "space.Cut.leaves",
+        "simulation": "candidate.Candidate.simulate",
+        "what a lack would need": "plan.closest",
+    }[phase]
+    changes = MILLION | {"global_batch": 1_000_000}
+    if phase == "what a lack would need":
+        cluster = replace(MILLION["cluster"], device=replace(MILLION["cluster"].device, memory_bytes=1.6e9))
+        changes |= {"cluster": cluster, "num_devices": 16, "global_batch": 16}
+    question = ask(**changes)
+    monkeypatch.setattr(f"pipeloom.planner.{name}", property(stuck) if phase == "enumeration" else stuck)
+    begin = time.monotonic()
+    plan = make_plan(question, budget_s=1.0)
+    assert time.monotonic() - begin < 4
+    assert plan.stopped == "time"
+    assert plan.best is None
+    if phase == "what a lack would need":
+        assert plan.counts.too_large == plan.counts.layouts
+    else:
+        assert plan.open_bound_s > 0
+        assert plan.counts.undecided == plan.counts.layouts - plan.counts.too_large
+
+
+def test_a_short_time_is_enough_for_an_answer_and_a_bound_below_it(ask):
+    plan = make_plan(ask(**MILLION, global_batch=1_000_000), budget_s=4.0)
+    assert plan.stopped == "time"
+    assert plan.question.least_s < plan.open_bound_s < plan.best.prediction.step_time_s
+
+
+def test_a_million_devices_that_nothing_divides_are_answered_at_once(ask):
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="there may be 278528 devices instead of 1000000"):
+        make_plan(ask(**MILLION, global_batch=1024))
+    assert time.monotonic() - begin < 10
+
+
+@given(
+    heads=st.sampled_from([1, 2, 6, 8]),
+    layers=st.integers(1, 6),
+    batch=st.integers(1, 40),
+    number=st.integers(1, 60),
+    pps=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=2).map(tuple),
+)
+def test_the_nearest_numbers_of_devices_are_those_that_a_look_at_each_finds(heads, layers, batch, number, pps):
+    shape = replace(load_model("gpt-6.6b"), layers=layers, hidden=64 * heads, heads=heads, kv_heads=heads)
+    question = Question(
+        shape=shape,
+        cluster=load_cluster("dgx-1-v100"),
+        software=load_software("pipeloom"),
+        num_devices=number,
+        global_batch=batch,
+        seq=64,
+        precision="fp16",
+        limits=Limits(pp=pps),
+    )
+    divided = [n for n in range(1, 2 * number + 1) if has_arrangement(replace(question, num_devices=n))]
+    below, above = [n for n in divided if n < number], [n for n in divided if n > number]
+    assert near_devices(question) == below[-1:] + above[:1]
 
 
 def test_a_batch_of_too_many_micro_batches_is_left_out(ask):

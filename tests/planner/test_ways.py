@@ -13,9 +13,10 @@ from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
 from pipeloom.layout import Layout
 from pipeloom.planner.causes import causes
+from pipeloom.planner.goal import way_of
 from pipeloom.planner.plan import WITHOUT, make_plan
 from pipeloom.planner.run_file import run_config
-from pipeloom.planner.search import search, way_of
+from pipeloom.planner.search import search
 from pipeloom.planner.swap_ways import hint
 from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts

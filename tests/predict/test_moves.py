@@ -11,9 +11,9 @@ from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import paired_order
+from pipeloom.passes import Moves
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import memory_by_rank
-from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.report.summary import communication
 from pipeloom.schedule import Action, Kind
@@ -29,7 +29,7 @@ RUN = Run(
 
 def step(run=RUN, software=OURS, cluster=A100, family="1f1b", **moving):
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return simulate_step(run, cluster, software, Order(choice=choice, moving=Moving(**moving)))
+    return simulate_step(run, cluster, software, Order(choice=choice, moving=Moves(**moving)))
 
 
 def activations(found):
@@ -40,7 +40,7 @@ def activations(found):
 @pytest.mark.parametrize("software", [OURS, MEGATRON], ids=["ours", "megatron"])
 def test_the_memory_that_is_counted_is_the_one_that_is_simulated(how, software):
     room = 0.99 * max(activations(step(software=software))) if how == "offload" else None
-    found = step(software=software, activation_bytes=room, **{how: True})
+    found = step(software=software, budget_bytes=room, **{how: True})
     assert sum(found.schedule.facts.row.is_kind(Kind.EVICT, Kind.OFFLOAD)) > 0
     for memory, curve in zip(found.prediction.memory_by_rank, found.memory_over_time, strict=True):
         simulated = curve.peak_bytes - curve.peak_parts["always"] - curve.peak_parts["receive buffers"]
@@ -110,12 +110,12 @@ def test_offload_goes_at_the_speed_of_the_host_and_names_a_cluster_that_has_none
     assert offload_seconds(RUN, A100, [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
     alone = replace(A100, name="alone", host=None)
     with pytest.raises(UserError, match="alone does not say how fast .* add to its file a table .host."):
-        step(cluster=alone, offload=True, activation_bytes=1e15)
+        step(cluster=alone, offload=True, budget_bytes=1e15)
 
 
 def test_a_budget_that_cannot_be_kept_is_the_users_error():
     with pytest.raises(UserError, match="pipeline rank 0 still holds"):
-        step(balance=True, activation_bytes=1e9)
+        step(balance=True, budget_bytes=1e9)
 
 
 def test_without_a_trace_memory_is_counted_on_a_clock_of_its_own():

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from pipeloom import run_folder
-from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig
+from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.config_file import format_run
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.generate import make_schedule
@@ -32,7 +32,12 @@ def write_run(
     """Write a run folder as ``pipeloom train`` leaves it; the measured step takes twice as long as predicted."""
     folder.mkdir(parents=True, exist_ok=True)
     layout = Layout(pp=pp, loops=loops, num_microbatches=num_microbatches, microbatch_size=2)
-    config = RunConfig(layout=layout, schedule=ScheduleConfig(family=family), output=OutputConfig(trace_step=3))
+    config = RunConfig(
+        layout=layout,
+        schedule=ScheduleConfig(family=family),
+        training=TrainingConfig(steps=steps),
+        output=OutputConfig(trace_step=3),
+    )
     (folder / run_folder.CONFIG).write_text(format_run(config))
     schedule = make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches)
     schedule = lower(schedule) if pp > 1 else schedule
@@ -42,7 +47,8 @@ def write_run(
     if predicted:
         trace = simulate(schedule, UniformCosts(0.001, 0.002, 0.0005))
         (folder / run_folder.PREDICTED_TRACE).write_text(to_chrome(trace, "predicted"))
-    lines = [{"step": step, "loss": loss - step / 8, "step_time_s": 0.1 + step / 100} for step in range(1, steps + 1)]
+    tokens = layout.batch_size * config.data.seq_len
+    lines = [_metrics(step, loss, tokens) for step in range(1, steps + 1)]
     (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     if sample is not None:
         (folder / run_folder.SAMPLE).write_text(sample, encoding="utf-8")
@@ -60,3 +66,19 @@ def write_run(
     }
     (folder / run_folder.SUMMARY).write_text(json.dumps(summary))
     return folder
+
+
+def _metrics(step: int, loss: float, tokens: int) -> dict[str, float]:
+    step_time_s = 0.1 + step / 100
+    line = {"step": step, "loss": loss - step / 8, "grad_norm": 1.5 / step, "lr": 1e-3 * step}
+    return line | {"tokens_per_s": tokens / step_time_s, "step_time_s": step_time_s}
+
+
+def without_its_end(run: Path, *names: str, steps: int | None = None) -> Path:
+    """Take from a folder what a run writes at its end, then other files, and the metrics behind so many steps."""
+    for name in (run_folder.SUMMARY, run_folder.SAMPLE, *names):
+        (run / name).unlink()
+    if steps is not None:
+        lines = (run / run_folder.METRICS).read_text().splitlines(keepends=True)
+        (run / run_folder.METRICS).write_text("".join(lines[:steps]))
+    return run

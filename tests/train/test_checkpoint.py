@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
@@ -23,7 +24,8 @@ from pipeloom.execute.launch import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.layout import Layout
 from pipeloom.run_folder import RunFolder
-from pipeloom.train.checkpoint import expected_shapes
+from pipeloom.train import checkpoint as checkpoint_module
+from pipeloom.train.checkpoint import Checkpoints, expected_shapes
 from pipeloom.train.data import TokenWindows, load_data
 from pipeloom.train.session import load_text, resolve
 from pipeloom.train.trainer import Trainer
@@ -185,7 +187,7 @@ def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp
 
 def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
     train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
-    config = config_of(tmp_path, "full", resume=tmp_path / "run")
+    config = config_of(tmp_path, "full", resume=find_checkpoint(tmp_path / "run"))
     wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
     with pytest.raises(UserError) as refused:
         train_all({tmp_path / "other": wider})
@@ -281,3 +283,21 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     ) as failed:
         train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
     assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_after_the_tensors_are_written_leaves_no_draft_and_nobody_waits(tmp_path, monkeypatch, rank):
+    honest = Checkpoints._measure
+
+    def measure(self, draft):
+        if self._rank == rank:
+            monkeypatch.setattr(checkpoint_module, "measure", full_disk)
+        return honest(self, draft)
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_measure", measure)
+    with suppress(RunError):  # what a run does when a checkpoint fails is not the matter here
+        train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    assert list((tmp_path / "run" / FOLDER).iterdir()) == []

@@ -65,7 +65,7 @@ def test_as_many_micro_batches_are_timed_at_once_as_a_stage_holds(family, sizes,
 
 
 def test_a_rank_that_is_short_of_memory_is_timed_with_one_micro_batch():
-    schedule = add_moves(make_schedule("1f1b", pp=4, num_microbatches=8), Moves(to_partners=True), KeptBytes())
+    schedule = add_moves(make_schedule("1f1b", pp=4, num_microbatches=8), Moves(balance=True), KeptBytes())
     assert [most_held(schedule, rank) for rank in range(4)] == [1, 1, 1, 1]
 
 

@@ -126,7 +126,8 @@ def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> N
 def _check_windows(file: _ConfigJson, layers: int, seq_len: int | None) -> None:
     """Attention here sees all tokens before, so that a window has to be as wide as the sequences."""
     kinds = file.table.get("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * layers:
+    is_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
+    if kinds is not None and not is_full:
         file.must_be("layer_types", f"null, or full_attention for each of {layers} layers")
     window = file.table.get("sliding_window", file.known.window)
     if window is None:
@@ -179,13 +180,14 @@ def _check_fixed(file: _ConfigJson) -> None:
 def _check_keys(file: _ConfigJson) -> None:
     for key, value in file.table.items():
         if key not in file.known.keys:
+            shown = key if key.isprintable() else _shown(key)
             file.reader.complain(
-                f"{key} is no key of {file.name} that is used here, found {_shown(value)}; remove it if the model is "
+                f"{shown} is no key of {file.name} that is used here, found {_shown(value)}; remove it if the model is "
                 "the same without it"
             )
 
 
 def _shown(value: Any) -> str:
     """A value as the file writes it, cut where it is long."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value)  # all ASCII: nothing that a terminal takes for a command
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

@@ -1,7 +1,6 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -72,15 +71,27 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
     return parse_toml(read_text(path), path), str(path)
 
 
+_MOST = 1e100
+"""The largest number of a file: any quantity is below, and stays finite in other units."""
+
+
 def is_positive(value: Any) -> bool:
-    """Whether a value is a finite number above 0."""
+    """Whether a value is a number above 0, and not beyond any quantity."""
     return _is_number(value) and value > 0
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number; a whole one may have more digits than a float holds."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+
+
+def _bound(value: Any) -> str:
+    """What a limit from below leaves out, where it is what is wrong."""
+    return f" and at most {_MOST:g}" if isinstance(value, int | float) and value > _MOST else ""
+
+
+def _shown(value: Any) -> str:
+    is_long = isinstance(value, int) and value > 10**20  # Python does not write out any whole number
+    return f"a number of {value.bit_length()} bits" if is_long else repr(value)
 
 
 class Reader:
@@ -97,8 +108,8 @@ class Reader:
     def number(self, key: str, default: float | None = None, *, scale: float = 1.0, least: float = 0.0) -> float:
         """A number of at least ``least``, times ``scale``."""
         value = self._find(key, default)
-        if not _is_number(value) or not value >= least:
-            self.complain(f"{key} must be a number of at least {least:g}, found {value!r}")
+        if not _is_number(value) or value < least:
+            self.complain(f"{key} must be a number of at least {least:g}{_bound(value)}, found {_shown(value)}")
             return least * scale
         return float(value) * scale
 
@@ -114,10 +125,10 @@ class Reader:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """A number above 0."""
         value = self._find(key, default)
         if not is_positive(value):
-            self.complain(f"{key} must be a finite number above 0, found {value!r}")
+            self.complain(f"{key} must be a number above 0{_bound(value)}, found {_shown(value)}")
             return 1.0
         return float(value)
 
@@ -125,17 +136,17 @@ class Reader:
         """A whole number of at least 1, and of at most ``most``."""
         value = self._find(key, default)
         if most is not None and isinstance(value, int) and value > most:
-            self.complain(f"{key} must be at most {most:,}, found {value:,}")
+            self.complain(f"{key} must be at most {most:,}, found {_shown(value)}")
             return most
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.complain(f"{key} must be a whole number of at least 1, found {value!r}")
+        if not _is_number(value) or not isinstance(value, int) or value < 1:
+            self.complain(f"{key} must be a whole number of at least 1{_bound(value)}, found {_shown(value)}")
             return 1
         return value
 
     def numbers(self, key: str, *, scale: float = 1.0, most: float = math.inf) -> list[float]:
         """A list of numbers above 0 and at most ``most``, times ``scale``."""
         value = self._find(key, None)
-        if not isinstance(value, list) or not value or not all(_is_number(item) and 0 < item <= most for item in value):
+        if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
             return [1.0]

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from pipeloom.errors import PipeloomError
+from pipeloom.terminal import guarded_streams
 
 COMMANDS = {
     "train": "train a language model with a pipeline of processes",
     "verify": "prove that the pipeline computes the gradients of a single process",
     "export": "write the weights of a checkpoint as safetensors files",
-    "report": "write a finished run as one HTML page: predicted beside measured",
+    "report": "write a run as one HTML page: predicted beside measured",
     "plan": "find the best layout of a model on a cluster, with reasons",
     "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
     "simulate": "say what a step of a described run will look like on a cluster",
@@ -35,7 +36,11 @@ _USAGE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 130 interrupted."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    with guarded_streams():
+        return _main(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE)
         return 0 if words else 2
@@ -54,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(command: str, message: str, error: BaseException) -> None:
+    if os.environ.get("PIPELOOM_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
     print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 

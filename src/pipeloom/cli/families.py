@@ -11,7 +11,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
-from pipeloom.report.comparison import Comparison, compare
+from pipeloom.report.comparison import MEMORY_UNIT, Comparison, compare
 from pipeloom.schedule import Schedule
 from pipeloom.words import count
 
@@ -35,10 +35,11 @@ _WIDE = ("sent", "moves", "moved")
 """Columns that a terminal has no room for."""
 SLICES = 4
 """Token slices of the rows that have some."""
-LEGEND = """\
-bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank holds, in \
-units of what a rank keeps of one micro-batch; gathers: of sharded weights on the busiest rank, one stage gathered at \
-once; messages: tensors that change rank. --json tells what they carry, and swaps."""
+LEGEND = (
+    "bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank "
+    f"holds, in {MEMORY_UNIT}; gathers: of sharded weights on the busiest rank, one stage gathered at once; "
+    "messages: tensors that change rank. --json contains what they carry, and swaps."
+)
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,15 @@ def _even(values: Sequence[float]) -> int:
 
 
 def _print(options: Options, found: Sequence[Line]) -> None:
-    from rich.console import Console
+    from pipeloom.console import make_console
 
-    console = Console()
+    console = make_console()
     ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
-    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards", highlight=False)
+    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
     shown = [number for number, name in enumerate(COLUMNS) if name not in _WIDE]
     rows = table("family", [COLUMNS[number] for number in shown])
     rows.columns[0].no_wrap = True
     for line in found:
         rows.add_row(line.name, *(line.cells[number] for number in shown))
     console.print(rows)
-    console.print(LEGEND, style="dim", highlight=False)
+    console.print(LEGEND, style="dim")

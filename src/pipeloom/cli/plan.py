@@ -115,11 +115,12 @@ class Asked:
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, plan, print; 1 if nothing fits."""
+    """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
     options = parse_flags(Options, words, "plan", Options.__doc__ or "")
     asked = _asked(options)
-    from pipeloom.cli.plan_text import PlanProgress, print_plan
+    from pipeloom.cli.plan_progress import PlanProgress
+    from pipeloom.cli.plan_text import print_plan
 
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
@@ -129,10 +130,11 @@ def run(words: list[str]) -> int:
         print(json.dumps(to_json(plan)))
     else:
         print_plan(plan)
-    if plan.best is None:
-        return 1
-    _write(options, asked, plan.best)
-    return 0
+    if plan.best is not None:
+        _write(options, asked, plan.best)
+    if plan.stopped == "interrupt":
+        return 130
+    return 1 if plan.best is None else 0
 
 
 def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
@@ -287,6 +289,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "counts": {**asdict(counts), "excluded": dict(counts.excluded)},
         "is_proved": plan.open_bound_s is None,
         "open_bound_s": plan.open_bound_s,
+        "stopped": plan.stopped,
         "layouts": [step_to_json(step) for step in plan.steps],
         "rivals": [
             {
@@ -343,7 +346,7 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "keep": order.choice.keep,
         "balance": order.moving.balance,
         "offload": order.moving.offload,
-        "activation_bytes": order.moving.activation_bytes,
+        "activation_bytes": order.moving.budget_bytes,
         "device_budget": None if order.swapping is None else order.swapping.budget,
         "pipeline_order": run.pipeline_order,
         "token_slices": run.slices or None,

@@ -4,18 +4,18 @@ import os
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
 from pipeloom.cli.plan import dollars_per_billion_tokens
+from pipeloom.console import headed, make_console
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.progress import Bar
+from pipeloom.terminal import raw
 from pipeloom.words import count, format_bytes
 
 _WIDE = 150
@@ -30,26 +30,13 @@ _SHARED = {
     "full": "everything",
 }
 _AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "full": "all layers"}
-
-
-class PlanProgress(Bar):
-    """How many layouts are decided."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
-        super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="")
-
-    def show(self, decided: int, layouts: int) -> None:
-        """So many are decided, of so many."""
-        if self._bar is not None:
-            self._bar.update(self._task, total=layouts)
-        self._update(decided, layouts=f"{decided:,} of {layouts:,} layouts decided")
+_BAD = "bold red"
 
 
 def _console() -> Console:
     """As wide as the terminal; where there is none, wide enough for everything."""
-    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_told else _WIDE + 60)
+    is_told = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
+    return make_console(width=None if is_told else _WIDE + 60)
 
 
 def print_plan(plan: Plan) -> None:
@@ -59,21 +46,24 @@ def print_plan(plan: Plan) -> None:
     if plan.best is None:
         _print_nothing(console, plan)
         return
-    console.print(f"\n[bold]The {count(len(plan.steps), 'best layout')}, one of a kind[/]")
+    console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, one of a kind"))
     console.print(_best_table(plan, is_wide=console.width >= _WIDE))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
-        console.print(f"\n[bold]Why it wins: what the best of other kinds takes more ({name})[/]")
+        console.print(headed(f"\nWhy it wins: what the best of other kinds takes more ({name})"))
         console.print(_rival_table(plan.best, plan.rivals, is_wide=console.width >= _WIDE))
     if plan.changes:
-        console.print("\n[bold]What would change it[/]")
+        console.print(headed("\nWhat would change it"))
         console.print(_change_table(plan.best, plan.changes))
-    console.print(f"\n[bold]How far off this may be[/]\n{plan.error_bar.text}")
+    console.print(headed("\nHow far off this may be", f"\n{plan.error_bar.text}"))
     if plan.advice:
-        console.print("\n[bold]Advice[/]")
+        console.print(headed("\nAdvice"))
         for sentence in plan.advice:
             console.print(f"- {sentence}")
+    if plan.stopped is not None and plan.open_bound_s is None:
+        why = "somebody interrupted" if plan.stopped == "interrupt" else "the time was up"
+        console.print(f"\n{why} before all other kinds and changes were looked at; the best layouts are proved")
 
 
 def _print_question(console: Console, plan: Plan) -> None:
@@ -87,7 +77,8 @@ def _print_question(console: Console, plan: Plan) -> None:
     proof = "nothing else can be among the best"
     if plan.open_bound_s is not None:
         open_ = f"{counts.undecided:,} were not looked at"
-        proof = f"the time was up: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
+        why = "interrupted" if plan.stopped == "interrupt" else "the time was up"
+        proof = f"{why}: {open_}, and one of {seconds(plan.open_bound_s)} a step may be among them"
     console.print(
         f"{counts.layouts:,} layouts in {counts.seconds:.1f} s: {counts.simulated:,} simulated; bounds ruled out "
         f"{counts.too_slow:,} as slower and {counts.too_large:,} as too large; {proof}"
@@ -132,10 +123,10 @@ def _ways(best: SimulatedStep) -> list[str]:
     if order.choice.keep is not None:
         kept = ", ".join(map(str, order.choice.keep))
         parts.append(f"{kept} stage inputs kept whole by rank, the others recomputed")
-    if order.moving.is_any and order.moving.activation_bytes is not None:
+    if order.moving.is_any and order.moving.budget_bytes is not None:
         where = "partners" if order.moving.balance else "the host"
-        unit, name = unit_bytes(order.moving.activation_bytes)
-        room = f"{short(order.moving.activation_bytes / unit)} {name}"
+        unit, name = unit_bytes(order.moving.budget_bytes)
+        room = f"{short(order.moving.budget_bytes / unit)} {name}"
         parts.append(f"what a rank has no room for in {room} waits at {where}")
     if order.swapping is not None:
         whole = sum(one.total for one in swapped_amounts(run, best.software))
@@ -257,13 +248,17 @@ def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
 
 def _print_nothing(console: Console, plan: Plan) -> None:
     near = plan.closest
+    if near is None and plan.open_bound_s is None:
+        console.print(headed("\nnothing fits", "; the search ended before it found what would", _BAD))
+        return
     if near is None:
-        console.print("\n[bold red]nothing that fits was found in that time[/]: give it more with --budget-s")
+        more = ": give it more with --budget-s, or fewer choices with flags such as --tp and --pp"
+        console.print(headed("\nnothing that fits was found in that time", more, _BAD))
         return
     question, run = plan.question, near.leaf.cut.run
     unit, name = unit_bytes(question.cluster.device.memory_bytes)
-    console.print(
-        f"\n[bold red]nothing fits[/]: the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
+    needs = (
+        f": the layout that needs least (tp {run.tp}, pp {run.pp}, dp {run.dp}, "
         f"{count(run.loops, 'loop')}, {near.leaf.choice.family}, micro-batches of {run.micro_batch}, "
         f"{_SHARED[near.leaf.sharding.levels[-1]]} shared out, "
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
@@ -274,6 +269,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
             else "by a bound it would fit, but no schedule of it does"
         )
     )
+    console.print(headed("\nnothing fits", needs, _BAD))
     if not near.ways_out:
         console.print(
             "no number of devices and no length of sequences that was tried is enough; choose a smaller model"

@@ -175,8 +175,9 @@ def check_writable(path: Path) -> None:
 
 
 def _print_table(cluster: Cluster, findings: "Findings") -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from pipeloom.console import make_console
 
     table = Table(title=f"{findings.host.device_name}, {findings.host.devices}", box=None, pad_edge=False)
     table.add_column("what")
@@ -185,7 +186,7 @@ def _print_table(cluster: Cluster, findings: "Findings") -> None:
     table.add_column("repeats", justify="right")
     for row in _rows(cluster, findings):
         table.add_row(*row)
-    Console().print(table)
+    make_console().print(table)
     print()
 
 

@@ -1,4 +1,4 @@
-"""``pipeloom report``: a finished run as one HTML page."""
+"""``pipeloom report``: a run as one HTML page."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,10 @@ from pipeloom.cli.flags import parse_flags
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Write a finished run as one self-contained HTML page: timelines, bubble account, communication, memory, loss."""
+    """Write a run as one self-contained HTML page: loss, timelines, bubble account, communication, memory.
+
+    Of a run that has not finished, the page shows what there is, and says what is missing.
+    """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run folder that `pipeloom train` wrote."""
@@ -22,7 +25,14 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the page, say where it is."""
     options = parse_flags(Options, words, "report", Options.__doc__ or "")
-    from pipeloom.page import write_report
+    from pipeloom.page import write_page
+    from pipeloom.page.unfinished import unfinished_contents
+    from pipeloom.run_reading import read_run
 
-    print(f"report     {write_report(options.folder, options.output)}")
+    found = read_run(options.folder)
+    print(f"report     {write_page(found, options.output)}")
+    unfinished = unfinished_contents(found)
+    if unfinished is not None:
+        print(f"           {unfinished['headline']}. {unfinished['state']}".rstrip())
+        print("           The page says what is missing, and why.")
     return 0

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -16,10 +16,12 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
-from pipeloom.passes import add_reduce_grad, add_slices, add_stage_swaps, add_tied, add_unshard, add_updates, lower
+from pipeloom.passes import Moves, add_slices
+from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
-from pipeloom.passes.moves import Moves, add_moves
+from pipeloom.recipe import PlacedBy, Recipe, Residence, build
 from pipeloom.report.bubble import account_bubble
+from pipeloom.report.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.held import KeptBytes, all_changes
@@ -104,7 +106,8 @@ def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
     options = parse_flags(Options, words, "schedule", f"{Options.__doc__}\n\nFamilies:\n{families}")
-    plain = _lowered(_schedule(options), options)
+    recipe = _recipe(options)
+    plain = build(replace(recipe, moves=Moves()))
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
         options.forward / plain.num_slices,
@@ -118,7 +121,7 @@ def run(words: list[str]) -> int:
         tied_grad_s=options.tied or 0.0,
         move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
     )
-    schedule = _moved(plain, options, costs)
+    schedule = build(recipe, timing=lambda *_: PlacedBy(costs.seconds))
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
@@ -136,36 +139,27 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _lowered(schedule: Schedule, options: Options) -> Schedule:
-    if (
-        options.communication
-        or options.transfer
-        or options.unshard is not None
-        or options.reduce_grad
-        or options.tied is not None
-        or options.update is not None
-        or options.resident is not None
-    ):
-        schedule = lower(schedule, options.receive_buffers)
-    if options.tied is not None:
-        schedule = add_tied(schedule)
-    if options.unshard is not None:
-        residency = None if options.unshard == "all" else options.unshard
-        schedule = add_unshard(schedule, residency, options.prefetch)
-    if options.reduce_grad:
-        schedule = add_reduce_grad(schedule, options.gradient_buffers)
-    if options.update is not None:
-        schedule = add_updates(schedule, _PLACES[options.update])
-    return schedule if options.resident is None else add_stage_swaps(schedule, options.resident)
+def _recipe(options: Options) -> Recipe:
+    """What the options ask for. Passes that take communication bring it with them."""
+    communicates = options.communication or options.transfer or options.reduce_grad
+    asked = (options.unshard, options.tied, options.update, options.resident)
+    return Recipe(
+        start=_start(options),
+        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in asked) else None,
+        lends_tied=options.tied is not None,
+        unshard=None if options.unshard is None else Unshard(_residency(options.unshard), options.prefetch),
+        reduce_grad=ReduceGrad(options.gradient_buffers) if options.reduce_grad else None,
+        updates=None if options.update is None else _PLACES[options.update],
+        residence=None if options.resident is None else Residence(options.resident, is_bytes=False),
+        moves=Moves(balance=options.balance, offload=options.offload, budget_bytes=options.budget),
+    )
+
+
+def _residency(unshard: int | str) -> int | None:
+    return unshard if isinstance(unshard, int) else None
 
 
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
-
-
-def _moved(schedule: Schedule, options: Options, costs: UniformCosts) -> Schedule:
-    budget = None if options.budget is None else [options.budget] * schedule.num_ranks
-    moves = Moves(to_partners=options.balance, to_host=options.offload, budget_bytes=budget)
-    return add_moves(schedule, moves, seconds_of=costs.seconds)
 
 
 def _refuse_idle_costs(options: Options, schedule: Schedule) -> None:
@@ -185,7 +179,8 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
     """What ``--json`` prints.
 
     Keys: ``rows`` (for each pipeline rank its actions), ``rank_by_stage``, ``num_microbatches``, ``level``,
-    ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``peak_stage_inputs``
+    ``makespan``, ``bubble_overhead`` (idle / ideal), ``bubble_fraction`` (idle / total), ``memory`` (for each rank, in
+    units of what a rank keeps of one micro-batch, as ``pipeloom families --json`` has it), ``peak_stage_inputs``
     (for each rank, what leaves counted as if it stayed), ``peak_held`` (for each rank what it holds at once: its own,
     and what its partner evicted, if partners are known), ``num_evictions`` and ``num_offloads`` (for each rank),
     ``partners`` (for each rank the rank to which it evicts, or null), ``num_unshards``, ``num_reductions``,
@@ -201,6 +196,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
         "makespan": summary.makespan_s,
         "bubble_overhead": summary.bubble_overhead,
         "bubble_fraction": summary.bubble_fraction,
+        "memory": list(memory_in_microbatches(schedule, trace)),
         "peak_stage_inputs": list(schedule.peak_stage_inputs),
         "peak_held": _peaks_held(schedule, trace),
         "num_evictions": _counts(schedule, Kind.EVICT),
@@ -267,7 +263,8 @@ def _option_problems(options: Options) -> list[str]:
     return problems
 
 
-def _schedule(options: Options) -> Schedule:
+def _start(options: Options) -> Choice | Schedule:
+    """The family with its sizes, or the schedule of a file."""
     file, problems = Path(options.family), _option_problems(options)
     is_path = os.sep in options.family or file.suffix or _is_file(file)
     is_family = options.family in FAMILIES or not is_path
@@ -286,7 +283,7 @@ def _schedule(options: Options) -> Schedule:
     if problems:
         raise ConfigError(problems, "the command line")
     if is_family:
-        return choice.make()
+        return choice
     _refuse_family_options(options, file)
     text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
     schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
@@ -339,6 +336,7 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
         "makespan": f"{summary.makespan_s:g}",
         "bubble overhead": f"{summary.bubble_overhead:.5g} (idle / ideal)",
         "bubble fraction": f"{summary.bubble_fraction:.5g} (idle / total)",
+        "memory": f"{_by_rank(memory_in_microbatches(schedule, trace))}, in {MEMORY_UNIT}",
         "peak stage inputs": _by_rank(schedule.peak_stage_inputs),
     }
     lines |= _move_lines(schedule, trace, is_asked=delay is not None)

@@ -13,7 +13,6 @@ from pipeloom.dtypes import dtype_of
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
-from pipeloom.predict.moves import Moving
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication
@@ -103,11 +102,7 @@ def order_of(config: RunConfig) -> Order:
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
         swapping=_swapping(config),
-        moving=Moving(
-            balance=schedule.balance,
-            offload=schedule.offload,
-            activation_bytes=schedule.activation_bytes,
-        ),
+        moving=config.recipe().moves,
     )
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
+from pipeloom.console import headed, make_console
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
@@ -40,7 +41,7 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_d
         with_peaks: whether to say when each rank holds most.
         has_default_dtype: whether the type is the devices' default.
     """
-    console = Console(highlight=False)
+    console = make_console()
     _print_headline(console, step, has_default_dtype=has_default_dtype)
     is_wide = console.width >= _WIDE
     tables = [_account_table(step), _lane_table(step), _memory_table(step, is_wide=is_wide)]
@@ -49,7 +50,7 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_d
     if with_peaks:
         tables.append(_peak_table(step, is_wide=is_wide))
     for title, rows in tables:
-        console.print(f"\n[bold]{title}[/]")
+        console.print(headed(f"\n{title}"))
         console.print(rows)
     if step.run.pp > _MOST_RANKS:
         console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
@@ -237,10 +238,11 @@ def _print_fit(console: Console, step: SimulatedStep) -> None:
     parts = {label: asdict(memory)[part] for part, label in _MEMORY.items()}
     largest = sorted(parts, key=lambda label: -parts[label])[:3]
     made_of = ", ".join(f"{label} {short(parts[label] / unit)}" for label in largest)
-    console.print(
-        f"\n[bold red]does not fit[/]: pipeline rank {prediction.fullest_rank} needs "
-        f"{short(memory.total_bytes / unit)} {name} of {limit / unit:.4g}; most of it: {made_of}"
+    needs = (
+        f": pipeline rank {prediction.fullest_rank} needs {short(memory.total_bytes / unit)} {name} of "
+        f"{limit / unit:.4g}; most of it: {made_of}"
     )
+    console.print(headed("\ndoes not fit", needs, "bold red"))
     lower = memory_that_would_fit(step)
     for setting, total in lower.items():
         verdict = "fits" if total <= limit else "still too much"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pipeloom.cli.figures import told_dtype
+from pipeloom.cli.figures import told_dtype, unit_bytes
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
@@ -90,12 +90,13 @@ def _text(plan: SlicePlan, is_default: bool) -> str:
     batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
     dtype = told_dtype(run.precision, is_default=is_default)
     where = f"{dtype}; {plan.step.cluster.name}, {plan.step.software.name}"
+    unit = unit_bytes(max(step.prediction.memory.total_bytes for step in (plan.step, *(one.step for one in plan.even))))
     lines = [
         f"{choice.family}: {count(run.pp, 'pipeline rank')}, {batch}; {where}",
         "",
         f"{'slices':<10}{'formula':>12}{'pipeline':>12}{'step':>12}{'bubble':>9}{'memory':>12}",
-        *(_line(f"{one.number} even", one.formula_s, one.step) for one in plan.even),
-        _line(f"{len(plan.lengths)} chosen", plan.formula_s, plan.step),
+        *(_line(f"{one.number} even", one.formula_s, one.step, unit) for one in plan.even),
+        _line(f"{len(plan.lengths)} chosen", plan.formula_s, plan.step, unit),
         "",
         f"--layout.token-slices {' '.join(map(str, plan.lengths))}"
         if len(plan.lengths) > 1
@@ -104,7 +105,7 @@ def _text(plan: SlicePlan, is_default: bool) -> str:
     return "\n".join(lines)
 
 
-def _line(name: str, formula_s: float, step: SimulatedStep) -> str:
+def _line(name: str, formula_s: float, step: SimulatedStep, unit: tuple[float, str]) -> str:
     figures = _figures(step)
     times = "".join(f"{value * 1e3:>9.1f} ms" for value in (formula_s, figures["pipeline_s"], figures["step_time_s"]))
-    return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / 2**30:>8.2f} GiB"
+    return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / unit[0]:>9.1f} {unit[1]}"

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.figures import told_dtype
+from pipeloom.console import headed, make_console
 from pipeloom.planner.tradeoff import Curves, Point
 
 
@@ -16,13 +17,13 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
         curves: the answer.
         has_default_batch: whether the critical batch is that of the published fit.
     """
-    console = Console(highlight=False)
+    console = make_console()
     _print_headline(console, curves, has_default_batch=has_default_batch)
     for title, table in (
         ("The best method of each cluster size (* on the Pareto front)", _best_table(curves)),
         ("Days and dollars of each method at its own best batch", _method_table(curves)),
     ):
-        console.print(f"\n[bold]{title}[/]")
+        console.print(headed(f"\n{title}"))
         console.print(table)
     console.print(
         "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "

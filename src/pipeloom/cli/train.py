@@ -1,11 +1,13 @@
 """``pipeloom train``: text in, trained model, metrics and timeline out."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint, read_info
+from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
+from pipeloom.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig
 from pipeloom.schedule import Kind
@@ -24,11 +26,10 @@ def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_run_config(words, "train", _SUMMARY)
     from pipeloom.execute.world import is_first
-    from pipeloom.page import write_report
-    from pipeloom.progress import restore_terminal
-    from pipeloom.run_folder import RunFolder, make_run_folder
+    from pipeloom.run_folder import RunFolder
+    from pipeloom.run_start import take_run_folder
     from pipeloom.train.room import check_memory
-    from pipeloom.train.session import check_processes, load_text, resolve, run_on_all_ranks
+    from pipeloom.train.session import check_processes, run_on_all_ranks
 
     check_processes(config)
     check_memory(config)
@@ -36,27 +37,59 @@ def run(words: list[str]) -> int:
         run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0
     _announce(config)
+    with take_run_folder(config) as lock:
+        if not lock.is_kept:
+            print(f"not locked {lock.folder}: its file system has no locks; no other host may train into it")
+        _run_in(lock.folder, config)
+    return 0
+
+
+def _run_in(path: Path, config: RunConfig) -> None:
+    """The run from start to end, in a folder that this process has locked."""
+    from pipeloom.page import write_report
+    from pipeloom.progress import restore_terminal
+    from pipeloom.run_start import draft_start
+    from pipeloom.train.session import load_text, resolve, run_on_all_ranks
+
+    choice = _choose_checkpoint(config, path)
+    if choice is not None:
+        config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
     data = load_text(config)
     resolved = resolve(config, data)
-    goes_on = _check_checkpoint(resolved, data)
-    moved = _check_budgets(resolved)
-    folder = make_run_folder(resolved)
-    print(f"text       {data.description}{moved}\nrun        {folder.path}{goes_on}", flush=True)
+    goes_on = _check_checkpoint(resolved, data, choice)
+    moved = _check_schedule(resolved)
+    folder = draft_start(path, resolved)
+    if folder.damaged:
+        goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
+    print(f"text       {data.description}{moved}\nrun        {path}{goes_on}", flush=True)
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
     except BaseException as error:
         restore_terminal(sys.stdout)
-        error.add_note(f"What the run wrote until then is in {folder.path}.")
+        error.add_note(
+            f"No step was done; {path} is as it was."
+            if folder.is_starting
+            else f"What the run wrote until then is in {path}."
+        )
         raise
-    _draw(config, folder.path, result)
+    _draw(config, path, result)
     if config.checkpoint.final == "safetensors":
         from pipeloom.train.export import export
 
-        export(find_checkpoint(folder.path), folder.path)
-    write_report(folder.path)
-    _print_end(result.summary, folder.path)
-    return 0
+        export(path / FOLDER / name_of(result.summary.steps), path)
+    if result.measured is not None:
+        write_report(path)
+    _print_end(result.summary, path)
+
+
+def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
+    """The checkpoint that the run goes on from; ``None`` for a new one."""
+    if config.checkpoint.resume is None:
+        return None
+    choice = choose_checkpoint(config.checkpoint.resume)
+    refuse_steps(choice, config.training.steps, folder)
+    return choice
 
 
 def _patience(config: RunConfig) -> str:
@@ -67,17 +100,19 @@ def _patience(config: RunConfig) -> str:
     return "the first step takes a few seconds" if what is None else f"{what} may take minutes"
 
 
-def _check_checkpoint(config: RunConfig, data: "Data") -> str:
-    """Refuse a checkpoint that the run cannot go on from; else lines that say how it does, empty without checkpoint."""
-    path = config.checkpoint.resume
-    if path is None:
+def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) -> str:
+    """Refuse a checkpoint of another model; else lines that say how the run goes on, empty without checkpoint."""
+    if choice is None:
         return ""
     from pipeloom.train.checkpoint import check_resumable, new_order
 
     check_resumable(config)
-    info = read_info(path)
-    line = f"\nresume     {path}: step {info.step}, {info.tokens:,} tokens"
-    line += "" if can_be_checked(path) else f"\n           {UNCHECKED}"
+    info = read_info(choice.path)
+    line = f"\nresume     {choice.path}: step {info.step}, {info.tokens:,} tokens"
+    if info.step == config.training.steps:
+        line += "; all steps are done, only the end of the run is left"
+    line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
+    line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
     changed = new_order(config, data, info)
     return (
         f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
@@ -89,11 +124,16 @@ def _check_checkpoint(config: RunConfig, data: "Data") -> str:
 _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}
 
 
-def _check_budgets(config: RunConfig) -> str:
-    """Refuse budgets that the schedule cannot keep; else a line that says what it moves, empty if nothing may move."""
+def _check_schedule(config: RunConfig) -> str:
+    """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
+
+    Returns:
+        A line that says what the schedule moves; empty if nothing may move.
+    """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     if not may_move or config.layout.token_slices == "auto":
+        config.choice().make()
         return ""
     from pipeloom.train.pipeline import training_schedule
 
@@ -107,7 +147,8 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
     from pipeloom.plot import plot_timelines
     from pipeloom.run_folder import TIMELINE
 
-    assert result.measured is not None
+    if result.measured is None:
+        return
     layout = config.layout
     what = (
         f"{count(layout.num_stages, 'stage')} on {count(layout.pp, 'pipeline rank')}, "
@@ -179,23 +220,9 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     if sample.exists():
         print(f"\nsample\n{_indented(sample.read_text(encoding='utf-8'))}")
     print(f"\nparameters        {summary.num_parameters:,}")
-    print(f"step time         {summary.step_time_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s")
-    if summary.predicted_step_time_s is not None:
-        ratio = summary.predicted_step_time_s / summary.step_time_s
-        print(
-            f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
-        )
-    if summary.exchange_s is not None:
-        print(f"exchanges         {summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism")
-    if any(summary.live_bytes):
-        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary.live_bytes)
-        print(f"for backwards     {held} MB at most, by pipeline rank")
-    bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
-    if summary.predicted_bubble_fraction is not None:
-        bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"
-    print(f"bubble            {bubble}")
-    _print_swapping(summary)
-    print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
+    _print_measured(summary)
+    if summary.train_loss is not None:
+        print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
     print(f"unigram loss      {summary.unigram_loss:.4f} (a model that knows only how frequent each token is)")
@@ -221,6 +248,30 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
             print(f"  {name:<21} {what}")
 
 
+def _print_measured(summary: "RunSummary") -> None:
+    """What steps took and held."""
+    if summary.step_time_s is None or summary.tokens_per_s is None:
+        print("step time         not measured: all steps were done before, with other settings or in another folder")
+    else:
+        print(f"step time         {summary.step_time_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s")
+    if summary.predicted_step_time_s is not None and summary.step_time_s is not None:
+        ratio = summary.predicted_step_time_s / summary.step_time_s
+        print(
+            f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
+        )
+    if summary.exchange_s is not None:
+        print(f"exchanges         {summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism")
+    if any(summary.live_bytes):
+        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary.live_bytes)
+        print(f"for backwards     {held} MB at most, by pipeline rank")
+    if summary.bubble_fraction is not None:
+        bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
+        if summary.predicted_bubble_fraction is not None:
+            bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"
+        print(f"bubble            {bubble}")
+    _print_swapping(summary)
+
+
 def _print_swapping(summary: "RunSummary") -> None:
     """What swapped stages took, if there were any."""
     if summary.peak_stage_bytes is None or summary.swap_s is None or summary.swap_hidden_s is None:
@@ -231,4 +282,4 @@ def _print_swapping(summary: "RunSummary") -> None:
 
 
 def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())
+    return "\n".join(f"  | {line}" for line in text.removesuffix("\n").split("\n"))

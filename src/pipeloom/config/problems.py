@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.checkpoint_folder import find_checkpoint, list_checkpoints, read_info, run_of
+from pipeloom.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
 from pipeloom.config.heads import head_problems
 from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.dtypes import TRAINED
@@ -326,21 +326,17 @@ def _text_problems(config: "RunConfig") -> list[str]:
 
 
 def _checkpoint_problems(config: "RunConfig") -> list[str]:
+    """What is wrong whichever checkpoint of a run folder is taken: the newest whole one is chosen later."""
     resume, steps = config.checkpoint.resume, config.training.steps
     if resume is None:
         return []
     try:
-        found = find_checkpoint(resume)
-        done = read_info(found).step
+        if not is_checkpoint(resume):
+            find_checkpoint(resume)
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
         return [f"checkpoint.resume: {reason_of(error)}"]
-    problems: list[str] = []
-    if steps <= done:
-        problems.append(f"training.steps must be above {done}, the steps that {found} has done, found {steps}")
-    folder = config.output.folder
-    if folder is not None and run_of(found) == folder.absolute() and list_checkpoints(folder)[-1].name != found.name:
-        problems.append(
-            f"output.folder {folder} has checkpoints of later steps than {found.name}; "
-            "resume from the latest one, or choose another output.folder"
-        )
-    return problems
+    oldest = resume if is_checkpoint(resume) else list_checkpoints(resume)[0]
+    done = step_of(oldest)
+    if done is not None and steps < done:
+        return [f"training.steps must be at least {done}, the steps that {oldest} has done, found {steps}"]
+    return []

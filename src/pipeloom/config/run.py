@@ -17,6 +17,8 @@ from pipeloom.config.sections import (
 )
 from pipeloom.generate import Choice
 from pipeloom.layout import Layout
+from pipeloom.passes import Moves
+from pipeloom.recipe import Recipe, run_recipe, shared_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,22 @@ class RunConfig:
             placement=self.schedule.placement,
             num_slices=self.layout.num_slices,
             keep=self.schedule.keep,
+        )
+
+    def recipe(self) -> Recipe:
+        """How the schedule that the run trains with is made."""
+        layout, settings = self.layout, self.schedule
+        return run_recipe(
+            self.choice(),
+            receive_buffers=settings.receive_buffers,
+            lends_tied=self.model.tied,
+            shard=shared_state(layout.shard, dp=layout.dp, sequence_parallel=layout.sequence_parallel),
+            residency=settings.known_residency,
+            prefetch=settings.known_prefetch,
+            gradient_buffers=settings.gradient_buffers,
+            device_budget=settings.budget_bytes,
+            needs_norm=self.optimizer.clips,
+            moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
         )
 
     def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:

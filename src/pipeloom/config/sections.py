@@ -233,7 +233,7 @@ class CheckpointConfig:
     final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
     """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Path | None = None
-    """Where to go on: a checkpoint, or a run folder, which means its latest one. It may be of any other layout.
+    """Where to go on: a checkpoint, or a run folder, which means its newest whole one. It may be of any other layout.
     training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
     None: from new weights."""
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.data_parallel import gather_s, reduce_s, sum_replicated_s
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.partition import fastest_partition
@@ -323,6 +323,20 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     return tuple(held)
 
 
+def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
+    """Parameters of each stage that every tensor-parallel rank holds whole.
+
+    Norms; of the GPT-2 type their biases, the biases of the two matrices that are split by rows, and the table of
+    positions.
+    """
+    shape, (counts, head) = run.shape, stage_layers(run, software)
+    is_gpt2 = shape.mlp == "gelu"
+    held = [count * (6 if is_gpt2 else 2) * shape.hidden for count in counts]
+    held[0] += run.seq * shape.hidden if is_gpt2 else 0
+    held[head] += (2 if is_gpt2 else 1) * shape.hidden
+    return tuple(held)
+
+
 def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Parameters that one device of each pipeline rank holds."""
     held = [0.0] * run.pp
@@ -338,13 +352,15 @@ def stage_collectives_s(run: Run, cluster: Cluster, software: Software) -> tuple
     Raises:
         UserError: the cluster has not so many devices.
     """
-    parts = rank_parts(run, cluster)
-    held = [
-        (parts[rank], parameters)
-        for rank, parameters in zip(placement_of(run).rank_by_stage, stage_parameters(run, software), strict=True)
-    ]
-    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters in held)
-    return gathers, tuple(reduce_s(run, part, software, parameters) for part, parameters in held)
+    every = rank_parts(run, cluster)
+    parts = [every[rank] for rank in placement_of(run).rank_by_stage]
+    held = list(zip(parts, stage_parameters(run, software), replicated_parameters(run, software), strict=True))
+    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters, _ in held)
+    reductions = tuple(
+        reduce_s(run, part, software, parameters) + sum_replicated_s(run, part, software, replicated)
+        for part, parameters, replicated in held
+    )
+    return gathers, reductions
 
 
 def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float) -> StepTerms:

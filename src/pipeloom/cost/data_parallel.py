@@ -37,5 +37,23 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
     return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
 
 
+def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
+    """Seconds in which tensor-parallel ranks add up gradients of what each of them holds whole.
+
+    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have the same ones.
+
+    Args:
+        run: what is trained.
+        cluster: the rank's part of it.
+        software: with what.
+        parameters: how many each rank holds whole.
+    """
+    if not run.sequence_parallel:
+        return 0.0
+    group = Group.strided(run.tp, 1, cluster.devices_per_node)
+    message = parameters * software.gradient_bytes
+    return cluster.collective_s("all_reduce", message, group, software.efficiency.tensor_bus)
+
+
 def _shard_group(run: Run, cluster: Cluster) -> Group:
     return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)

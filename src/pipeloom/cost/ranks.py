@@ -52,12 +52,25 @@ def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) 
     return tuple(cluster.part(place_of(rank, order) * size, size) for rank in range(pp))
 
 
+@lru_cache(maxsize=4096)
+def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
+    """The different ones of ``_parts``."""
+    return tuple(dict.fromkeys(_parts(cluster, size, pp, order)))
+
+
+def _rank_kinds(run: Run, cluster: Cluster) -> tuple[Cluster, ...]:
+    return _kinds(cluster, run.dp * run.tp, run.pp, run.pipeline_order)
+
+
 def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
     """What a device of each pipeline rank can hold.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
+    kinds = _rank_kinds(run, cluster)
+    if len(kinds) == 1:
+        return (kinds[0].device.memory_bytes,) * run.pp
     return tuple(part.device.memory_bytes for part in rank_parts(run, cluster))
 
 
@@ -67,9 +80,10 @@ def rank_pieces(run: Run, cluster: Cluster, software: Software) -> tuple[PieceSe
     Raises:
         UserError: the cluster has not so many devices.
     """
-    parts = rank_parts(run, cluster)
-    of_part = {part: piece_seconds(run, part, software) for part in dict.fromkeys(parts)}
-    return tuple(of_part[part] for part in parts)
+    of_part = {part: piece_seconds(run, part, software) for part in _rank_kinds(run, cluster)}
+    if len(of_part) == 1:
+        return tuple(of_part.values()) * run.pp
+    return tuple(of_part[part] for part in rank_parts(run, cluster))
 
 
 def fastest_pieces(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
@@ -78,8 +92,8 @@ def fastest_pieces(run: Run, cluster: Cluster, software: Software) -> PieceSecon
     Raises:
         UserError: the cluster has not so many devices.
     """
-    pieces = rank_pieces(run, cluster, software)
-    if all(each is pieces[0] for each in pieces):
+    pieces = [piece_seconds(run, part, software) for part in _rank_kinds(run, cluster)]
+    if len(pieces) == 1:
         return pieces[0]
     return replace(
         min(pieces, key=lambda each: sum(each.layer)),

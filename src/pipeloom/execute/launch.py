@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import PeerLostError, PipeloomError, StallError, UserError, WorkerError
+from pipeloom.temporary import temporary_folder
 
 Work = Callable[[Path, int, int], Any]
 """(file for the rendezvous, rank, number of ranks) -> result, picklable."""
@@ -65,13 +65,13 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
     """
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
-    with tempfile.TemporaryDirectory(prefix="pipeloom-") as folder:
+    with temporary_folder() as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
         with _terminated_like_interrupted():
             try:
                 for rank in range(num_ranks):
                     reader, writer = context.Pipe(duplex=False)
-                    place = {"rendezvous": Path(folder) / "rendezvous", "rank": rank, "num_ranks": num_ranks}
+                    place = {"rendezvous": folder / "rendezvous", "rank": rank, "num_ranks": num_ranks}
                     process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
                     process.start()
                     writer.close()

@@ -53,6 +53,13 @@ class World:
             dist.gather_object(value, values, group=self.control)
         return values
 
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every process."""
+        values = [value]
+        with _peer_errors("a value was sent to all"):
+            dist.broadcast_object_list(values, 0, group=self.control)
+        return values[0]
+
     def broadcast(self, value: int, source: int) -> int:
         """A whole number of one process, on every process."""
         tensor = torch.tensor([value], dtype=torch.int64)

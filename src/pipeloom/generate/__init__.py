@@ -1,11 +1,11 @@
 """How schedules are made: every module of this folder may register families; none knows another's rule."""
 
-import importlib
 import pkgutil
 
+from pipeloom.generate.answer import load
 from pipeloom.generate.family import FAMILIES, Choice, Family, HeldInputs, Request, Rows, family, make_schedule
 
 for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+    load(f"{__name__}.{_module.name}")
 
 __all__ = ["FAMILIES", "Choice", "Family", "HeldInputs", "Request", "Rows", "family", "make_schedule"]

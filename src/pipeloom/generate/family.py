@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeloom.errors import ConfigError
+from pipeloom.errors import ConfigError, FamilyError
+from pipeloom.generate.answer import Rows, blamed, checked, place_of
 from pipeloom.host_memory import available_memory
 from pipeloom.passes import add_slices
 from pipeloom.passes.recompute import recompute_beyond
@@ -45,19 +46,6 @@ class Request:
     def local_stages(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, ascending."""
         return self.placement.stages_of(rank)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a family answers.
-
-    Attributes:
-        rows: each rank's compute actions: any sequences of actions, such as lists; ``Row``s are made fast.
-        max_stage_inputs: the family's promise of how many stage inputs each rank holds; verified.
-    """
-
-    rows: Sequence[Sequence[Action]]
-    max_stage_inputs: Sequence[int]
 
 
 Rule = Callable[[Request], Rows]
@@ -126,15 +114,27 @@ def family(
     stage_inputs: StageInputs | None = None,
     slices_itself: bool = False,
 ) -> Callable[[Rule], Rule]:
-    """Register a rule under a name; the first line of its docstring becomes the summary."""
+    """Register a rule under a name; the first line of its docstring becomes the summary.
+
+    Raises:
+        FamilyError: the name is taken, the docstring is missing, or there is no such placement.
+    """
 
     def register(rule: Rule) -> Rule:
-        assert name not in FAMILIES, f"two families are called {name}"
-        summary = (rule.__doc__ or "").strip().splitlines()[0]
+        summary = (rule.__doc__ or "").strip()
+        problems: list[str] = []
+        if name in FAMILIES:
+            problems.append(f"another one of that name is in {place_of(FAMILIES[name].rule)}")
+        if not summary:
+            problems.append("its rule has no docstring, whose first line is its summary")
+        if placement is not None and placement not in PLACEMENTS:
+            problems.append(unknown_name("placement", placement, PLACEMENTS))
+        if problems:
+            raise FamilyError(f"the family '{name}' ({place_of(rule)}) is wrong: {'; '.join(problems)}")
         FAMILIES[name] = Family(
             name=name,
             rule=rule,
-            summary=summary,
+            summary=summary.splitlines()[0],
             is_looped=is_looped,
             is_grouped=is_grouped,
             has_backward=has_backward,
@@ -296,20 +296,23 @@ class Choice:
         Raises:
             ConfigError: with everything that is wrong with the choice.
             ScheduleError: the family's rows break a rule, which is a fault of the family.
+            FamilyError: the family raises, or returns no rows of actions.
         """
         problems = self.problems()
         if problems:
             raise ConfigError(problems, f"schedule '{self.family}'")
         chosen, request = FAMILIES[self.family], self._request
-        placement, answer = request.placement, chosen.rule(request)
-        schedule = Schedule(
-            rows=tuple(map(Row.of, answer.rows)),
-            placement=placement,
-            num_microbatches=self.num_microbatches,
-            num_slices=request.num_slices,
-            first_backward_stage=0 if chosen.has_backward else placement.num_stages,
-            max_stage_inputs=tuple(answer.max_stage_inputs),
-        )
+        placement = request.placement
+        with blamed(self.family, chosen.rule):
+            answer = checked(self.family, chosen.rule, chosen.rule(request))
+            schedule = Schedule(
+                rows=tuple(map(Row.of, answer.rows)),
+                placement=placement,
+                num_microbatches=self.num_microbatches,
+                num_slices=request.num_slices,
+                first_backward_stage=0 if chosen.has_backward else placement.num_stages,
+                max_stage_inputs=tuple(answer.max_stage_inputs),
+            )
         if request.num_slices < self.num_slices:
             schedule = add_slices(schedule, self.num_slices)
         if self.keep is None:
@@ -326,7 +329,10 @@ class Choice:
     def stage_inputs(self) -> HeldInputs | None:
         """What ranks hold when they hold the most, stage by stage; ``None`` without a closed form for it."""
         closed_form = FAMILIES[self.family].stage_inputs
-        return closed_form(self._request) if closed_form else None
+        if closed_form is None:
+            return None
+        with blamed(self.family, closed_form):
+            return closed_form(self._request)
 
 
 def make_schedule(name: str, **sizes: Any) -> Schedule:

@@ -9,13 +9,14 @@ from string import Template
 
 from pipeloom.errors import UserError
 from pipeloom.page.contents import page_contents
-from pipeloom.run_folder import REPORT, Run, read_run
+from pipeloom.run_folder import REPORT
+from pipeloom.run_reading import Run, read_run
 
-__all__ = ["format_page", "write_report"]
+__all__ = ["format_page", "write_page", "write_report"]
 
 
 def write_report(folder: Path, file: Path | None = None) -> Path:
-    """Write the page of a finished run.
+    """Write the page of a run: all of a finished one, and of another what there is.
 
     Args:
         folder: the run folder.
@@ -25,10 +26,15 @@ def write_report(folder: Path, file: Path | None = None) -> Path:
         The file.
 
     Raises:
-        UserError: the run is not finished, its folder is broken, or the file cannot be written.
+        UserError: there is no run, its folder is broken, or the file cannot be written.
     """
-    file = file or folder / REPORT
-    page = format_page(read_run(folder))
+    return write_page(read_run(folder), file)
+
+
+def write_page(run: Run, file: Path | None = None) -> Path:
+    """The same of a run that is read already."""
+    file = file or run.folder / REPORT
+    page = format_page(run)
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -1,58 +1,68 @@
 """Everything that the page shows: numbers as text, curves as points, ready to be laid out."""
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeloom.layout import Layout
-from pipeloom.page.over_time import over_time_contents, short
+from pipeloom.page.curves import curves_contents, median_step_time_s, median_tokens_per_s
+from pipeloom.page.figures import ms, percent, short, tenths
+from pipeloom.page.over_time import over_time_contents
 from pipeloom.page.timeline import timeline_contents
+from pipeloom.page.unfinished import done_steps, traced_step, unfinished_contents
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.summary import LaneUse, PipelineUse, communication, pipeline_use, summarize
-from pipeloom.run_folder import Run
+from pipeloom.run_reading import Run
+from pipeloom.schedule import Schedule
 from pipeloom.trace import Trace
 from pipeloom.words import count
 
 _Text = Callable[[float], str]
 
 CAUSES = {
-    "startup_s": ("start-up", "#a9c1dc", "before the rank's first compute action"),
-    "compute_s": ("compute", "#4f7cac", "the rank computes"),
-    "imbalance_s": ("imbalance", "#e3b04b", "another rank has not computed what is needed"),
-    "exposed_p2p_s": ("exposed p2p", "#d1603d", "it is computed and under way"),
-    "exposed_data_parallel_s": ("exposed data-parallel", "#8e5572", "weights being gathered, gradients being reduced"),
-    "host_s": ("host", "#7d8491", "nothing is missing, the rank has not started"),
-    "drain_s": ("drain", "#cfdbe8", "after the rank's last compute action"),
+    "startup_s": ("start-up", "before the rank's first compute action"),
+    "compute_s": ("compute", "the rank computes"),
+    "imbalance_s": ("imbalance", "another rank has not computed what is needed"),
+    "exposed_p2p_s": ("exposed p2p", "it is computed and under way"),
+    "exposed_data_parallel_s": ("exposed data-parallel", "weights being gathered, gradients being reduced"),
+    "host_s": ("host", "nothing is missing, the rank has not started"),
+    "drain_s": ("drain", "after the rank's last compute action"),
 }
-"""Parts of the bubble account in the order of the page: name, color, meaning."""
+"""Parts of the bubble account in the order of the page: name, meaning. The style sheet has a color for each key."""
 
 
 def page_contents(run: Run) -> dict[str, Any]:
-    """What the page shows, as a tree for JSON.
+    """What the page shows, as a tree for JSON; what needs a trace is ``None`` or empty without one.
 
     Raises:
         UserError: a trace is not one of the run's schedule.
     """
-    traces = {"measured": run.trace}
-    if run.predicted is not None:
-        traces["predicted"] = run.predicted
+    traces = {
+        name: trace for name, trace in (("measured", run.trace), ("predicted", run.predicted)) if trace is not None
+    }
     layout, family = run.config.layout, run.config.schedule.family
-    step = run.summary["traced_step"]
-    return {
+    step = traced_step(run)
+    contents = {
         "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
+        "unfinished": unfinished_contents(run),
         "facts": _facts(run),
         "headline": _headline(run, traces, step),
-        "timeline": timeline_contents(traces, run.schedule.num_stages, step),
-        "bubble": _bubble(run, traces),
-        "communication": _communication(traces),
-        "pipelines": _pipelines(run),
-        "over_time": over_time_contents(run, traces),
-        "curves": [_loss(run), _step_times(run)],
+        "curves": curves_contents(run),
         "sample": run.sample,
         "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
+    }
+    nothing: list[Any] = []
+    if run.schedule is None or not traces:
+        empty = {"timeline": None, "bubble": None, "communication": None, "pipelines": nothing, "over_time": nothing}
+        return contents | empty
+    return contents | {
+        "timeline": timeline_contents(traces, run.schedule.num_stages, step),
+        "bubble": _bubble(run.schedule, traces),
+        "communication": _communication(traces),
+        "pipelines": _pipelines(run),
+        "over_time": over_time_contents(run, run.schedule, traces),
     }
 
 
@@ -65,65 +75,87 @@ def _other_axes(layout: Layout) -> str:
 def _facts(run: Run) -> list[list[str]]:
     """(label, value) of what is no comparison."""
     summary = run.summary
-    facts = [
-        ["parameters", f"{summary['num_parameters']:,}"],
+    if summary is None:
+        return _facts_until_now(run)
+    facts = [["training loss", f"{summary['train_loss']:.4f}"]]
+    if summary["validation_loss"] is not None:
+        facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
+    facts += [
+        ["unigram loss", f"{summary['unigram_loss']:.4f}"],
         ["steps", f"{summary['steps']:,}"],
         ["tokens seen", f"{summary['tokens']:,}"],
         ["tokens/s", f"{summary['tokens_per_s']:,.0f}"],
-        ["training loss", f"{summary['train_loss']:.4f}"],
+        ["parameters", f"{summary['num_parameters']:,}"],
     ]
     if any(summary.get("live_bytes", ())):
         held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary["live_bytes"])
         facts.append(["held for backwards at most, by pipeline rank", f"{held} MB"])
     if summary.get("exchange_s") is not None:
         facts.append(["tensor-parallel exchanges of a rank", f"{summary['exchange_s'] * 1e3:,.0f} ms"])
-    if summary["validation_loss"] is not None:
-        facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
-    return [*facts, ["unigram loss", f"{summary['unigram_loss']:.4f}"]]
+    return facts
 
 
-def _headline(run: Run, traces: Mapping[str, Trace], step: int) -> list[dict[str, str | None]]:
-    """Each number measured, predicted, and predicted / measured."""
+def _facts_until_now(run: Run) -> list[list[str]]:
+    """The same of a run without an end, from its steps."""
+    facts = [["training loss", f"{line['loss']:.4f}"] for line in run.metrics[-1:]]
+    facts.append(["steps", f"{done_steps(run):,} of {run.config.training.steps:,}"])
+    if run.metrics and all("tokens_per_s" in line for line in run.metrics):
+        tokens = round(sum(line["tokens_per_s"] * line["step_time_s"] for line in run.metrics))
+        facts.append(["tokens seen", f"{tokens:,}"])
+    speed = median_tokens_per_s(run)
+    if speed is not None:
+        facts.append(["tokens/s", f"{speed:,.0f}"])
+    return facts
+
+
+def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[dict[str, str | None]]:
+    """Each number measured, predicted, and predicted / measured; without those that nothing is known of."""
     summaries = {name: summarize(trace) for name, trace in traces.items()}
     makespans = {name: summary.makespan_s for name, summary in summaries.items()}
     fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
-    steps = {"measured": run.summary["step_time_s"], "predicted": run.summary["predicted_step_time_s"]}
-    return [
-        _compared("step time", "median over the steps, optimizer included", steps, _ms),
-        _compared("pipeline", f"first to last action of step {step}", makespans, _ms),
-        _compared("bubble fraction", f"idle share of the ranks in step {step}", fractions, _percent),
+    steps = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
+    where = "the traced step" if step is None else f"step {step}"
+    cards = [
+        _compared("step time", "median over the steps, optimizer included", steps, ms),
+        _compared("pipeline time", f"first to last action of {where}", makespans, ms),
+        _compared("bubble fraction", f"idle share of the ranks in {where}", fractions, percent),
     ]
+    return [card for card in cards if card["measured"] is not None or card["predicted"] is not None]
 
 
 def _compared(name: str, note: str, values: Mapping[str, float | None], text: _Text) -> dict[str, str | None]:
-    measured, predicted = values["measured"], values.get("predicted")
+    measured, predicted = values.get("measured"), values.get("predicted")
     return {
         "name": name,
         "note": note,
         "measured": None if measured is None else text(measured),
         "predicted": None if predicted is None else text(predicted),
         "ratio": f"{predicted / measured:.2f}" if predicted is not None and measured else None,
+        "ratio_of": f"predicted / measured {name}",
     }
 
 
-def _bubble(run: Run, traces: Mapping[str, Trace]) -> dict[str, Any]:
-    accounts = {name: account_bubble(run.schedule, trace) for name, trace in traces.items()}
+def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
+    accounts = {name: account_bubble(schedule, trace) for name, trace in traces.items()}
     groups = [
-        (f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()})
-        for rank in range(run.schedule.num_ranks)
+        (f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(schedule.num_ranks)
     ]
     total = {name: sum(parts, BubbleAccount()) for name, parts in accounts.items()}
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
-    rows = [[label, *_cells(parts, shown, _tenths)] for label, parts in groups]
-    rows.append(["all ranks", *_cells(total, shown, _tenths)])
-    shares = {name: _shares(account) for name, account in total.items()}
-    rows.append(["share", *_cells(shares, shown, _percent)])
+    rows = [[label, *_cells(parts, shown, tenths)] for label, parts in groups]
+    rows.append(["all ranks", *_cells(total, shown, tenths)])
+    shares = {name: _scaled(account, account.compute_s + account.idle_s) for name, account in total.items()}
+    rows.append(["share of all ranks", *_cells(shares, shown, percent)])
+    means = {name: _scaled(account, len(groups)) for name, account in total.items()}
     return {
-        "causes": [dict(zip(("name", "color", "meaning"), CAUSES[cause], strict=True)) for cause in shown],
+        "causes": [
+            {"key": cause.removesuffix("_s").replace("_", "-"), "name": CAUSES[cause][0], "meaning": CAUSES[cause][1]}
+            for cause in shown
+        ],
         "traces": list(traces),
-        "groups": [{"label": label, "bars": _bars(parts, shown, longest, _ms)} for label, parts in groups],
-        "total": {"label": "all ranks", "bars": _bars(shares, shown, 1.0, _percent)},
+        "groups": [{"label": label, "bars": _bars(parts, shown, longest, ms)} for label, parts in groups],
+        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest, ms)},
         "rows": rows,
     }
 
@@ -133,8 +165,8 @@ def _cells(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], text: _T
     return [text(getattr(account, cause)) for cause in shown for account in accounts.values()]
 
 
-def _shares(account: BubbleAccount) -> BubbleAccount:
-    whole = account.compute_s + account.idle_s
+def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
+    """Every part divided by the same."""
     return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
 
 
@@ -165,76 +197,20 @@ def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
 
 def _pipelines(run: Run) -> list[list[str]]:
     """A row for each pipeline of the layout, if there are several: name, step, compute, and its communication."""
-    if not run.other_traces:
+    if run.trace is None or not run.other_traces:
         return []
     traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}
     return [[name, *_pipeline_cells(pipeline_use(trace))] for name, trace in sorted(traces.items())]
 
 
 def _pipeline_cells(use: PipelineUse) -> list[str]:
-    cells = [_tenths(use.makespan_s), _tenths(use.compute_s)]
+    cells = [tenths(use.makespan_s), tenths(use.compute_s)]
     for busy, hidden in (use.p2p, use.data_parallel):
-        cells += [_tenths(busy), _tenths(hidden), _tenths(busy - hidden)]
+        cells += [tenths(busy), tenths(hidden), tenths(busy - hidden)]
     return cells
 
 
 def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
     known = [use for use in uses if use is not None]
     busy, hidden = sum(use.busy_s for use in known), sum(use.hidden_s for use in known)
-    return [_tenths(busy), _tenths(hidden), _tenths(busy - hidden), _percent(hidden / busy) if busy else "-"]
-
-
-def _loss(run: Run) -> dict[str, Any]:
-    summary = run.summary
-    unigram, validation = summary["unigram_loss"], summary["validation_loss"]
-    marks = []
-    if validation is not None:
-        at = [run.metrics[-1]["step"], _finite(validation)]
-        marks.append({"name": f"validation {validation:.4f}", "at": at})
-    return {
-        "title": "Loss",
-        "unit": "nats per token",
-        "points": _curve(run, "loss", 1.0),
-        "levels": [{"name": f"unigram model {unigram:.4f}", "value": _finite(unigram), "style": "reference"}],
-        "marks": marks,
-        "from_zero": False,
-    }
-
-
-def _step_times(run: Run) -> dict[str, Any]:
-    seconds = {"median": run.summary["step_time_s"], "predicted": run.summary["predicted_step_time_s"]}
-    styles = {"median": "measured", "predicted": "predicted"}
-    levels = [
-        {"name": f"{name} {_ms(value)}", "value": _finite(value * 1e3), "style": styles[name]}
-        for name, value in seconds.items()
-        if value is not None
-    ]
-    return {
-        "title": "Step time",
-        "unit": "ms",
-        "points": _curve(run, "step_time_s", 1e3),
-        "levels": levels,
-        "marks": [],
-        "from_zero": True,
-    }
-
-
-def _curve(run: Run, name: str, scale: float) -> list[list[float | None]]:
-    return [[line["step"], _finite(line[name] * scale)] for line in run.metrics]
-
-
-def _finite(value: float) -> float | None:
-    """A number that JSON can hold; a loss may have become infinite."""
-    return short(value) if math.isfinite(value) else None
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
-
-
-def _tenths(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{share * 100:.1f} %"
+    return [tenths(busy), tenths(hidden), tenths(busy - hidden), percent(hidden / busy) if busy else "-"]

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.errors import UserError
+from pipeloom.page.figures import short
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
 from pipeloom.report.memory import HeldBytes, inputs_over_time, memory_over_time
-from pipeloom.run_folder import Run
+from pipeloom.run_reading import Run
+from pipeloom.schedule import Schedule
 from pipeloom.trace import Trace
 
 MEGA = 1e6
@@ -16,16 +18,16 @@ Steps = Sequence[tuple[float, float]]
 """(seconds from the start of the step, what is held from then on)."""
 
 
-def over_time_contents(run: Run, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
+def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
-    inputs = {name: [curve.points for curve in inputs_over_time(run.schedule, trace)] for name, trace in traces.items()}
+    inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
     charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}")]
-    held = _held_bytes(run)
+    held = _held_bytes(run, schedule)
     if held is not None:
         memory = {
             name: [
                 [(time_s, size / MEGA) for time_s, size in curve.points]
-                for curve in memory_over_time(run.schedule, trace, held)
+                for curve in memory_over_time(schedule, trace, held)
             ]
             for name, trace in traces.items()
         }
@@ -43,13 +45,13 @@ _MEMORY = (
 )
 
 
-def _held_bytes(run: Run) -> HeldBytes | None:
+def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
     """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
     try:
         described = describe(run.config)
     except UserError:  # such as a cluster file that is not here
         return None
-    return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), run.schedule)
+    return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
 
 
 def _chart(
@@ -70,8 +72,3 @@ def _chart(
         "end": short(longest * 1e3),
         "most": most,
     }
-
-
-def short(value: float) -> float:
-    """As many digits as ink can show."""
-    return float(f"{value:.6g}")

@@ -1,12 +1,13 @@
 "use strict";
 // Lays out what the page's JSON holds. It computes where the ink goes, and nothing else.
 
-const MEASURED = "#2f5f8f";
-const PREDICTED = "#d1603d";
-const INK = "#1f2a37";
-const MUTED = "#66717f";
-
 const root = document.documentElement;
+
+// A color of the style sheet, for the canvas; it is another one in the dark, and on paper.
+function color(name) {
+  return getComputedStyle(root).getPropertyValue("--" + name).trim();
+}
+
 window.addEventListener("error", (event) => {
   root.dataset.state = "failed: " + event.message;
 });
@@ -33,13 +34,12 @@ function section(title, note, ...children) {
   return node;
 }
 
+// Items are {name, fill} with a color, or {name, style} with classes of the style sheet.
 function keys(items) {
   const list = element("div", { class: "legend" });
-  for (const { name, color, line, dot } of items) {
-    const sign = element("i", line ? { class: "line" } : {});
-    sign.style[line ? "borderTopColor" : "background"] = color;
-    if (line === "dashed") sign.style.borderTopStyle = "dashed";
-    if (dot) sign.style.borderRadius = "50%";
+  for (const { name, fill, style } of items) {
+    const sign = element("i", style ? { class: style } : {});
+    if (fill) sign.style.background = fill;
     list.append(element("span", {}, sign, name));
   }
   return list;
@@ -62,21 +62,35 @@ function grouped(value, digits) {
 // ---------------------------------------------------------------- head
 
 function head(contents) {
-  const cards = contents.headline.map((row) => {
-    const pair = (name, value, kind, title = "") =>
-      element("div", { title }, element("dt", {}, name), element("dd", { class: kind }, value));
-    const list = element("dl", {}, pair("measured", row.measured, "measured"));
-    if (row.predicted !== null) {
-      list.append(pair("predicted", row.predicted, "predicted"), pair("ratio", row.ratio, "ratio", "predicted / measured"));
-    }
+  const facts = contents.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
+  const title = contents.title.replaceAll(" x ", " \u00d7 ");
+  const nodes = [element("header", {}, element("h1", {}, title), element("p", {}, contents.folder))];
+  if (contents.unfinished !== null) nodes.push(unfinished(contents.unfinished));
+  return [...nodes, element("dl", { class: "facts" }, ...facts)];
+}
+
+// What a run without an end lacks, and how it goes on.
+function unfinished({ headline, state, missing, checkpoints, resume }) {
+  const lines = missing.map(([what, why]) => element("li", {}, element("b", {}, what), `: ${why}`));
+  const node = element("section", { class: "unfinished", role: "note" }, element("h2", {}, headline), element("p", {}, state));
+  if (lines.length > 0) node.append(element("p", {}, "Missing on this page:"), element("ul", {}, ...lines));
+  if (checkpoints.length > 0) node.append(element("p", {}, `Checkpoints: ${checkpoints.join(", ")}`));
+  if (resume !== null) node.append(element("p", {}, "To go on: ", element("code", {}, resume)));
+  return node;
+}
+
+// ---------------------------------------------------------------- measured beside predicted
+
+function headline(rows) {
+  const cards = rows.map((row) => {
+    const pair = (name, value, kind) => element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value));
+    const list = element("dl");
+    if (row.measured !== null) list.append(pair("measured", row.measured, "measured"));
+    if (row.predicted !== null) list.append(pair("predicted", row.predicted, "predicted"));
+    if (row.ratio !== null) list.append(pair(row.ratio_of, row.ratio, "ratio"));
     return element("div", { class: "card" }, element("h3", {}, row.name), element("p", { class: "note" }, row.note), list);
   });
-  const facts = contents.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
-  return [
-    element("header", {}, element("h1", {}, contents.title.replaceAll(" x ", " \u00d7 ")), element("p", {}, contents.folder)),
-    element("div", { class: "headline" }, ...cards),
-    element("dl", { class: "facts" }, ...facts),
-  ];
+  return section("Speed", "", element("div", { class: "headline" }, ...cards));
 }
 
 // ---------------------------------------------------------------- timelines
@@ -92,9 +106,15 @@ class Timeline {
     this.view = [0, data.end];
     this.withLanes = false;
     this.hovered = null;
-    this.canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": "timelines of the step" });
+    this.canvas = element("canvas", {
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "timelines",
+      "aria-label": `timelines of the step, ${data.panels.map((panel) => `${panel.title}: ${panel.makespan}`).join("; ")}`,
+      "aria-describedby": "keys",
+    });
     this.tip = element("div", { class: "tip" });
-    this.range = element("span", { class: "view" });
+    this.range = element("span", { class: "view", role: "status" });
     this.box = element("div", { class: "timeline" }, this.canvas, this.tip);
     this.where = new Map(); // box by panel and action
     data.panels.forEach((panel, number) => {
@@ -127,7 +147,11 @@ class Timeline {
       button("\u2212", "zoom out", () => this.zoom(2)),
       button("whole step", "show all of it", () => this.show(0, this.data.end)),
       element("label", {}, lanes, "communication lanes"),
-      element("span", { class: "hint" }, "Drag to move, Ctrl and wheel to zoom, hover an action to see it in every timeline."),
+      element(
+        "span",
+        { class: "hint", id: "keys" },
+        "Drag or arrow keys to move, Ctrl and wheel or + and \u2212 to zoom, 0 for the whole step; hover an action to see it in every timeline.",
+      ),
       this.range,
     );
   }
@@ -198,11 +222,11 @@ class Timeline {
   drawFrame(pen) {
     pen.font = "600 13px system-ui, sans-serif";
     for (const title of this.titles) {
-      pen.fillStyle = INK;
+      pen.fillStyle = color("ink");
       pen.textAlign = "left";
       pen.fillText(title.text, GUTTER, title.top);
       const width = pen.measureText(title.text).width;
-      pen.fillStyle = MUTED;
+      pen.fillStyle = color("muted");
       pen.font = "13px system-ui, sans-serif";
       pen.fillText(title.makespan, GUTTER + width + 10, title.top);
       pen.font = "600 13px system-ui, sans-serif";
@@ -210,9 +234,9 @@ class Timeline {
     pen.textAlign = "right";
     for (const row of this.rows) {
       const isCompute = row.lane.label === "compute";
-      pen.fillStyle = isCompute ? "#f4f5f7" : "#f9fafb";
+      pen.fillStyle = color(isCompute ? "row" : "lane");
       pen.fillRect(GUTTER, row.top, this.width - GUTTER - MARGIN, row.height);
-      pen.fillStyle = isCompute ? INK : MUTED;
+      pen.fillStyle = color(isCompute ? "ink" : "muted");
       pen.font = (isCompute ? "12.5px" : "10px") + " system-ui, sans-serif";
       pen.fillText(isCompute ? row.rank : row.lane.label, GUTTER - 10, row.top + row.height / 2 + 0.5);
     }
@@ -225,16 +249,16 @@ class Timeline {
     pen.textAlign = "center";
     for (const value of values) {
       const x = Math.round(this.x(value * 1e6)) + 0.5;
-      pen.fillStyle = "#dfe4e9";
+      pen.fillStyle = color("tick");
       for (const row of this.rows) pen.fillRect(x - 0.5, row.top, 1, row.height);
-      pen.fillStyle = MUTED;
+      pen.fillStyle = color("muted");
       pen.fillRect(x - 0.5, this.bottom, 1, 4);
       pen.fillText(grouped(value, digits), x, this.bottom + 14);
     }
-    pen.fillStyle = "#b6bec8";
+    pen.fillStyle = color("axis");
     pen.fillRect(GUTTER, this.bottom, this.width - GUTTER - MARGIN, 1);
     pen.textAlign = "right";
-    pen.fillStyle = MUTED;
+    pen.fillStyle = color("muted");
     pen.fillText("time (ms)", GUTTER - 10, this.bottom + 14);
   }
 
@@ -246,11 +270,11 @@ class Timeline {
     pen.textAlign = "center";
     const isClose = this.view[1] - this.view[0] < this.data.end / 2;
     for (const box of row.lane.boxes) {
-      const [, , microbatch, , start, duration, color] = box;
+      const [, , microbatch, , start, duration, shade] = box;
       if (start + duration < this.view[0] || start > this.view[1]) continue;
       const left = this.x(start);
       const width = Math.max(this.x(start + duration) - left, 0.75);
-      const [fill, ink] = this.data.palette[color];
+      const [fill, ink] = this.data.palette[shade];
       pen.fillStyle = fill;
       pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
       drawn += isCompute;
@@ -268,7 +292,7 @@ class Timeline {
   drawHover(pen) {
     if (this.hovered === null) return;
     const name = this.name(this.hovered.box);
-    pen.strokeStyle = INK;
+    pen.strokeStyle = color("ink");
     pen.lineWidth = 2;
     for (const row of this.rows) {
       if (row.rank !== this.hovered.row.rank || row.lane.label !== this.hovered.row.lane.label) continue;
@@ -372,16 +396,26 @@ class Timeline {
       const acts = {
         ArrowLeft: () => this.pan(-80),
         ArrowRight: () => this.pan(80),
+        Home: () => this.show(0, this.view[1] - this.view[0]),
+        End: () => this.show(this.data.end - (this.view[1] - this.view[0]), this.data.end),
         "+": () => this.zoom(0.7),
         "=": () => this.zoom(0.7),
         "-": () => this.zoom(1 / 0.7),
+        "\u2212": () => this.zoom(1 / 0.7),
         0: () => this.show(0, this.data.end),
       };
-      if (!(event.key in acts) || event.ctrlKey || event.metaKey) return;
+      if (!Object.hasOwn(acts, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
       acts[event.key]();
     });
     window.addEventListener("resize", () => this.resize());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    for (const name of ["beforeprint", "afterprint"]) {
+      window.addEventListener(name, () => {
+        root.toggleAttribute("data-printing", name === "beforeprint"); // paper is light
+        this.draw();
+      });
+    }
   }
 }
 
@@ -389,7 +423,7 @@ function timelines(data) {
   const timeline = new Timeline(data);
   const num = data.legend.length;
   const kinds = new Set(data.legend.map(([text]) => text.replace(/^\d+/, ""))).size;
-  const legend = keys(data.legend.map(([name, color]) => ({ name, color })));
+  const legend = keys(data.legend.map(([name, fill]) => ({ name, fill })));
   legend.classList.add("stages");
   legend.style.gridTemplateColumns = `repeat(${num / kinds}, max-content)`;
   const node = section(
@@ -405,7 +439,7 @@ function timelines(data) {
 // ---------------------------------------------------------------- bubble account
 
 function bars(data) {
-  const [left, width, height, gap] = [150, 850, 15, 14];
+  const [left, width, height, gap] = [180, 820, 15, 14];
   const picture = svg("svg", { role: "img", "aria-label": "bubble account" });
   let top = 4;
   for (const group of [...data.groups, data.total]) {
@@ -416,9 +450,9 @@ function bars(data) {
       picture.append(svg("text", { x: left - 8, y: top + 11, "text-anchor": "end" }, data.traces[number]));
       let x = left;
       bar.forEach(([share, text], cause) => {
-        const { name, color } = data.causes[cause];
+        const { name, key } = data.causes[cause];
         const words = `${group.label}, ${data.traces[number]}: ${name} ${text}`;
-        const attributes = { x, y: top, width: share * width, height, fill: color };
+        const attributes = { x, y: top, width: share * width, height, class: `cause ${key}` };
         picture.append(svg("rect", attributes, svg("title", {}, words)));
         x += share * width;
       });
@@ -432,9 +466,8 @@ function bars(data) {
 
 function meanings(causes) {
   const list = element("dl", { class: "causes" });
-  for (const { name, color, meaning } of causes) {
-    const sign = element("i");
-    sign.style.background = color;
+  for (const { name, key, meaning } of causes) {
+    const sign = element("i", { class: `cause ${key}` });
     list.append(element("div", {}, element("dt", {}, sign, name), element("dd", {}, meaning)));
   }
   return list;
@@ -464,11 +497,11 @@ function account(data) {
   });
   return section(
     "Where the time goes",
-    "Every rank's step by cause; the causes add up to the whole step.",
+    "Every rank's step by cause; the causes add up to the whole step. All bars have one scale.",
     meanings(data.causes),
     bars(data),
     element("div", { class: "scroll" }, element("table", {}, head, body)),
-    element("p", { class: "note" }, "Milliseconds, and their share of all ranks' steps."),
+    element("p", { class: "note" }, "Milliseconds; all ranks: their sum, and each cause's share of it."),
   );
 }
 
@@ -528,15 +561,15 @@ function communication(data) {
 
 // ---------------------------------------------------------------- curves
 
-const WIDE = 620;
+const WIDTH = 620;
 
-function frame(height, title) {
-  const picture = svg("svg", { viewBox: `0 0 ${WIDE} ${height}`, role: "img", "aria-label": title });
+function frame(width, height, title) {
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
   const node = element("div", {}, element("h3", {}, title), picture);
   return { node, picture };
 }
 
-function path(points, x, y, attributes) {
+function path(points, x, y, style) {
   let text = "";
   let open = false;
   for (const [at, value] of points) {
@@ -546,7 +579,7 @@ function path(points, x, y, attributes) {
       open = true;
     }
   }
-  return svg("path", { d: text, fill: "none", "stroke-width": 1.6, "stroke-linejoin": "round", ...attributes });
+  return svg("path", { d: text, class: style });
 }
 
 function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
@@ -563,28 +596,25 @@ function axes(picture, { x, y, across, up, bottom, left, right, unit }) {
 }
 
 function overTime(data) {
-  const [height, left, right, top] = [150, 40, WIDE - 12, 8];
+  const [height, left, right, top] = [150, 40, WIDTH - 12, 8];
   const bottom = height - 38;
   const x = (time) => left + (time / data.end) * (right - left);
   const y = (held) => bottom - (held / Math.max(data.most, 1)) * (bottom - top);
-  const styles = { measured: { stroke: MEASURED }, predicted: { stroke: PREDICTED, "stroke-dasharray": "5 3" } };
   const panels = data.ranks.map((rank) => {
-    const { node, picture } = frame(height, `${rank.label}, ${rank.peak}`);
+    const { node, picture } = frame(WIDTH, height, `${rank.label}, ${rank.peak}`);
     const up = ticks(0, Math.max(data.most, 1), 4);
     axes(picture, { x, y, across: ticks(0, data.end, 6), up: { ...up, digits: 0 }, bottom, left, right, unit: "time (ms)" });
     rank.curves.forEach((points, number) => {
       const steps = points.flatMap(([time, held], k) => (k ? [[time, points[k - 1][1]], [time, held]] : [[time, held]]));
       const trace = data.traces[number];
       if (trace === "measured") {
-        const area = path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, { stroke: "none" });
-        area.setAttribute("fill", "#2f5f8f1c");
-        picture.append(area);
+        picture.append(path([...steps, [points.at(-1)[0], 0], [points[0][0], 0]], x, y, "area"));
       }
-      picture.append(path(steps, x, y, styles[trace]));
+      picture.append(path(steps, x, y, `line ${trace}`));
     });
     return node;
   });
-  const legend = keys(data.traces.map((name) => ({ name, color: styles[name].stroke, line: name === "predicted" ? "dashed" : "solid" })));
+  const legend = keys(data.traces.map((name) => ({ name, style: `line ${name}` })));
   return section(
     data.title,
     data.note,
@@ -593,10 +623,10 @@ function overTime(data) {
   );
 }
 
-function curve(data) {
-  const [height, left, right, top] = [270, 52, WIDE - 14, 12];
+function curve(data, width) {
+  const [height, left, right, top] = [width > WIDTH ? 300 : 230, 60, width - 14, 12];
   const bottom = height - 40;
-  const { node, picture } = frame(height, `${data.title}, ${data.unit}`);
+  const { node, picture } = frame(width, height, data.unit ? `${data.title}, ${data.unit}` : data.title);
   const values = [...data.points.map((point) => point[1]), ...data.levels.map((l) => l.value), ...data.marks.map((m) => m.at[1])];
   const known = values.filter((value) => value !== null);
   if (known.length === 0) {
@@ -613,27 +643,33 @@ function curve(data) {
   const across = ends[0] === ends[1] ? { values: [ends[0]], digits: 0 } : { ...ticks(ends[0], ends[1], 8), digits: 0 };
   across.values = across.values.filter(Number.isInteger);
   axes(picture, { x, y, across, up: ticks(...range, 6), bottom, left, right, unit: "step" });
-  const colors = { reference: MUTED, measured: MEASURED, predicted: PREDICTED };
-  const legend = [{ name: data.title.toLowerCase(), color: MEASURED, line: "solid" }];
+  const legend = [{ name: data.title.toLowerCase(), style: "line measured" }];
   for (const { name, value, style } of data.levels) {
     if (value === null) continue;
-    const dash = { stroke: colors[style], "stroke-dasharray": "5 3", "stroke-width": 1.3 };
-    picture.append(svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), ...dash }, svg("title", {}, name)));
-    legend.push({ name, color: colors[style], line: "dashed" });
+    const ends = { x1: left, x2: right, y1: y(value), y2: y(value) };
+    picture.append(svg("line", { ...ends, class: `line level ${style}` }, svg("title", {}, name)));
+    legend.push({ name, style: `line level ${style}` });
   }
-  picture.append(path(data.points, x, y, { stroke: MEASURED }));
+  picture.append(path(data.points, x, y, "line measured"));
   if (data.points.length < 40) {
     for (const [step, value] of data.points) {
-      if (value !== null) picture.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, fill: MEASURED }));
+      if (value !== null) picture.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, class: "dot measured" }));
     }
   }
   for (const { name, at } of data.marks) {
     if (at[1] === null) continue;
-    picture.append(svg("circle", { cx: x(at[0]), cy: y(at[1]), r: 5, fill: PREDICTED, stroke: "#fff", "stroke-width": 1.5 }));
-    legend.push({ name, color: PREDICTED, dot: true });
+    picture.append(svg("circle", { cx: x(at[0]), cy: y(at[1]), r: 5, class: "mark predicted" }));
+    legend.push({ name, style: "mark predicted" });
   }
-  node.insertBefore(keys(legend), picture);
+  if (legend.length > 1) node.insertBefore(keys(legend), picture);
   return node;
+}
+
+// The first curve is as wide as the page.
+function training(curves) {
+  const nodes = curves.map((data, number) => curve(data, number ? WIDTH : 2 * WIDTH));
+  nodes[0].classList.add("wide");
+  return section("Training", "", element("div", { class: "grid" }, ...nodes));
 }
 
 // ---------------------------------------------------------------- the rest
@@ -653,15 +689,17 @@ function config(parts) {
 function build() {
   const contents = JSON.parse(document.getElementById("contents").textContent);
   const page = document.getElementById("page");
-  const step = timelines(contents.timeline);
-  page.replaceChildren(...head(contents), step.node, account(contents.bubble), communication(contents.communication));
+  page.replaceChildren(...head(contents));
+  if (contents.curves.length > 0) page.append(training(contents.curves));
+  if (contents.headline.length > 0) page.append(headline(contents.headline));
+  const step = contents.timeline === null ? null : timelines(contents.timeline);
+  if (step !== null) page.append(step.node, account(contents.bubble), communication(contents.communication));
   if (contents.pipelines.length > 0) page.append(pipelines(contents.pipelines));
   for (const chart of contents.over_time) page.append(overTime(chart));
-  page.append(section("Training", "", element("div", { class: "grid" }, ...contents.curves.map(curve))));
   if (contents.sample !== null) page.append(sample(contents.sample));
   page.append(config(contents.config));
-  step.timeline.resize();
-  root.dataset.expected = contents.timeline.boxes;
+  if (step !== null) step.timeline.resize();
+  root.dataset.expected = step === null ? 0 : contents.timeline.boxes;
   root.dataset.state = "ready";
 }
 

@@ -38,14 +38,14 @@ _GREY = ("#8a929c", "#ffffff")
 _MOST_LEGEND_STAGES = 16
 
 
-def timeline_contents(traces: Mapping[str, Trace], num_stages: int, step: int) -> dict[str, Any]:
+def timeline_contents(traces: Mapping[str, Trace], num_stages: int, step: int | None) -> dict[str, Any]:
     """Panels of ranks of lanes of boxes.
 
     A box is (kind, stage, micro-batch, slice, start, duration, color): kind and color as indices into the lists
     beside the panels, times in nanoseconds from the start of the step.
     """
     titles = {
-        "measured": f"measured in step {step}",
+        "measured": "measured in one step" if step is None else f"measured in step {step}",
         "predicted": "predicted before the first step, from profiled stages",
     }
     palette: dict[tuple[str, str], int] = {}
@@ -64,7 +64,7 @@ def timeline_contents(traces: Mapping[str, Trace], num_stages: int, step: int) -
         "end": max(round(longest * 1e9), 1),
         "palette": [list(colors) for colors in palette],
         "kinds": [[kind.value, _WORDS[kind], kind in COMPUTE_KINDS] for kind in _KINDS],
-        "legend": _legend(traces["measured"], num_stages),
+        "legend": _legend(next(iter(traces.values())), num_stages),
         "boxes": sum(len(trace.compute()) for trace in traces.values()),
     }
 

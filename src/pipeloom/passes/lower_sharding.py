@@ -1,6 +1,7 @@
 """Passes of data parallelism: gather and drop sharded weights, reduce gradients. All work row by row."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,30 +17,68 @@ SharedState = Literal["none", "optimizer", "gradients", "full"]
 """What data-parallel ranks share instead of holding it whole: nothing, or the optimizer's state and more."""
 
 
+@dataclass(frozen=True)
+class Unshard:
+    """Gathers of sharded weights; ``add_unshard`` explains both numbers.
+
+    Attributes:
+        residency: stages of a rank that are gathered at once; ``None``: each is gathered once a step, and kept.
+        prefetch: visits of stages by which a gather starts early.
+    """
+
+    residency: int | None
+    prefetch: int
+
+
+@dataclass(frozen=True)
+class ReduceGrad:
+    """Reductions of gradients; see ``add_reduce_grad``.
+
+    Attributes:
+        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+    """
+
+    gradient_buffers: int | None
+
+
+def exchanges(
+    shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
+) -> tuple[Unshard | None, ReduceGrad]:
+    """What a level of sharding takes: gathers where the optimizer leaves shards, and reductions.
+
+    Args:
+        shard: what data-parallel ranks share.
+        residency: stages gathered at once where weights are sharded at all times.
+        prefetch: see ``Unshard``.
+        gradient_buffers: see ``ReduceGrad``; only where gradients are sharded.
+    """
+    unshard = None if shard == "none" else Unshard(residency if shard == "full" else None, prefetch)
+    return unshard, ReduceGrad(gradient_buffers if shard in ("gradients", "full") else None)
+
+
 def add_data_parallel(
     schedule: Schedule, shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
 ) -> Schedule:
-    """Add what a level of sharding takes: gathers where the optimizer leaves shards, and reductions.
+    """Add what a level of sharding takes, as ``exchanges`` returns it.
 
     Args:
         schedule: with its other communication.
-        shard: what data-parallel ranks share.
-        residency: stages gathered at once where weights are sharded at all times.
-        prefetch: see ``add_unshard``.
-        gradient_buffers: see ``add_reduce_grad``; only where gradients are sharded.
+        shard: see ``exchanges``.
+        residency: see ``exchanges``.
+        prefetch: see ``exchanges``.
+        gradient_buffers: see ``exchanges``.
     """
-    if shard != "none":
-        schedule = add_unshard(schedule, residency if shard == "full" else None, prefetch)
-    return add_reduce_grad(schedule, gradient_buffers if shard in ("gradients", "full") else None)
+    unshard, reduce_grad = exchanges(shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers)
+    if unshard is not None:
+        schedule = add_unshard(schedule, unshard.residency, unshard.prefetch)
+    return add_reduce_grad(schedule, reduce_grad.gradient_buffers)
 
 
-def row_with_data_parallel(
-    row: Row, shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
-) -> Row:
-    """A rank's row with what ``add_data_parallel`` adds to it, whether it has its other communication or not."""
-    if shard != "none":
-        row = _with_gathers(row, residency if shard == "full" else None, prefetch)
-    return _with_reductions(row, gradient_buffers if shard in ("gradients", "full") else None)
+def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Row:
+    """A rank's row with gathers and reductions, whether it has its other communication or not."""
+    if unshard is not None:
+        row = _with_gathers(row, unshard.residency, unshard.prefetch)
+    return row if reduce_grad is None else _with_reductions(row, reduce_grad.gradient_buffers)
 
 
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:

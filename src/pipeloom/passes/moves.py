@@ -15,14 +15,19 @@ class Moves:
     """What may move.
 
     Attributes:
-        to_partners: whether full pipeline ranks evict to empty ones.
-        to_host: whether what is too much for the budget goes to the host; not without one.
-        budget_bytes: for each rank the most that it may hold; ``None``: pairs of ranks share evenly.
+        balance: whether full pipeline ranks evict to empty ones.
+        offload: whether what is too much for the budget goes to the host; not without one.
+        budget_bytes: the most that each rank may hold; ``None``: pairs of ranks share evenly.
     """
 
-    to_partners: bool = False
-    to_host: bool = False
-    budget_bytes: Sequence[float] | None = None
+    balance: bool = False
+    offload: bool = False
+    budget_bytes: float | None = None
+
+    @property
+    def is_any(self) -> bool:
+        """Whether anything may move."""
+        return self.balance or self.offload
 
 
 def add_moves(
@@ -45,10 +50,10 @@ def add_moves(
     Raises:
         UserError: see there; one is that the budget cannot be kept.
     """
-    budget = moves.budget_bytes
-    if moves.to_partners:
-        own = None if moves.to_host else budget
+    budget = None if moves.budget_bytes is None else [moves.budget_bytes] * schedule.num_ranks
+    if moves.balance:
+        own = None if moves.offload else budget
         schedule = balance(schedule, kept, seconds_of=seconds_of, budget_bytes=own, partners=partners)
-    if moves.to_host and budget is not None:
+    if moves.offload and budget is not None:
         schedule = offload(schedule, kept, seconds_of=seconds_of, budget_bytes=budget)
     return schedule

@@ -1,13 +1,17 @@
 """What to tell somebody whose question has no answer: what divides, what is missing, what would fit."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.planner.bounds import Floats
-from pipeloom.planner.question import Question, axes, divisors
+from pipeloom.planner.question import MOST, Question, axes, divisors
 from pipeloom.planner.search import search
-from pipeloom.planner.space import Leaf, Sharding, arrangements, why_not
+from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.words import count
 
@@ -34,29 +38,52 @@ MOST_DOUBLINGS = 6
 
 
 def closest(question: Question) -> Closest:
-    """The layout that needs the least memory, and the smallest changes with which something fits.
+    """The layout that needs the least memory; without ways out, which take searches of their own (``ways_out``).
+
+    Bounds leave out what needs more than one that was looked at.
 
     Args:
         question: which has layouts, none of which fits.
     """
-    leaf = min(_leanest(question), key=lambda leaf: leaf.cut.memory.missing_bytes(_held_bytes(leaf)))
-    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    best: Leaf | None = None
+    least = float("inf")
+    for arrangement in sorted(arrangements(question)[0], key=lambda one: one.missing_bytes):
+        if best is not None and arrangement.missing_bytes > least + _SLACK * abs(least):
+            break
+        for cut in arrangement.cuts():
+            if best is not None and cut.missing_bytes > least + _SLACK * abs(least):
+                continue
+            for leaf in _leanest(cut):
+                missing = leaf.cut.memory.missing_bytes(_held_bytes(leaf))
+                if missing < least:
+                    best, least = leaf, missing
+    assert best is not None, "the question has layouts, and one stage's schedules have closed forms"
+    held, rooms = _held_bytes(best), best.cut.memory.rooms
     fullest = int((held - rooms).argmax())
-    ways_out = [found for found in (_with_more_devices(question), _with_shorter_sequences(question)) if found]
-    return Closest(leaf, float(held[fullest]), max(0.0, float(held[fullest] - rooms[fullest])), tuple(ways_out))
+    return Closest(best, float(held[fullest]), max(0.0, float(held[fullest] - rooms[fullest])), ())
 
 
-def _leanest(question: Question) -> list[Leaf]:
-    """Every schedule of every cut, with every level of sharding by itself."""
-    return [
+_SLACK = 1e-9
+"""Relative, for sums in another order."""
+
+
+def ways_out(question: Question) -> Iterator[tuple[str, SimulatedStep]]:
+    """Changes of a question that has no answer with which something fits, each with its best step."""
+    for find in (_with_more_devices, _with_shorter_sequences):
+        found = find(question)
+        if found is not None:
+            yield found
+
+
+def _leanest(cut: Cut) -> Iterator[Leaf]:
+    """Every schedule of a cut, with every level of sharding by itself."""
+    return (
         Leaf(cut, Sharding((level,), sharding.replicate), choice)
-        for arrangement in arrangements(question)[0]
-        for cut in arrangement.cuts()
         for sharding in cut.shardings
         for level in sharding.levels
         for choice in cut.choices
         if choice.stage_inputs is not None
-    ]
+    )
 
 
 def _held_bytes(leaf: Leaf) -> Floats:
@@ -94,41 +121,47 @@ def no_layout(question: Question, excluded: Counter[str]) -> UserError:
     batches = _near_batches(question)
     if batches:
         problems.append(f"the batch may be {' or '.join(map(str, batches))} instead of {question.global_batch}")
-    numbers = _near_devices(question)
+    numbers = near_devices(question)
     if numbers:
         problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
     what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
     return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
 
 
-def _data_axes(question: Question, num_devices: int) -> set[int]:
-    """Sizes of the data axis that model and devices allow, whatever the batch."""
-    anything = replace(question, num_devices=num_devices, global_batch=num_devices)
-    return {
-        dp
-        for tp, pp, dp in axes(num_devices, divisors(num_devices))
-        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
-    }
-
-
 def _near_batches(question: Question) -> list[int]:
     """The next smaller and the next larger batch that a data axis divides."""
-    batch, sizes = question.global_batch, _data_axes(question, question.num_devices)
+    batch, number = question.global_batch, question.num_devices
+    anything = replace(question, global_batch=number)
+    sizes = {
+        dp
+        for tp, pp, dp in axes(number, divisors(number))
+        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
+    }
     below = max((batch // dp * dp for dp in sizes), default=0)
     above = min((-(-batch // dp) * dp for dp in sizes), default=0)
-    near = [number for number in dict.fromkeys((below, above)) if number > 0]
-    return [number for number in near if arrangements(replace(question, global_batch=number))[0]]
+    near = [number for number in dict.fromkeys((below, above)) if 0 < number <= MOST]
+    return [number for number in near if has_arrangement(replace(question, global_batch=number))]
 
 
-def _near_devices(question: Question) -> list[int]:
-    """The next smaller and the next larger number of devices with which a layout divides the batch."""
+def near_devices(question: Question) -> list[int]:
+    """The next smaller and the next larger number of devices with which a layout divides the batch.
 
-    def divides(number: int) -> bool:
-        may = any(question.global_batch % dp == 0 for dp in _data_axes(question, number))
-        return may and bool(arrangements(replace(question, num_devices=number))[0])
+    Made from the axes that model and batch allow, not looked for among all numbers, of which there may be millions.
+    """
+    limits, batch, number = question.limits, question.global_batch, question.num_devices
+    most = min(2 * number, question.cluster.num_devices or 2 * number, MOST)
+    tps = [tp for tp in range(1, question.shape.heads + 1) if limits.allows(tp=tp) and not why_not(question, tp, 1, 1)]
+    pps = [pp for pp in range(1, question.shape.layers + 3) if limits.allows(pp=pp) and not why_not(question, 1, pp, 1)]
+    dps = [dp for dp in divisors(batch) if limits.allows(dp=dp)]
+    products = np.unique(np.multiply.outer(np.multiply.outer(tps, pps), np.array(dps, np.int64)))
 
-    number = question.num_devices
-    below = next((other for other in range(number - 1, 0, -1) if divides(other)), None)
-    most = min(2 * number, question.cluster.num_devices or 2 * number)
-    above = next((other for other in range(number + 1, most + 1) if divides(other)), None)
-    return [other for other in (below, above) if other is not None]
+    def first(numbers: NDArray[np.int64]) -> int | None:
+        few = numbers[:MOST_NUMBERS].tolist()
+        return next((other for other in few if has_arrangement(replace(question, num_devices=other))), None)
+
+    near = (first(products[products < number][::-1]), first(products[(products > number) & (products <= most)]))
+    return [other for other in near if other is not None]
+
+
+MOST_NUMBERS = 1000
+"""Numbers of devices that are looked at on each side."""

@@ -7,13 +7,15 @@ from functools import partial
 
 from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.layout import Way
-from pipeloom.planner.advice import Closest, closest, no_layout
+from pipeloom.planner.advice import Closest, closest, no_layout, ways_out
 from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
+from pipeloom.planner.goal import Rank, way_of
 from pipeloom.planner.question import Limits, Question, divisors
-from pipeloom.planner.search import Counts, Progress, Rank, Search, search, way_of
+from pipeloom.planner.search import Counts, Found, Progress, Search, search
 from pipeloom.planner.swap_ways import hint
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.stopping import Reason, Stop
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Plan:
         error_bar: how far off predictions were for such a program and such devices.
         advice: sentences.
         closest: where nothing fits: what comes closest.
+        stopped: why some of this is missing: the time was up, or somebody interrupted it; ``None`` if nothing is.
     """
 
     question: Question
@@ -71,6 +74,7 @@ class Plan:
     error_bar: ErrorBar
     advice: tuple[str, ...]
     closest: Closest | None
+    stopped: Reason | None = None
 
     @property
     def best(self) -> SimulatedStep | None:
@@ -88,39 +92,90 @@ def make_plan(
 ) -> Plan:
     """Answer a question.
 
+    In the main thread the time limit holds in every part of it, and Ctrl-C ends it: the answer is then what there is.
+
     Args:
         question: what is asked.
         count: how many layouts.
-        budget_s: seconds after which the search ends with what it has; ``None`` goes on to the proof.
+        budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
         explains: whether to look for rivals and changes as well.
-        progress: is told how many layouts are decided, of how many.
+        progress: is called with how many layouts are decided, of how many.
 
     Raises:
         UserError: no layout divides the devices and the batch; with what would.
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
     searching = Search(question, progress=progress)
-    found = searching.best(count, budget_s=budget_s)
-    counts = replace(found.counts)
-    if counts.layouts == 0:
-        raise no_layout(question, counts.excluded)
-    best = found.best
-    bar = error_bar(question.cluster, question.software)
-    if best is None:
-        near = closest(question) if found.open_bound_s is None else None
-        hints = () if near is None else tuple(filter(None, [hint(question)]))
-        return Plan(question, (), counts, found.open_bound_s, (), (), bar, hints, near)
-    if not explains:
-        return Plan(question, found.steps, counts, found.open_bound_s, (), (), bar, (), None)
-    steps, rivals = found.steps, tuple(_rivals(searching, question, best, deadline))
-    faster = [rival.step for rival in rivals if rival.step is not None and _is_faster(rival.step, best)]
-    if faster:  # stages cut once more by what their layers recompute, or found after the time for the best was up
-        steps = tuple(sorted({Rank.of(step): step for step in (*steps, *faster)}.values(), key=Rank.of)[:count])
-        best = steps[0]
-        rivals = tuple(_rivals(searching, question, best, deadline))
-    changes = tuple(_changes(question, best, deadline))
-    advice = tuple(_advice(question, best, rivals, changes, deadline))
-    return Plan(question, steps, counts, found.open_bound_s, rivals, changes, bar, advice, None)
+    draft = _Draft(question, count, error_bar(question.cluster, question.software))
+    stop = Stop(deadline)
+    stop.run(lambda: draft.answer(searching, deadline, explains=explains))
+    draft.stopped = stop.reason
+    if draft.found is None:
+        draft.found = searching.so_far()
+    return draft.plan()
+
+
+@dataclass
+class _Draft:
+    """A plan as far as it is made."""
+
+    question: Question
+    count: int
+    bar: ErrorBar
+    found: Found | None = None
+    steps: tuple[SimulatedStep, ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    changes: tuple[Change, ...] = ()
+    advice: tuple[str, ...] = ()
+    near: Closest | None = None
+    stopped: Reason | None = None
+
+    def plan(self) -> Plan:
+        """What there is."""
+        found = self.found
+        assert found is not None
+        return Plan(
+            self.question, self.steps or found.steps, found.counts, found.open_bound_s, self.rivals, self.changes,
+            self.bar, self.advice, self.near, self.stopped,
+        )  # fmt: skip
+
+    def answer(self, searching: Search, deadline: float | None, *, explains: bool) -> None:
+        """All parts, each kept as soon as it is there.
+
+        Raises:
+            UserError: no layout divides the devices and the batch.
+        """
+        question, found = self.question, searching.best(self.count, budget_s=_left_s(deadline))
+        found = self.found = replace(found, counts=replace(found.counts))
+        if found.counts.layouts == 0:
+            raise no_layout(question, found.counts.excluded)
+        if found.best is None:
+            if found.open_bound_s is None:
+                self._find_ways_out()
+        elif explains:
+            self._explain(searching, found.best, deadline)
+
+    def _find_ways_out(self) -> None:
+        self.advice = tuple(filter(None, [hint(self.question)]))
+        self.near = closest(self.question)
+        for way in ways_out(self.question):
+            self.near = replace(self.near, ways_out=(*self.near.ways_out, way))
+
+    def _explain(self, searching: Search, best: SimulatedStep, deadline: float | None) -> None:
+        assert self.found is not None
+        question = self.question
+        for rival in _rivals(searching, question, best, deadline):
+            self.rivals = (*self.rivals, rival)
+        faster = [rival.step for rival in self.rivals if rival.step is not None and _is_faster(rival.step, best)]
+        if faster:  # stages cut once more by what their layers recompute, or found after the time for the best was up
+            steps = tuple(sorted({Rank.of(step): step for step in (*self.found.steps, *faster)}.values(), key=Rank.of))
+            self.steps, self.rivals = steps[: self.count], ()
+            best = self.steps[0]
+            for rival in _rivals(searching, question, best, deadline):
+                self.rivals = (*self.rivals, rival)
+        for change in _changes(question, best, deadline):
+            self.changes = (*self.changes, change)
+        self.advice = tuple(_advice(question, best, self.rivals, self.changes, deadline))
 
 
 def _left_s(deadline: float | None) -> float | None:

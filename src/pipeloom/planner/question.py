@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
@@ -122,28 +123,36 @@ class Question:
             ]
         return found
 
-    @property
+    @cached_property
     def _offered(self) -> tuple[str, ...]:
         trained = tuple(name for name, known in FAMILIES.items() if known.has_backward)
         return self.software.families or trained
 
-    @property
+    @cached_property
     def families(self) -> tuple[str, ...]:
         """Schedules that may be chosen; those that are searched for one by one take long, and have to be asked for."""
         return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
 
-    @property
+    @cached_property
+    def families_by_split(self) -> dict[bool, tuple[str, ...]]:
+        """Those with whole backwards, and those that run the two halves apart."""
+        return {
+            splits: tuple(name for name in self.families if FAMILIES[name].splits_backward == splits)
+            for splits in (False, True)
+        }
+
+    @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """Sharding levels that may be chosen, the least first."""
         among = self.limits.shards or self.software.shards or LEVELS
         return tuple(level for level in LEVELS if level in among)
 
-    @property
+    @cached_property
     def ways(self) -> tuple[Way, ...]:
         """In which room may be made for activations or stages, or sequences be cut."""
         return tuple(way for way in self.software.ways if self.limits.allows(ways=way))
 
-    @property
+    @cached_property
     def recompute(self) -> tuple[Recompute, ...]:
         """What may be recomputed: attention alone only where its kernel keeps the scores."""
         keeps_scores = self.attention in ("plain", "fused-softmax")
@@ -164,6 +173,12 @@ class Question:
     def limited(self, **limits: Any) -> "Question":
         """The question with some of its limits changed."""
         return replace(self, limits=replace(self.limits, **limits))
+
+    @cached_property
+    def least_s(self) -> float:
+        """Seconds of the step at least, whatever the layout: no prediction uses more than the peak of its devices."""
+        flops = self.global_batch * self.seq * shape_model_flops(self.shape, self.seq)
+        return flops / max(one.peak_flops_per_s(self.num_devices, self.precision) for one in self.clusters)
 
     @property
     def run(self) -> Run:

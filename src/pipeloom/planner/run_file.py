@@ -38,7 +38,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             balance=moving.balance,
             offload=moving.offload,
             device_budget=None if order.swapping is None else str(order.swapping.budget),
-            activation_budget=None if moving.activation_bytes is None else str(ceil(moving.activation_bytes)),
+            activation_budget=None if moving.budget_bytes is None else str(ceil(moving.budget_bytes)),
         ),
         training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(

@@ -10,16 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush, nsmallest
-from typing import Literal, NamedTuple
+from heapq import heappop
 
-from pipeloom.cost.shape import Run
 from pipeloom.layout import Way
-from pipeloom.planner.candidate import Candidate
+from pipeloom.planner.dive import first_of, likely
+from pipeloom.planner.goal import Entry, Goal, Kind, Node, Rank, Settled, admits, settled_kind
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.slice_ways import Sliced, cut_by_programme, sliceable
-from pipeloom.planner.space import Arrangement, Cut, Leaf, arrangements
+from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
 from pipeloom.planner.swap_ways import Swapped, swappable
 from pipeloom.planner.ways import Relief, reliefs
 from pipeloom.predict.step import SimulatedStep
@@ -73,89 +72,20 @@ class Found:
         return self.steps[0] if self.steps else None
 
 
-class Kind(NamedTuple):
-    """What tells layouts of an answer apart: of those that agree in it, only the best one is told."""
-
-    tp: int
-    pp: int
-    dp: int
-    micro_batch: int
-    family: str
-    recompute: str
-    sequence_parallel: bool
-    way: str
-
-
-def kind_of(run: Run, family: str, way: str = "none") -> Kind:
-    """The kind of a layout; how often stages loop, how the schedule groups and what is sharded do not matter.
-
-    Without a pipeline the order of accumulation does not, either.
-    """
-    family = family if run.pp > 1 else ""
-    recompute = "some" if run.recompute_layers else run.recompute
-    return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, way)
-
-
-def way_of(step: SimulatedStep) -> Way | Literal["none"]:
-    """In which way a step makes room, or cuts sequences."""
-    order = step.order
-    if order.choice.keep is not None:
-        return "keep"
-    if order.choice.num_slices > 1:
-        return "slices"
-    if order.swapping is not None:
-        return "swap"
-    return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
-
-
 MOST_TRIED = 4
 """Layouts that are tried with each way to make room."""
 MOST_OF_A_KIND = 2
 """Of those, layouts that differ only in what does not tell kinds apart."""
 
 
-SAME = 1e-8
-"""Relative difference of two step times that is rounding."""
-
-
-class Rank(NamedTuple):
-    """What comes first in an answer: the faster, then the smaller, then what loops less; then anything unique."""
-
-    step_s: float
-    held_bytes: float
-    loops: int
-    layout: str
-
-    @classmethod
-    def of(cls, step: SimulatedStep) -> "Rank":
-        """The rank of a step; what differs by rounding is the same."""
-        step_s, held = (
-            float(f"{value:.9g}") for value in (step.prediction.step_time_s, step.prediction.memory.total_bytes)
-        )
-        return cls(step_s, held, step.run.loops, repr((step.run, step.order)))
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A leaf with everything decided.
-
-    Attributes:
-        leaf: what is decided.
-        candidate: how.
-        is_close: whether its bound is that of its schedule without messages.
-    """
-
-    leaf: Leaf
-    candidate: Candidate
-    is_close: bool = False
-    count = 1
-
-    def simulate(self) -> SimulatedStep:
-        """Its step on its cluster."""
-        return self.candidate.simulate(self.leaf.cut.arrangement.cluster)
-
-
-Node = Arrangement | Cut | Leaf | Settled
+MANY = 200_000
+"""Layouts from which on a first answer comes before the proof, for whoever does not wait for that."""
+FINDING = 0.3
+"""Part of a time limit after which arrangements that are not found yet wait until there is an answer."""
+DIVING = 0.3
+"""Part of a time limit in which layouts are simulated before bounds have ruled out others."""
+_OFTEN = 256
+"""Arrangements between two reports of progress."""
 Attempt = Relief | Sliced | Swapped
 """What no bound tells, and what is tried with the best that bounds leave."""
 
@@ -184,25 +114,50 @@ class Search:
     def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
         self._question, self._prunes, self._progress = question, prunes, progress
         self._counts = Counts()
-        self._queue: list[_Entry] = []
+        self._queue: list[Entry] = []
         self._pushed = 0
         self._simulated: list[tuple[Rank, Settled]] = []
         self._short: list[Leaf] = []
         self._tried: set[Leaf] = set()
-        found, self._counts.excluded = arrangements(question)
-        self._counts.layouts = sum(arrangement.count for arrangement in found)
-        everything = _Goal(1, Limits())
-        for arrangement in found:
-            self._push(everything, arrangement.bound_s, arrangement, arrangement.missing_bytes)
-        self._queue = everything.queue
-        self._arrangements = found
+        self._arrangements: list[Arrangement] = []
+        self._coming = each_arrangement(question, self._counts.excluded)
+        self._is_whole = False
+        self._goal_now, self._opening, self._is_proving = Goal(1, Limits()), list[Entry](), False
+        self._begin = time.monotonic()
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the layouts so far."""
+        return self._counts
+
+    def enumerate(self, deadline: float | None = None) -> None:
+        """Find all arrangements, or those that are found until then, if that is not done."""
+        for arrangement in self._coming:
+            self._arrangements.append(arrangement)
+            self._counts.layouts += arrangement.count
+            if self._prunes and arrangement.missing_bytes > 0:
+                self._counts.too_large += arrangement.count
+            else:
+                self._pushed += 1
+                self._queue.append(Entry(arrangement.bound_s, self._pushed, arrangement))
+            if len(self._arrangements) % _OFTEN == 0:
+                self._report(0)
+                if _is_over(deadline):
+                    return
+        self._is_whole = True
+
+    def _report(self, decided: int) -> None:
+        if self._progress is not None:
+            self._progress(decided, self._counts.layouts)
 
     def has(self, limits: Limits) -> bool:
         """Whether there is any layout that limits allow, whether it fits or not."""
-        return any(_admits(limits, arrangement) for arrangement in self._arrangements)
+        return any(admits(limits, arrangement) for arrangement in self._arrangements)
 
     def best(self, count: int = 1, limits: Limits | None = None, *, budget_s: float | None = None) -> Found:
         """The best layouts, each of another kind; without a way, where those that limits allow lead to none.
+
+        The first call finds the arrangements, which may take seconds.
 
         Args:
             count: how many.
@@ -211,41 +166,83 @@ class Search:
         """
         begin, limits = time.monotonic(), limits or Limits()
         deadline = None if budget_s is None else begin + budget_s
+        is_first = not self._is_whole
+        self.enumerate(None if budget_s is None else begin + FINDING * budget_s)
         ways = limits.ways or self._question.limits.ways
         has_plain = ways is None or "none" in ways
         goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
         goal.is_urgent = deadline is not None
+        self._goal_now = goal
+        if is_first and self._prunes and (goal.is_urgent or self._counts.layouts > MANY):
+            self._dive(goal, None if budget_s is None else begin + (FINDING + DIVING) * budget_s)
+        self.enumerate()
         open_bound_s = self._prove(goal, deadline)
         if open_bound_s is None and (limits.ways is not None or not limits.names):
             asked = goal if has_plain else self._goal(count, replace(limits, ways=ways))
             self._go_further(asked, deadline)
             goal = asked if asked.best else goal  # plain layouts, where no way helps or none is needed
-        counts = self._counts
-        counts.seconds += time.monotonic() - begin
-        left = counts.layouts - counts.too_large - counts.simulated
-        counts.undecided = (
-            0
-            if open_bound_s is None
-            else sum(entry.node.count for entry in self._queue if entry.bound_s <= goal.limit_s)
-        )
-        counts.too_slow = left - counts.undecided
-        steps = sorted((_finished(settled) for settled in goal.best), key=Rank.of)
+        self._counts.seconds += time.monotonic() - begin
+        self._count(goal, open_bound_s)
+        steps = sorted((_finished(settled, goal.step_of(settled)) for settled in goal.best), key=Rank.of)
+        return Found(tuple(steps), self._counts, open_bound_s)
+
+    def so_far(self) -> Found:
+        """The best layouts of a search that was ended in the middle of ``best``; nothing is simulated for it."""
+        goal, counts = self._goal_now, self._counts
+        counts.seconds = time.monotonic() - self._begin
+        steps = sorted((step for settled in goal.best if (step := goal.step_of(settled))), key=Rank.of)
+        if not self._is_whole:
+            counts.undecided = counts.layouts - counts.too_large
+            return Found(tuple(steps), counts, self._question.least_s)
+        if self._is_proving:
+            self._queue = goal.aside + goal.queue + self._opening
+        open_bound_s = min((entry.bound_s for entry in self._queue), default=None)
+        self._count(goal, open_bound_s)
         return Found(tuple(steps), counts, open_bound_s)
 
-    def _goal(self, count: int, limits: Limits) -> "_Goal":
+    def _count(self, goal: Goal, open_bound_s: float | None) -> None:
+        """What is left: too slow, or undecided where the search ended before."""
+        counts = self._counts
+        left = counts.layouts - counts.too_large - counts.simulated
+        undecided = sum(entry.node.count for entry in self._queue if entry.bound_s <= goal.limit_s)
+        counts.undecided = 0 if open_bound_s is None else min(left, undecided)
+        counts.too_slow = left - counts.undecided
+
+    def _dive(self, goal: Goal, deadline: float | None) -> None:
+        """Simulate one layout of each of some arrangements, so that there is an answer before bounds rule much out.
+
+        With a deadline until then, else only until there is an answer.
+        """
+        nodes = [entry.node for entry in self._queue if isinstance(entry.node, Arrangement)]
+        for arrangement in likely(nodes, lambda: bool(goal.best)):
+            if _is_over(deadline) or (deadline is None and goal.best):
+                return
+            chosen = first_of(arrangement, goal.limit_s)
+            if chosen is not None:
+                self._add(goal, Settled(*chosen))
+            self._report(self._counts.too_large)
+
+    def _add(self, goal: Goal, settled: Settled) -> None:
+        step = settled.simulate()
+        rank = Rank.of(step)
+        self._simulated.append((rank, settled))
+        goal.add(rank, settled, step)
+
+    def _goal(self, count: int, limits: Limits) -> Goal:
         """With what is known of it already."""
-        goal = _Goal(count, limits)
+        goal = Goal(count, limits)
         for rank, settled in self._simulated:
             goal.add(rank, settled)
         return goal
 
-    def _prove(self, goal: "_Goal", deadline: float | None) -> float | None:
+    def _prove(self, goal: Goal, deadline: float | None) -> float | None:
         """Open what may be among the best, until nothing can be; the bound of the rest if the time is up before."""
         for entry in self._queue:
             goal.take(entry)
-        open_bound_s = None
+        open_bound_s, self._is_proving = None, True
         while goal.queue:
             entry = heappop(goal.queue)
+            self._opening = [entry]
             if _is_over(deadline) or (self._prunes and entry.bound_s > goal.limit_s):
                 goal.aside.append(entry)
                 open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
@@ -254,20 +251,19 @@ class Search:
                 goal.aside.append(entry)
             else:
                 self._open(goal, entry)
-            if self._progress is not None:
-                self._progress(self._counts.too_large + self._counts.simulated, self._counts.layouts)
-        self._queue = goal.aside + goal.queue
+            self._report(self._counts.too_large + self._counts.simulated)
+        self._queue, self._opening, self._is_proving = goal.aside + goal.queue, list[Entry](), False
         return open_bound_s
 
-    def _push(self, goal: "_Goal", bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
+    def _push(self, goal: Goal, bound_s: float, node: Node, missing_bytes: float = 0.0) -> None:
         """Keep it open, unless it cannot fit."""
         if self._prunes and missing_bytes > 0:
             self._counts.too_large += node.count
         else:
             self._pushed += 1
-            goal.take(_Entry(bound_s, self._pushed, node))
+            goal.take(Entry(bound_s, self._pushed, node))
 
-    def _open(self, goal: "_Goal", entry: "_Entry") -> None:
+    def _open(self, goal: Goal, entry: Entry) -> None:
         node = entry.node
         if isinstance(node, Arrangement):
             for cut in node.cuts():
@@ -290,32 +286,30 @@ class Search:
         else:
             self._simulate(goal, entry.bound_s, node)
 
-    def _simulate(self, goal: "_Goal", bound_s: float, settled: Settled) -> None:
+    def _simulate(self, goal: Goal, bound_s: float, settled: Settled) -> None:
         """Bounded once more first, by its order, which takes less than to add its messages and simulate it."""
         if self._prunes and not settled.is_close:
             closer_s = max(bound_s, unsent_bound_s(settled.leaf, settled.candidate))
             if goal.limit_s < float("inf") or not goal.is_urgent:
                 self._push(goal, closer_s, replace(settled, is_close=True))
                 return
+        self._add(goal, settled)
         self._counts.simulated += 1
-        rank = Rank.of(settled.simulate())
-        self._simulated.append((rank, settled))
-        goal.add(rank, settled)
 
-    def _go_further(self, goal: "_Goal", deadline: float | None) -> None:
+    def _go_further(self, goal: Goal, deadline: float | None) -> None:
         """Try what was too large with every way to make room, and what has few micro-batches with token slices."""
         for way in self._question.ways:
             if goal.allows(way):
                 self._attempt(goal, self._attempts(goal, way), deadline)
 
-    def _attempts(self, goal: "_Goal", way: Way) -> Iterator[Attempt]:
+    def _attempts(self, goal: Goal, way: Way) -> Iterator[Attempt]:
         if way in ("slices", "swap"):
             found = (a for a in self._arrangements if goal.may_be(a))
             cut = swappable(found) if way == "swap" else sliceable(found, goal.first_s)
             return (one for one in cut if goal.may_be(one.leaf))
         return (one for leaf in self._short if goal.may_be(leaf) for one in reliefs(leaf, way))
 
-    def _attempt(self, goal: "_Goal", attempts: Iterator[Attempt], deadline: float | None) -> None:
+    def _attempt(self, goal: Goal, attempts: Iterator[Attempt], deadline: float | None) -> None:
         """Try those that promise most, until nothing promises to be the best."""
         first_s = goal.first_s
         promising = [one for one in attempts if one.estimate_s <= first_s]
@@ -323,131 +317,30 @@ class Search:
         for one in sorted(promising, key=lambda one: one.estimate_s):
             if _is_over(deadline) or tried == MOST_TRIED or one.estimate_s > goal.first_s:
                 return
-            kind = _kind(one.leaf)
+            kind = settled_kind(one.leaf)
             if of_kind[kind] < MOST_OF_A_KIND:
                 tried += 1
                 of_kind[kind] += 1
                 self._try(goal, one)
 
-    def _try(self, goal: "_Goal", attempt: Attempt) -> None:
+    def _try(self, goal: Goal, attempt: Attempt) -> None:
         if attempt.leaf in self._tried:
             return
         self._tried.add(attempt.leaf)
         self._counts.tried += 1
         candidate = attempt.settle()
         if candidate is not None:
-            settled = Settled(attempt.leaf, candidate)
-            rank = Rank.of(settled.simulate())
-            self._simulated.append((rank, settled))
-            goal.add(rank, settled)
+            self._add(goal, Settled(attempt.leaf, candidate))
 
 
 def _is_over(deadline: float | None) -> bool:
     return deadline is not None and time.monotonic() > deadline
 
 
-class _Entry(NamedTuple):
-    """Something open: its bound, a number that settles ties, and what it is."""
-
-    bound_s: float
-    number: int
-    node: Node
-
-
-class _Goal:
-    """What is looked for: the best layouts that limits allow, one of each kind."""
-
-    def __init__(self, count: int, limits: Limits) -> None:
-        self._count, self._limits = count, limits
-        self._plain_limits = replace(limits, ways=None)
-        self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
-        self.limit_s = float("inf")
-        """What is slower than this is not among the best."""
-        self.is_urgent = False
-        """Whether any answer soon is worth more than simulating few."""
-        self.queue: list[_Entry] = []
-        """What is open and allowed."""
-        self.aside: list[_Entry] = []
-        """What is open for other goals."""
-
-    def take(self, entry: _Entry) -> None:
-        """Something open: to be looked at if it is allowed."""
-        if _admits(self._limits, entry.node):
-            heappush(self.queue, entry)
-        else:
-            self.aside.append(entry)
-
-    def add(self, rank: Rank, settled: Settled) -> None:
-        """Something that was simulated: kept if it is allowed, and the best of its kind."""
-        if not _admits(self._limits, settled):
-            return
-        kind = _kind(settled.leaf)
-        known = self._of_kind.get(kind)
-        if known is None or rank < known[0]:
-            self._of_kind[kind] = rank, settled
-            if len(self._of_kind) >= self._count:
-                slowest_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
-                self.limit_s = slowest_s * (1 + SAME)
-
-    def allows(self, way: str) -> bool:
-        """Whether layouts of a way are looked for."""
-        return self._limits.allows(ways=way)
-
-    def may_be(self, node: Arrangement | Leaf) -> bool:
-        """Whether something is allowed, whatever way it is left open."""
-        return _admits(self._plain_limits, node)
-
-    @property
-    def first_s(self) -> float:
-        """Seconds of the fastest that is known."""
-        return min((rank.step_s for rank, _ in self._of_kind.values()), default=float("inf"))
-
-    @property
-    def best(self) -> list[Settled]:
-        """The fastest first; of equals the one with more memory left."""
-        ranked = sorted(self._of_kind.values(), key=lambda one: one[0])
-        return [settled for _, settled in ranked[: self._count]]
-
-    def beats(self, node: Node, bound_s: float) -> bool:
-        """Whether something that takes at least that long cannot be the best of its kind."""
-        if isinstance(node, Arrangement | Cut):
-            return False
-        known = self._of_kind.get(_kind(node.leaf if isinstance(node, Settled) else node))
-        return known is not None and bound_s > known[0].step_s * (1 + SAME)
-
-
-def _finished(settled: Settled) -> SimulatedStep:
+def _finished(settled: Settled, known: SimulatedStep | None) -> SimulatedStep:
     """The step of one of the best; with stages cut by what layers recompute, or slices of other lengths, if faster."""
-    step, again = settled.simulate(), cut_again(settled.leaf, settled.candidate)
+    step, again = known or settled.simulate(), cut_again(settled.leaf, settled.candidate)
     others = [] if again is None else [replace(settled, candidate=again).simulate()]
     if settled.leaf.way == "slices" and (other := cut_by_programme(settled.leaf, settled.candidate)) is not None:
         others.append(other)
     return min(step, *others, key=Rank.of) if others else step
-
-
-def _kind(leaf: Leaf) -> Kind:
-    """The kind of a layout that may not be decided yet."""
-    return kind_of(leaf.cut.run, leaf.choice.family, leaf.way)._replace(recompute=leaf.cut.arrangement.kept)
-
-
-def _admits(limits: Limits, node: Node) -> bool:
-    """Whether there may be something below the node that the limits allow."""
-    if not limits.names:
-        return True
-    if isinstance(node, Settled):
-        return _admits(limits, node.leaf) and limits.allows(shards=node.candidate.run.shard)
-    if isinstance(node, Leaf):
-        is_shared = any(limits.allows(shards=level) for level in node.sharding.levels) and limits.allows(ways=node.way)
-        return is_shared and limits.allows(families=node.choice.family) and _admits(limits, node.cut)
-    if isinstance(node, Cut):
-        return limits.allows(loops=node.run.loops) and _admits(limits, node.arrangement)
-    run = node.run
-    axes = limits.allows(tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch)
-    return axes and limits.allows(sequence_parallel=run.sequence_parallel) and _keeps(limits, node)
-
-
-def _keeps(limits: Limits, node: Arrangement) -> bool:
-    """Whether what is recomputed is allowed; some of the layers are where both nothing and all are."""
-    if limits.recompute is None:
-        return True
-    return {"none", "full"} <= set(limits.recompute) if node.kept == "some" else node.kept in limits.recompute

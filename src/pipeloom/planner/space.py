@@ -76,25 +76,29 @@ class Arrangement:
         As if all ranks were as fast as the fastest.
         """
         run, pieces = self.run, self._pieces
-        way = [pieces.embedding, *[pieces.layer] * run.shape.layers][: run.pp - 1]
-        way_s = sum((seconds[0] if self.splits else sum(seconds)) * (run.pp - 1 - n) for n, seconds in enumerate(way))
-        return self.busy_s + way_s / run.pp
+        if run.pp == 1:
+            return self.busy_s
+        embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
+        layers = min(run.pp - 2, run.shape.layers)  # of the ranks behind the first: one stands before the last of them
+        before = layers * (run.pp - 1) - layers * (layers + 1) // 2
+        return self.busy_s + (embedding_s * (run.pp - 1) + layer_s * before) / run.pp
 
     @property
     def busy_s(self) -> float:
         """Seconds of the step at least, however soon every rank begins: the work of the mean rank."""
-        both_s, fixed_s = self._pieces.both_s(self.run.shape.layers), self.question.software.efficiency.microbatch_s
-        return self.run.num_microbatches * (sum(both_s) / self.run.pp + fixed_s)
+        pieces, fixed_s = self._pieces, self.question.software.efficiency.microbatch_s
+        whole_s = sum(pieces.embedding) + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
+        return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
 
     @property
     def missing_bytes(self) -> float:
         """What is missing at least on the fullest device, with everything sharded that can be."""
-        run, software = self.run, self.question.software
-        run = replace(run, shard=self.question.shards[-1] if run.dp > 1 else "none")
+        run, software, leanest = self.run, self.question.software, self._leanest
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
-        kept = layers * kept_bytes(self._leanest, software) + working_bytes(self._leanest, software)
-        least = state_bytes(run, held, software).total_bytes + kept + software.reserve_bytes
+        kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
+        shard = self.question.shards[-1] if run.dp > 1 else "none"
+        least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
         return least - max(rank_device_bytes(run, self.cluster))
 
     @property
@@ -110,23 +114,17 @@ class Arrangement:
     @cached_property
     def _loops(self) -> list[tuple[int, str]]:
         """(loops, placement) of the cuts."""
-        layers, pp, pieces = self.run.shape.layers, self.run.pp, self.run.shape.layers + 2
         is_balanced = self.question.software.partition == "balanced"
-        is_asked = self.question.limits.loops is not None
-        allowed = [
-            loops
-            for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
-            if is_asked or (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
-            if self.question.limits.allows(loops=loops) and self._divides(loops)
-        ]
+        allowed = _numbers_of_loops(
+            self.run.shape.layers, self.run.pp, self.question.limits.loops, is_balanced=is_balanced
+        )
+        allowed = allowed if is_balanced else tuple(loops for loops in allowed if self._divides(loops))
         found = [(loops, "looped") for loops in allowed]
-        return found + ([(2, "v")] if 2 in allowed and pp > 1 and is_balanced else [])
+        return found + ([(2, "v")] if 2 in allowed and self.run.pp > 1 and is_balanced else [])
 
     def _divides(self, loops: int) -> bool:
-        """Whether the program's own rule, if it has one, finds layers for all stages."""
+        """Whether the program's own rule finds layers for all stages."""
         software, layers = self.question.software, self.run.shape.layers
-        if software.partition == "balanced":
-            return True
         return sum(stage_layers(replace(self.run, loops=loops), software)[0]) == layers
 
     def cuts(self) -> Iterator["Cut"]:
@@ -150,7 +148,7 @@ class Arrangement:
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules that the stages may run in."""
-        names = tuple(name for name in self.question.families if FAMILIES[name].splits_backward == self.splits)
+        names = self.question.families_by_split[self.splits]
         return _choices(names, self.run.pp, loops, placement, self.run.num_microbatches)
 
     def shardings(self) -> list["Sharding"]:
@@ -177,6 +175,21 @@ class Sharding(NamedTuple):
 
     levels: tuple[Shard, ...]
     replicate: int
+
+
+@lru_cache(maxsize=4096)
+def _numbers_of_loops(layers: int, pp: int, wanted: tuple[int, ...] | None, *, is_balanced: bool) -> tuple[int, ...]:
+    """Stages of each pipeline rank that are tried."""
+    pieces = layers + 2
+    return tuple(
+        loops
+        for loops in range(1, (pieces if is_balanced else layers) // pp + 1)
+        if (
+            loops in wanted
+            if wanted is not None
+            else (loops <= FEW_LOOPS and pp > 1) or layers % (pp * loops) == 0 or pieces % (pp * loops) == 0
+        )
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -354,12 +367,21 @@ class Leaf:
 
 
 def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
-    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch).
+    """All arrangements of a question, and why others are none: a cause -> how many (tp, pp, dp, micro-batch)."""
+    excluded = Counter[str]()
+    return list(each_arrangement(question, excluded)), excluded
+
+
+def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arrangement]:
+    """The arrangements of a question, one after the other: there may be many thousands.
 
     On a cluster of several kinds of nodes, all of them for every order of its groups.
+
+    Args:
+        question: what is asked.
+        excluded: receives why others are none: a cause -> how many (tp, pp, dp, micro-batch).
     """
-    limits, excluded = question.limits, Counter[str]()
-    found: list[Arrangement] = []
+    limits = question.limits
     for tp, pp, dp in axes(question.num_devices, divisors(question.num_devices)):
         if not limits.allows(tp=tp, pp=pp, dp=dp):
             continue
@@ -372,9 +394,13 @@ def arrangements(question: Question) -> tuple[list[Arrangement], Counter[str]]:
                 excluded[f"a step would have more than {MOST_ON_A_STEP:,} micro-batches on its ranks"] += 1
             elif limits.allows(micro_batch=micro_batch):
                 run = replace(question.run, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch)
-                kinds = [kind for cluster in question.clusters for kind in _kinds(question, cluster, run)]
-                found += [replace(kind, splits=splits) for kind in kinds for splits in _splits(question, pp)]
-    return found, excluded
+                for kind in (kind for cluster in question.clusters for kind in _kinds(question, cluster, run)):
+                    yield from (replace(kind, splits=splits) for splits in _splits(question, pp))
+
+
+def has_arrangement(question: Question) -> bool:
+    """Whether there is any."""
+    return next(each_arrangement(question, Counter()), None) is not None
 
 
 def _splits(question: Question, pp: int) -> list[bool]:

@@ -16,13 +16,13 @@ from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
 from pipeloom.layout import Way, paired_order
+from pipeloom.passes import Moves
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import TRIES, free_bytes, orders_of
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
-from pipeloom.predict.moves import Moving
 from pipeloom.predict.step import Order, compute_schedule
 
 MOST_MOVED = 200
@@ -136,7 +136,7 @@ class Relief:
         room = min(_activation_room(plain, self.leaf))
         if room <= 0:
             return None
-        moving = Moving(balance=self.way == "balance", offload=self.way == "offload", activation_bytes=room)
+        moving = Moves(balance=self.way == "balance", offload=self.way == "offload", budget_bytes=room)
         chosen = replace(plain, order=replace(plain.order, moving=moving))
         candidates = [chosen, *self._paired(chosen)]
         seconds = [self._step_s(one) for one in candidates]

@@ -78,7 +78,7 @@ def describe(config: RunConfig) -> Described:
         raise ConfigError(problems)
     precision = precision_of(_dtype(config, cluster))
     assert precision is not None, "the problems name a type without costs"
-    return Described(run_of(config, precision), cluster, software, config.training.dtype is None)
+    return Described(described_run(config, precision), cluster, software, config.training.dtype is None)
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:
@@ -161,8 +161,8 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
     return None
 
 
-def run_of(config: RunConfig, precision: Precision) -> Run:
-    """The run as the cost model sees it, from a configuration with its model's sizes in place."""
+def described_run(config: RunConfig, precision: Precision) -> Run:
+    """The run of a configuration whose model has its sizes, without its machine."""
     layout, machine = config.layout, config.machine
     family = config.schedule.family
     return Run(

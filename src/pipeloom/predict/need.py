@@ -15,7 +15,7 @@ from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.dtypes import precision_of
-from pipeloom.predict.describe import run_of
+from pipeloom.predict.describe import described_run
 
 _TOKEN_BYTES = 8
 _PROCESS_BYTES = 8e6
@@ -71,7 +71,7 @@ def reference_bytes(config: RunConfig) -> Parts:
 def _run(config: RunConfig) -> Run:
     """As the cost model sees it, with the type of the training and the fewest tokens that a vocabulary has."""
     model = config.model.resolve(_LEAST_VOCABULARY)
-    return run_of(replace(config, model=model), precision_of(config.training.known_dtype) or "fp32")
+    return described_run(replace(config, model=model), precision_of(config.training.known_dtype) or "fp32")
 
 
 def _width(config: RunConfig) -> int:

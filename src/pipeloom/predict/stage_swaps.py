@@ -9,9 +9,8 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.passes import add_stage_swaps, add_updates, place_of_updates
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.stage_swaps import Amounts, Content, refuse_large, stage_sizes, stage_stays
+from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
 
 
 @dataclass(frozen=True)
@@ -52,18 +51,6 @@ def _vector_parameters(run: Run, software: Software) -> tuple[int, ...]:
     extra[0] += run.seq * shape.hidden if is_gpt2 else 0
     extra[head] += (2 if is_gpt2 else 1) * shape.hidden
     return tuple(extra)
-
-
-def swapped_schedule(schedule: Schedule, run: Run, software: Software, swapping: Swapping) -> Schedule:
-    """The schedule of a run on one rank with its updates and the swaps of its stages.
-
-    Raises:
-        UserError: a stage does not fit into the budget.
-    """
-    sizes = stage_sizes(swapped_amounts(run, software))
-    refuse_large(sizes, swapping.budget)
-    updated = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=swapping.needs_norm))
-    return add_stage_swaps(updated, swapping.budget, sizes=sizes)
 
 
 def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Software, update_s: float) -> StageCosts:

@@ -1,11 +1,9 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
-from typing import Generic, TypeVar
 
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import Costs, StageCosts
@@ -17,19 +15,21 @@ from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
-from pipeloom.layout import Shard, even_slices
-from pipeloom.passes import add_data_parallel, add_tied, lower
-from pipeloom.passes.lower_sharding import row_with_data_parallel
+from pipeloom.layout import even_slices
+from pipeloom.passes import Moves
 from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
-from pipeloom.predict.moves import Moving, Placed, with_moves
+from pipeloom.predict.moves import MovePrices, Placed
 from pipeloom.predict.places import Place, rank_places
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, swapped_schedule
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
+from pipeloom.recipe import Recipe, build, communicating, run_recipe, shared_state, without_messages
 from pipeloom.report.bubble import BubbleAccount, account_bubble
 from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 
@@ -54,7 +54,7 @@ class Order:
     prefetch: int = 1
     gradient_buffers: int | None = None
     swapping: Swapping | None = None
-    moving: Moving = field(default_factory=Moving)
+    moving: Moves = field(default_factory=Moves)
 
 
 @dataclass(frozen=True)
@@ -204,15 +204,14 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
     if order.choice.num_slices > 1 and not run.slices:
         run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
-    schedule = lowered(run, software, order)
     costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
-    if order.moving.is_any:
-        placed = Placed(run, cluster, software)
-        schedule, costs = with_moves(schedule, placed, costs, price, order.moving)
+    how = recipe_of(run, software, order)
+    prices = MovePrices(Placed(run, cluster, software), costs, price, how.moves)
+    schedule = build(how, _Sizes(run, software), prices.place)
+    costs = prices.costs
     if order.swapping is not None:
-        schedule = swapped_schedule(schedule, run, software, order.swapping)
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
@@ -256,126 +255,76 @@ def _receive_buffers(software: Software, order: Order) -> int:
 
 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    if not software.has_reduction_lane or run.dp == 1:
+    if not software.has_reduction_lane:
         return costs
     unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
     return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 
+def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
+    """How a program makes the schedule of a run.
+
+    Args:
+        run: what is trained.
+        software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
+        order: family and knobs.
+    """
+    shared = shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
+    has_lane = software.has_reduction_lane and not software.is_blocking
+    swapping = order.swapping
+    return run_recipe(
+        order.choice,
+        receive_buffers=None if software.is_blocking else order.receive_buffers,
+        lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
+        shard=shared if has_lane else None,
+        residency=order.residency,
+        prefetch=order.prefetch,
+        gradient_buffers=order.gradient_buffers,
+        device_budget=None if swapping is None else swapping.budget,
+        needs_norm=swapping is not None and swapping.needs_norm,
+        moves=order.moving,
+    )
+
+
 def lowered(run: Run, software: Software, order: Order) -> Schedule:
-    """The schedule with what the program runs on other lanes than compute; the last few are remembered.
+    """The schedule with what the program runs on other lanes than compute, but without moves and swaps.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    if software.is_blocking:
-        return compute_schedule(order.choice)
-    is_lent = run.shape.tied and software.lends_tied
-    if not software.has_reduction_lane or run.dp == 1:
-        return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent))
-    sharding = (run.shard, order.residency, order.prefetch, order.gradient_buffers)
-    return _LOWERED.get(_Lowering(order.choice, order.receive_buffers, is_lent=is_lent, sharding=sharding))
+    return communicating(recipe_of(run, software, order))
 
 
 def unsent(run: Run, software: Software, order: Order) -> Graph:
     """What ``lowered`` makes without its messages: it takes no longer, and is made in a fraction of the time.
 
-    Outputs are where they are needed as soon as they are computed. Nothing can run that, and nobody proves it.
-
     Raises:
         UserError: the schedule cannot be made.
     """
-    if software.is_blocking or not software.has_reduction_lane or run.dp == 1:
-        return compute_schedule(order.choice).graph
-    sharding = (run.shard, order.residency, order.prefetch, order.gradient_buffers)
-    return _UNSENT.get(_Lowering(order.choice, sharding=sharding))
+    return without_messages(recipe_of(run, software, order))
 
 
 def compute_schedule(choice: Choice) -> Schedule:
-    """The schedule before anything is added to it; the last few are remembered.
+    """The schedule before anything is added to it.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    return _LOWERED.get(_Lowering(choice))
+    return communicating(Recipe(start=choice, receive_buffers=None))
 
 
 @dataclass(frozen=True)
-class _Lowering:
-    """How a schedule is made: layouts that differ in something else share it.
+class _Sizes:
+    """Closed forms of the bytes of a run's stages."""
 
-    Attributes:
-        choice: family and sizes.
-        receive_buffers: ``None`` where exchanges have no lane.
-        is_lent: whether a tied matrix is lent.
-        sharding: level, residency, prefetch, gradient buffers; ``None`` where there are no collectives beside it.
-    """
+    run: Run
+    software: Software
 
-    choice: Choice
-    receive_buffers: int | None = None
-    is_lent: bool = False
-    sharding: tuple[Shard, int, int, int | None] | None = None
+    def kept(self, schedule: Schedule) -> KeptBytes:
+        return held_bytes(self.run, self.software, schedule).kept
 
-    def make(self) -> Schedule:
-        if self.sharding is not None:
-            shard, residency, prefetch, gradient_buffers = self.sharding
-            return add_data_parallel(
-                _LOWERED.get(replace(self, sharding=None)),
-                shard,
-                residency=residency,
-                prefetch=prefetch,
-                gradient_buffers=gradient_buffers,
-            )
-        if self.receive_buffers is None:
-            return self.choice.make()
-        schedule = lower(compute_schedule(self.choice), self.receive_buffers)
-        return add_tied(schedule) if self.is_lent else schedule
-
-    def make_unsent(self) -> Graph:
-        """Without messages."""
-        assert self.sharding is not None, "only collectives are added"
-        shard, residency, prefetch, buffers = self.sharding
-        schedule = compute_schedule(self.choice)
-        add = partial(row_with_data_parallel, shard=shard, residency=residency, prefetch=prefetch)
-        rows = [add(row, gradient_buffers=buffers) for row in schedule.rows]
-        return Graph(replace(schedule.facts, rows=rows), buffers if shard in ("gradients", "full") else None)
-
-
-Made = TypeVar("Made", Schedule, Graph)
-
-
-class _Remembered(Generic[Made]):
-    """What was made last, as much as has a given number of actions together.
-
-    Args:
-        make: from how a schedule is made.
-        most_actions: of all that is remembered.
-    """
-
-    def __init__(self, make: Callable[[_Lowering], Made], most_actions: int) -> None:
-        self._make, self._most, self._actions = make, most_actions, 0
-        self._known: OrderedDict[_Lowering, Made] = OrderedDict()
-
-    def get(self, lowering: _Lowering) -> Made:
-        known = self._known.get(lowering)
-        if known is not None:
-            self._known.move_to_end(lowering)
-            return known
-        made = self._make(lowering)
-        self._known[lowering] = made
-        self._actions += _num_actions(made)
-        while self._actions > self._most:
-            _, oldest = self._known.popitem(last=False)
-            self._actions -= _num_actions(oldest)
-        return made
-
-
-_LOWERED = _Remembered(_Lowering.make, 2_000_000)
-_UNSENT = _Remembered(_Lowering.make_unsent, 1_000_000)
-
-
-def _num_actions(made: Schedule | Graph) -> int:
-    return made.num_nodes if isinstance(made, Graph) else made.num_actions
+    def stages(self) -> tuple[Amounts, ...]:
+        return swapped_amounts(self.run, self.software)
 
 
 def _blocked_s(

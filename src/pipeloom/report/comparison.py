@@ -10,6 +10,10 @@ from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.spans import Spans
+from pipeloom.trace import Trace
+
+MEMORY_UNIT = "what a rank keeps of one micro-batch"
+"""The unit of ``memory_in_microbatches``, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,6 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     trace = simulate(schedule, costs)
     ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
-    one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
-    curves = memory_over_time(schedule, trace, one_each)
     lowered = lower(schedule)
     gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
@@ -61,13 +63,25 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         own_overhead=max(
             float(compute.end_s.max() - compute.start_s.min()) / _needed_s(compute) - 1 for compute in ranks
         ),
-        memory=tuple(curve.peak_bytes for curve in curves),
+        memory=memory_in_microbatches(schedule, trace),
         gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
         messages=messages,
         sent=messages / schedule.num_slices,
         moves=moves,
         moved=moves / loops / schedule.num_slices,
     )
+
+
+def memory_in_microbatches(schedule: Schedule, trace: Trace) -> tuple[float, ...]:
+    """For each rank the most that it holds for backwards, in units of what a rank keeps of one micro-batch.
+
+    Args:
+        schedule: at any level.
+        trace: of it.
+    """
+    loops = schedule.num_stages / schedule.num_ranks
+    one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
+    return tuple(curve.peak_bytes for curve in memory_over_time(schedule, trace, one_each))
 
 
 def _needed_s(compute: Spans) -> float:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from pipeloom.stopping import shielded
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -55,7 +57,8 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
     if not is_available():
         return function
     module = importlib.import_module(function.__module__)
-    return _compile_all(module)[function.__name__]
+    with shielded():  # half of an imported compiler is none
+        return _compile_all(module)[function.__name__]
 
 
 @cache

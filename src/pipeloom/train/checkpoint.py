@@ -113,8 +113,6 @@ class Checkpoints:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
                 planner = IntervalSavePlanner(intervals)
                 dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
-                if self._is_writer:
-                    (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
                 files = self._measure(draft)
                 if self._is_writer:
                     write_info(draft, info, files)
@@ -152,10 +150,15 @@ class Checkpoints:
         return info
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
-        """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all."""
+        """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all.
+
+        Rank 0 first writes the tokenizer. All ranks raise an ``OSError`` if one of them cannot write or read.
+        """
         names = [METADATA, TOKENIZER] if self._is_writer else []
         mine: dict[str, StoredFile] | str
         try:
+            if self._is_writer:
+                (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
             mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
         except OSError as error:
             mine = str(error)

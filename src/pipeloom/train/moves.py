@@ -1,5 +1,6 @@
-"""Which of a run's activations move to another rank or to the host: passes over its schedule, and what they go by."""
+"""Bytes of a run's stages, by which its schedule moves activations and swaps stages."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.tensor_parallel import Single
-from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.train.stages import stage_of
 
 
@@ -24,29 +26,26 @@ def moves_anything(config: RunConfig) -> bool:
     return config.schedule.balance or config.schedule.offload
 
 
-def moving(config: RunConfig, schedule: Schedule) -> Schedule:
-    """The schedule with what ``schedule.balance`` and ``schedule.offload`` ask for.
+@dataclass(frozen=True)
+class StageSizes:
+    """Bytes of a run's stages, counted on stages of meta tensors.
 
-    How long things take is not known yet; a backward is taken for two forwards, and moving what a forward keeps for
-    one. With both, pairs of ranks share first, and the host takes what is still too much.
-
-    Args:
+    Attributes:
         config: resolved.
-        schedule: with all its communication.
-
-    Raises:
-        UserError: ranks need more than ``schedule.activation_budget``.
     """
-    settings = config.schedule
-    if not moves_anything(config):
-        return schedule
-    splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
-    saved = saved_bytes(config, splits=splits)
-    room = None if settings.activation_bytes is None else [settings.activation_bytes] * schedule.num_ranks
-    moves = Moves(to_partners=settings.balance, to_host=settings.offload, budget_bytes=room)
-    shares = [n / config.data.seq_len for n in config.layout.slice_lengths(config.data.seq_len)]
-    kept = KeptBytes(saved.whole, saved.pending, saved.inputs, shares)
-    return add_moves(schedule, moves, kept)
+
+    config: RunConfig
+
+    def kept(self, schedule: Schedule) -> KeptBytes:
+        """What stages keep of micro-batches, and of their halves where backwards are split."""
+        splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
+        saved, num_tokens = saved_bytes(self.config, splits=splits), self.config.data.seq_len
+        shares = [length / num_tokens for length in self.config.layout.slice_lengths(num_tokens)]
+        return KeptBytes(saved.whole, saved.pending, saved.inputs, shares)
+
+    def stages(self) -> tuple[Amounts, ...]:
+        """Weights, gradient and state of each stage."""
+        return stage_amounts(self.config)
 
 
 class SavedBytes(NamedTuple):

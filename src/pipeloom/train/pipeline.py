@@ -33,7 +33,6 @@ from pipeloom.execute.watch import Watch
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.wires import make_wires
 from pipeloom.execute.world import World
-from pipeloom.generate import Choice
 from pipeloom.model import (
     TIED_NAME,
     SplitVocabulary,
@@ -43,17 +42,18 @@ from pipeloom.model import (
     stage_pieces,
 )
 from pipeloom.model.compile import as_written, compile_pieces
-from pipeloom.passes import add_data_parallel, add_tied, lower
+from pipeloom.passes import Moves
+from pipeloom.recipe import build
 from pipeloom.schedule import Schedule
 from pipeloom.train.batch import Batch
-from pipeloom.train.moves import moves_anything, moving, saved_bytes
-from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store, with_stage_swaps
+from pipeloom.train.moves import StageSizes, moves_anything, saved_bytes
+from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store
 from pipeloom.train.stages import stage_of
 
 
 def training_schedule(config: RunConfig) -> Schedule:
     """The schedule that a configuration trains with, ready to run."""
-    return moving(config, _lowered(config, config.choice()))
+    return build(config.recipe(), StageSizes(config))
 
 
 def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
@@ -61,25 +61,7 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
     choice = config.choice()  # stages stay where the family of the training has them
     forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
-    return _lowered(config, forward_only)
-
-
-def _lowered(config: RunConfig, choice: Choice) -> Schedule:
-    settings = config.schedule
-    schedule = lower(choice.make(), settings.receive_buffers)
-    if config.model.tied:
-        schedule = add_tied(schedule)
-    if config.schedule.budget_bytes is not None:
-        return with_stage_swaps(schedule, config)
-    if config.layout.dp == 1 and not config.layout.sequence_parallel:
-        return schedule
-    return add_data_parallel(
-        schedule,
-        config.layout.shard if config.layout.dp > 1 else "none",
-        residency=settings.known_residency,
-        prefetch=settings.known_prefetch,
-        gradient_buffers=settings.gradient_buffers,
-    )
+    return build(replace(config.recipe(), start=forward_only, moves=Moves()), StageSizes(config))
 
 
 class Pipeline:

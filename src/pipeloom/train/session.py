@@ -35,7 +35,7 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     """Run ``job`` on every rank.
 
     Args:
-        config: tells how many ranks, and where they compute.
+        config: how many ranks, where they compute, and the chosen checkpoint; under a launcher rank 0's counts.
         job: picklable where processes cannot be forked.
         patience_s: communication outside the pipeline may wait this much longer than a stall takes to be
             reported; more than the longest that one rank works while the others wait for it.
@@ -101,14 +101,14 @@ def load_text(config: RunConfig) -> Data:
 
 
 def resolve(config: RunConfig, data: Data) -> RunConfig:
-    """The configuration with everything derived filled in: sizes of the model, partition, group size, checkpoint.
+    """The configuration with everything derived filled in: sizes of the model, partition, group size.
 
     Args:
         config: as it was asked for.
         data: tells the tokenizer's size.
 
     Raises:
-        UserError: the model knows fewer tokens than the tokenizer has, or there is no checkpoint to resume from.
+        UserError: the model has fewer tokens than the tokenizer.
     """
     needed, given = data.tokenizer.vocab_size, config.model.vocab_size
     if given is not None and given < needed:
@@ -127,10 +127,8 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
         )
     is_grouped = FAMILIES[schedule.family].is_grouped
     group_size = schedule.group_size or config.choice().known_group_size
-    resume = config.checkpoint.resume
     return replace(
         config,
-        checkpoint=replace(config.checkpoint, resume=None if resume is None else find_checkpoint(resume).absolute()),
         model=model,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
@@ -150,6 +148,8 @@ def _work(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: i
 
 
 def _join_in(config: RunConfig, job: Job, world: World) -> Any:
+    # one process chooses the checkpoint: another one could find another newest, or read all of it once more
+    config = replace(config, checkpoint=replace(config.checkpoint, resume=world.from_first(config.checkpoint.resume)))
     data = load_text(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
     world.leave()

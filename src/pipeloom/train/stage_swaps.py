@@ -15,9 +15,7 @@ from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import stage_pieces
-from pipeloom.passes import add_stage_swaps, add_updates, place_of_updates
-from pipeloom.schedule import Schedule
-from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
+from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stages import stage_of
 
 _MOMENTS = 2
@@ -62,24 +60,6 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
             )
         )
     return tuple(found)
-
-
-def with_stage_swaps(schedule: Schedule, config: RunConfig) -> Schedule:
-    """The schedule with the swaps of its stages, and with updates if it trains.
-
-    Args:
-        schedule: on one rank, with its communication.
-        config: resolved, with a budget.
-
-    Raises:
-        UserError: a stage does not fit into the budget.
-    """
-    budget, sizes = config.schedule.budget_bytes, stage_sizes(stage_amounts(config))
-    assert budget is not None
-    refuse_large(sizes, budget)
-    if schedule.first_backward_stage < schedule.num_stages:
-        schedule = add_updates(schedule, place_of_updates(schedule.num_stages, needs_norm=config.optimizer.clips))
-    return add_stage_swaps(schedule, budget, sizes=sizes)
 
 
 def make_store(config: RunConfig) -> StageStore | None:

@@ -3,14 +3,15 @@
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median_high
 from typing import Any
 
 from torch import nn
 
 from pipeloom import run_folder
-from pipeloom.checkpoint_folder import TOKENIZER, CheckpointInfo
+from pipeloom.checkpoint_folder import TOKENIZER, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
@@ -24,6 +25,7 @@ from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.data import Data, TokenWindows, unigram_loss
+from pipeloom.train.earlier import Earlier, read_earlier
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
@@ -38,24 +40,27 @@ _PROMPT_TOKENS = 40
 class RunSummary:
     """What a run came to.
 
+    Where a run goes on from its last step, only its end is computed. What steps measure is then of the process that did
+    them, as far as its files are there and its settings were the same, and ``None`` otherwise.
+
     Attributes:
         num_parameters: of the whole model.
         steps: optimizer steps done, those before a checkpoint it went on from included.
         tokens: read in these steps.
-        traced_step: step whose trace was kept.
-        train_loss: of the last step, in nats for each token.
+        traced_step: step whose trace was kept; ``None`` without trace.
+        train_loss: of the last step, in nats for each token; ``None`` where no metrics have it.
         validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
         unigram_loss: of a model that knows only how frequent each token is, on the tokens that were validated,
             or on the whole validation text if none were.
-        step_time_s: median over the steps since the start.
+        step_time_s: median over the steps since the start; ``None`` where none was measured.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
-        tokens_per_s: at the median step time.
+        tokens_per_s: at the median step time; ``None`` without it.
         exchange_s: seconds of the traced step that a rank spent in exchanges of tensor parallelism, mean of the ranks;
             part of compute elsewhere. ``None`` without, and on CUDA, where the host does not wait for them.
         live_bytes: for each pipeline rank the most bytes that it held for backwards in the traced step, what other
             ranks evicted to it included; of replicas the largest. Zeros where nobody counted: with training.compile,
-            unless activations are moved.
-        bubble_fraction: idle share of the ranks in the traced step, measured.
+            unless activations are moved. Empty where this process traced no step.
+        bubble_fraction: idle share of the ranks in the traced step, measured; ``None`` without trace.
         predicted_bubble_fraction: the same as predicted.
         corpus_sha256: of the text.
         peak_stage_bytes: the most bytes of swapped stages on the device in any step; ``None`` where none is swapped.
@@ -66,16 +71,16 @@ class RunSummary:
     num_parameters: int
     steps: int
     tokens: int
-    traced_step: int
-    train_loss: float
+    traced_step: int | None
+    train_loss: float | None
     validation_loss: float | None
     unigram_loss: float
-    step_time_s: float
+    step_time_s: float | None
     predicted_step_time_s: float | None
-    tokens_per_s: float
+    tokens_per_s: float | None
     exchange_s: float | None
     live_bytes: tuple[int, ...]
-    bubble_fraction: float
+    bubble_fraction: float | None
     predicted_bubble_fraction: float | None
     corpus_sha256: str
     peak_stage_bytes: int | None = None
@@ -89,7 +94,7 @@ class RunResult:
 
     Attributes:
         summary: complete on rank 0.
-        measured: trace of the traced step, on rank 0.
+        measured: trace of the traced step, on rank 0; ``None`` where no step was traced.
         predicted: the same as predicted, on rank 0; ``None`` without prediction.
     """
 
@@ -123,6 +128,7 @@ class Trainer:
         )
         self._done = self._restore()
         self._prediction: Prediction | None = None
+        self._earlier: Earlier | None = None
         self._measured: Trace | None = None
         self._exchange_s: float | None = None
         self._peak_stage_bytes = 0
@@ -132,12 +138,13 @@ class Trainer:
         """Train, validate, sample, and write everything down."""
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
-            self._folder.write(run_folder.CONFIG, run_folder.repeatable(config))  # with what the ranks have decided
+            self._folder.write_config(config)  # with what the ranks have decided
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
-        self._predict()
         times: list[float] = []
-        loss = 0.0
+        loss: float | None = None
+        if self._done.step < config.training.steps:
+            self._predict()
         with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
             for step in range(self._done.step + 1, config.training.steps + 1):
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
@@ -159,12 +166,30 @@ class Trainer:
                     self._checkpoints.save(self._info(step))
         self._settle()
         self._folder.close()
-        summary = self._finish(times, loss)
-        return RunResult(summary, self._measured, None if self._prediction is None else self._prediction.trace)
+        summary = self._finish(times, loss) if times else self._finish(*self._end_again())
+        return RunResult(summary, self._measured, self._predicted_trace)
 
     @property
     def _traced_step(self) -> int:
         return min(self._done.step + self._config.output.trace_step, self._config.training.steps)
+
+    def _end_again(self) -> tuple[Sequence[float], float | None]:
+        """Where all steps were done before: times and loss of the process that did them, on rank 0."""
+        config, resume = self._config, self._config.checkpoint.resume
+        assert resume is not None
+        run = run_of(resume)
+        is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
+        if config.checkpoint.final != "none" and not is_own:
+            self._checkpoints.save(self._info(config.training.steps))
+        if self._world.rank > 0:
+            return (), None
+        self._earlier = earlier = read_earlier(self._folder, config)
+        if earlier.config is not None:  # which steps were measured, and which one traced
+            checkpoint = replace(config.checkpoint, resume=earlier.config.checkpoint.resume)
+            output = replace(config.output, trace_step=earlier.config.output.trace_step)
+            self._folder.write_config(replace(config, checkpoint=checkpoint, output=output))
+        self._measured = earlier.measured
+        return earlier.times_s, earlier.loss
 
     def _restore(self) -> CheckpointInfo:
         """What was done before: everything until a checkpoint, or nothing."""
@@ -276,36 +301,41 @@ class Trainer:
         if self._config.layout.tp > 1 and self._config.training.device == "cpu":
             self._exchange_s = self._world.sum([own_s])[0] / self._world.size
 
-    def _finish(self, times: list[float], loss: float) -> RunSummary:
+    def _finish(self, times: Sequence[float], loss: float | None) -> RunSummary:
         config = self._config
-        step_time_s = median_high(times)
-        bubble = 0.0 if self._measured is None else summarize(self._measured).bubble_fraction
+        step_time_s = median_high(times) if times else None
+        measured, predicted = self._measured, self._predicted_trace
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=config.training.steps,
             tokens=self._info(config.training.steps).tokens,
-            traced_step=self._traced_step,
+            traced_step=self._traced_step if self._earlier is None else self._earlier.traced_step,
             train_loss=loss,
             validation_loss=self._validate(),
             unigram_loss=self._unigram_loss(),
             step_time_s=step_time_s,
             predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
-            tokens_per_s=config.layout.batch_size * config.data.seq_len / step_time_s,
+            tokens_per_s=None if step_time_s is None else config.layout.batch_size * config.data.seq_len / step_time_s,
             exchange_s=self._exchange_s,
             live_bytes=self._live_bytes,
-            bubble_fraction=bubble,
-            predicted_bubble_fraction=(
-                None if self._prediction is None else summarize(self._prediction.trace).bubble_fraction
-            ),
+            bubble_fraction=None if measured is None else summarize(measured).bubble_fraction,
+            predicted_bubble_fraction=None if predicted is None else summarize(predicted).bubble_fraction,
             corpus_sha256=self._data.corpus_sha256,
             **self._swapping(),
         )
         if self._world.rank == 0:
+            self._folder.begin(keeps_measured=self._earlier is not None and self._earlier.config is not None)
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         self._write_sample()
         self._pipeline.close()
         return summary
+
+    @property
+    def _predicted_trace(self) -> Trace | None:
+        if self._prediction is not None:
+            return self._prediction.trace
+        return None if self._earlier is None else self._earlier.predicted
 
     def _swapping(self) -> dict[str, Any]:
         """What the summary says of swapped stages."""
@@ -314,7 +344,7 @@ class Trainer:
         lanes = (FROM_HOST_LANE, TO_HOST_LANE)
         uses = [use for use in communication(self._measured) if use.lane in lanes]
         return {
-            "peak_stage_bytes": self._peak_stage_bytes,
+            "peak_stage_bytes": self._peak_stage_bytes or None,
             "swap_s": sum(use.busy_s for use in uses),
             "swap_hidden_s": sum(use.hidden_s for use in uses),
         }

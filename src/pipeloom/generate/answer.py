@@ -1,0 +1,163 @@
+"""What the rule of a family returns or raises. A mistake in it is one message, which names the family and the line."""
+
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import islice
+from numbers import Integral
+from traceback import extract_tb
+from typing import Any, TypeVar
+
+from pipeloom.errors import FamilyError, PipeloomError, ScheduleError
+from pipeloom.schedule import Action, Kind, Row
+
+_Result = TypeVar("_Result")
+_WIDTH = 80
+"""Most characters of a value in a message."""
+_HINT = "PIPELOOM_TRACEBACK=1 prints the traceback"
+_MOST = 5
+"""Most problems of an answer that are named: one mistake in a loop is in every row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a family answers.
+
+    Attributes:
+        rows: each rank's compute actions: any sequences of actions, such as lists; ``Row``s are made fast.
+        max_stage_inputs: the family's promise of how many stage inputs each rank holds; verified.
+    """
+
+    rows: Sequence[Sequence[Action]]
+    max_stage_inputs: Sequence[int]
+
+
+@contextmanager
+def blamed(name: str, rule: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile an exception is a mistake of a family, unless it is a message already.
+
+    Raises:
+        FamilyError: for any other exception; says which, in which line of the family's file.
+    """
+    try:
+        yield
+    except ScheduleError as error:
+        error.add_note(f"the rows are those of the family '{name}' ({place_of(rule)})")
+        raise
+    except (PipeloomError, MemoryError):  # how much memory there is does not depend on the rule
+        raise
+    except Exception as error:
+        where = raised_in(error, _file_of(rule)) or place_of(rule)
+        raise FamilyError(f"the family '{name}' raised {said(error)}, in {where}; {_HINT}") from error
+
+
+def checked(name: str, rule: Callable[..., Any], answer: Any) -> Rows:
+    """The answer of a rule, if it has the form of one; whether it is a legal schedule is not looked at.
+
+    Raises:
+        FamilyError: says what else it is.
+    """
+    problems = list(islice(_problems(answer), _MOST))
+    if problems:
+        told = "".join(f"\n  - {problem}" for problem in problems)
+        raise FamilyError(f"the family '{name}' ({place_of(rule)}) returned no rows of actions:{told}")
+    return answer
+
+
+def _problems(answer: Any) -> Iterator[str]:
+    if not isinstance(answer, Rows):
+        yield f"expected Rows(rows, max_stage_inputs), found {_shown(answer)}"
+        return
+    if not _is_list(answer.rows):
+        yield f"rows must be a list with a row for each rank, found {_shown(answer.rows)}"
+    else:
+        for rank, row in enumerate(answer.rows):
+            yield from _row_problems(rank, row)
+    limits = answer.max_stage_inputs
+    if not _is_list(limits) or not all(_is_whole(limit) for limit in limits):
+        yield f"max_stage_inputs must be a list with a whole number for each rank, found {_shown(limits)}"
+
+
+def _row_problems(rank: int, row: Any) -> Iterator[str]:
+    if isinstance(row, Row):
+        return
+    if not _is_list(row):
+        yield f"the row of rank {rank} must be a list of actions, found {_shown(row)}"
+        return
+    slot = next((slot for slot, action in enumerate(row) if not _is_action(action)), None)
+    if slot is not None:
+        wanted = "an action with whole numbers, such as forward(stage, microbatch)"
+        yield f"rank {rank}, slot {slot} must be {wanted}, found {_shown(row[slot])}"
+
+
+def _is_action(found: Any) -> bool:
+    if not isinstance(found, Action) or not isinstance(found.kind, Kind):
+        return False
+    numbers = (found.stage, found.slice) if found.microbatch is None else (found.stage, found.microbatch, found.slice)
+    return all(type(number) is int or _is_whole(number) for number in numbers)
+
+
+def _is_whole(found: Any) -> bool:
+    return isinstance(found, Integral) and not isinstance(found, bool)
+
+
+def _is_list(found: Any) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, str | bytes)
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def load(module: str) -> None:
+    """Import a module that may register families.
+
+    Raises:
+        FamilyError: it cannot be imported; says what is wrong in which line.
+    """
+    spec = find_spec(module)
+    file = (spec.origin if spec is not None else None) or module
+    try:
+        import_module(module)
+    except (PipeloomError, MemoryError):
+        raise
+    except Exception as error:
+        where = raised_in(error, file) or file
+        raise FamilyError(f"a file of families cannot be imported: {said(error)}, in {where}; {_HINT}") from error
+
+
+def place_of(rule: Callable[..., Any]) -> str:
+    """File and line in which a rule begins."""
+    code = getattr(rule, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else repr(rule)
+
+
+def raised_in(error: BaseException, file: str) -> str | None:
+    """File, line and text of the last line of a file that an exception went through; ``None`` for none."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return _line(file, error.lineno or 1)
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return _line(file, lines[-1] or 1) if lines else None
+
+
+def said(error: BaseException) -> str:
+    """An exception's name and text."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _line(file: str, number: int) -> str:
+    text = linecache.getline(file, number).strip()
+    return f"{file}, line {number}: {text}" if text else f"{file}, line {number}"
+
+
+def _file_of(rule: Callable[..., Any]) -> str:
+    code = getattr(rule, "__code__", None)
+    return code.co_filename if code is not None else ""

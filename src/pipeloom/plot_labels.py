@@ -1,0 +1,112 @@
+"""Labels of points in a picture, placed so that none is cut and none lies on another, a point or a line."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+_Points = NDArray[np.float64]
+_SIZE = 7
+_POINT = 4.0
+"""Half the side of the square that a point takes, in points of 1/72 inch."""
+_DISTANCES = (6.0, 12.0, 20.0, 30.0, 42.0)
+_DIRECTIONS = 16
+_FAR = 15.0
+"""From here on a line shows whose label it is."""
+
+
+class Label(NamedTuple):
+    """A label.
+
+    Attributes:
+        text: what it says.
+        at: its point, in the units of the axes.
+        color: of its curve, as matplotlib takes it.
+    """
+
+    text: str
+    at: tuple[float, float]
+    color: Any
+
+
+def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> None:
+    """Write the labels beside their points, after everything else is drawn; one without room is left out.
+
+    Each takes the nearest place inside the axes that is clear of the points and of the labels before it; of such places
+    as near, and of somewhat farther ones, the one that lies on fewest lines.
+    """
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # the layout decides where points are
+    per_point = figure.dpi / 72
+    room = axes.get_window_extent()
+    points = axes.transData.transform([label.at for label in labels]) if labels else np.empty((0, 2))
+    half = _POINT * per_point
+    taken = [Bbox([point - half, point + half]) for point in points]
+    lines = [axes.transData.transform(np.column_stack(line.get_data())) for line in axes.get_lines()]
+    for label, point in zip(labels, points, strict=True):
+        text = axes.annotate(label.text, label.at, (0, 0), textcoords="offset points", fontsize=_SIZE)
+        text.set(color=label.color, ha="center", va="center")
+        size = text.get_window_extent()
+        places = _places(point, size.width, size.height, per_point)
+        free = [
+            (cost + sum(3 * _num_crossed(line, box) for line in lines), offset, box)
+            for cost, offset, box in places
+            if room.x0 <= box.x0 and room.y0 <= box.y0 and box.x1 <= room.x1 and box.y1 <= room.y1
+            if not any(box.overlaps(other) for other in taken)
+        ]
+        if not free:
+            text.remove()
+            continue
+        _, offset, box = min(free, key=lambda place: place[0])
+        taken.append(box)
+        text.set_position(offset)
+        text.set_in_layout(False)  # it has been laid out
+        if max(box.x0 - point[0], point[0] - box.x1, box.y0 - point[1], point[1] - box.y1) > _FAR * per_point:
+            axes.annotate("", label.at, offset, textcoords="offset points", arrowprops=_leader(label.color))
+
+
+def _leader(color: Any) -> dict[str, object]:
+    return {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 4, "shrinkB": 3}
+
+
+def _places(
+    point: _Points, width: float, height: float, per_point: float
+) -> Iterator[tuple[float, tuple[float, float], "Bbox"]]:
+    """(cost, offset of the middle in points, box in pixels), the nearest first; right and above a little cheaper."""
+    from matplotlib.transforms import Bbox
+
+    half = np.array([width, height]) / 2
+    for distance in _DISTANCES:
+        for number in range(_DIRECTIONS):
+            angle = 2 * np.pi * (number + 1) / _DIRECTIONS
+            across, up = np.cos(angle), np.sin(angle)
+            middle = np.array([across, up]) * (distance * per_point + half)
+            corner, far = point + middle - half, point + middle + half
+            cost = distance / _DISTANCES[0] - 0.2 * across - 0.1 * up
+            yield cost, (middle[0] / per_point, middle[1] / per_point), Bbox([corner, far])
+
+
+def _num_crossed(line: _Points, box: "Bbox") -> int:
+    """Segments of a line that pass through a box."""
+    return sum(_is_crossed(begin, end, box) for begin, end in pairwise(line))
+
+
+def _is_crossed(begin: _Points, end: _Points, box: "Bbox") -> bool:
+    """Whether a segment passes through a box: the part of it that is within both pairs of sides is not empty."""
+    first, last = 0.0, 1.0
+    for at, step, low, high in zip(begin, end - begin, box.min, box.max, strict=True):
+        if step == 0:
+            if not low < at < high:
+                return False
+            continue
+        near, far = sorted(((low - at) / step, (high - at) / step))
+        first, last = max(first, near), min(last, far)
+    return first < last

@@ -1,0 +1,94 @@
+"""How a long computation ends early: at its time limit or at Ctrl-C, wherever it is."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Literal
+
+Reason = Literal["time", "interrupt"]
+_AGAIN_S = 0.1
+"""Seconds between signals: one that is raised inside a destructor is lost."""
+_shields = 0
+_held: type[BaseException] | None = None
+
+
+class TimeUp(BaseException):
+    """The time of the innermost ``Stop`` is up. Only that catches it: it is no error."""
+
+
+class Stop:
+    """Runs something until the time is up or somebody presses Ctrl-C; the caller then uses what there is by then.
+
+    A timer of the operating system raises wherever the work is, so that no loop has to look at a clock and no step of a
+    search is too long for a time limit. That works in the main thread alone. In another thread work ends early only
+    where it looks at a clock itself.
+
+    Args:
+        deadline: on ``time.monotonic``; ``None`` for Ctrl-C alone.
+    """
+
+    def __init__(self, deadline: float | None) -> None:
+        self._deadline = deadline
+        self._is_open = False
+        self.reason: Reason | None = None
+        """Why the work ended early; ``None`` if it did not."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work, or a part of it."""
+        if threading.current_thread() is not threading.main_thread():
+            work()
+            return
+        begin, old_timer = time.monotonic(), (0.0, 0.0)
+        old_interrupt = signal.signal(signal.SIGINT, self._interrupt)
+        old_alarm = signal.signal(signal.SIGALRM, self._alarm)
+        try:
+            self._is_open = True
+            if self._deadline is not None:
+                old_timer = signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
+            work()
+            self._is_open = False
+        except (TimeUp, KeyboardInterrupt) as end:
+            self._is_open = False
+            self.reason = "time" if isinstance(end, TimeUp) else "interrupt"
+        finally:
+            self._is_open = False
+            if self._deadline is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, old_alarm)
+            signal.signal(signal.SIGINT, old_interrupt)
+            left_s, interval_s = old_timer
+            if left_s > 0:  # such as the one that limits a test
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begin)), interval_s)
+
+    def _alarm(self, number: int, frame: FrameType | None) -> Any:
+        del number, frame
+        self._raise(TimeUp)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> Any:
+        del number, frame
+        self._raise(KeyboardInterrupt)
+
+    def _raise(self, kind: type[BaseException]) -> None:
+        """Now, or at the end of what is shielded."""
+        global _held  # noqa: PLW0603  as _shields
+        if self._is_open and _shields:
+            _held = kind
+        elif self._is_open:
+            raise kind
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """A block that no ``Stop`` ends in the middle, such as an import, which could not be repeated."""
+    global _shields, _held  # noqa: PLW0603  signals arrive for the process, not for a value that a caller has
+    _shields += 1
+    try:
+        yield
+    finally:
+        _shields -= 1
+        if _held is not None and not _shields:
+            kind, _held = _held, None
+            raise kind

@@ -1,0 +1,89 @@
+"""What an earlier process left in a run folder, for a run that goes on from its last step and has none left to do."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeloom import run_folder
+from pipeloom.checkpoint_folder import step_of
+from pipeloom.config import RunConfig
+from pipeloom.config_file import read_run_file
+from pipeloom.errors import UserError
+from pipeloom.run_folder import RunFolder
+from pipeloom.trace import Trace, from_chrome
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What the process measured that did the steps. All but the loss only where its settings were the same.
+
+    Attributes:
+        loss: of the last step; ``None`` where the metrics do not contain it.
+        config: what it ran with; ``None`` for other settings, or another folder.
+        times_s: of its steps.
+        traced_step: step whose trace was kept.
+        measured: its trace.
+        predicted: the same as predicted.
+    """
+
+    loss: float | None
+    config: RunConfig | None = None
+    times_s: tuple[float, ...] = ()
+    traced_step: int | None = None
+    measured: Trace | None = None
+    predicted: Trace | None = None
+
+
+def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
+    """Read what the folder of a run that starts has of an earlier process.
+
+    Args:
+        folder: with the drafts of the run.
+        config: resolved; what it resumes from has done all steps.
+    """
+    steps = config.training.steps
+    lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
+    loss = next((float(line["loss"]) for line in lines if line["step"] == steps), None)
+    before = _config_before(folder)
+    if before is None or _measuring(before) != _measuring(config):
+        return Earlier(loss)
+    resumed = before.checkpoint.resume
+    first = 0 if resumed is None else step_of(resumed)
+    if first is None:  # nobody knows which lines are of these settings
+        return Earlier(loss)
+    times_s = tuple(float(line["step_time_s"]) for line in lines if line["step"] > first)
+    measured, predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
+    traced_step = None if measured is None else min(first + before.output.trace_step, steps)
+    return Earlier(loss, before, times_s, traced_step, measured, predicted)
+
+
+def _config_before(folder: RunFolder) -> RunConfig | None:
+    """The configuration of the run whose files the drafts will replace."""
+    file = folder.path / run_folder.CONFIG
+    if not folder.is_starting or not file.exists():
+        return None
+    try:
+        config, problems = read_run_file(file)
+    except UserError:
+        return None
+    return None if problems else config
+
+
+def _measuring(config: RunConfig) -> Any:
+    """The settings that decide what a step does and how long it takes."""
+    ends = RunConfig().training
+    training = replace(
+        config.training,
+        validation_batches=ends.validation_batches,
+        sample_tokens=ends.sample_tokens,
+        predict=ends.predict,
+        stall_timeout_s=ends.stall_timeout_s,
+    )
+    return config.model, config.data.seq_len, config.layout, config.schedule, config.optimizer, training
+
+
+def _trace(folder: RunFolder, name: str) -> Trace | None:
+    try:
+        return from_chrome((folder.path / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a UserError is a ValueError
+        return None

@@ -1,0 +1,24 @@
+"""What is printed goes through one place: no other module makes a console of its own or writes markup."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[2] / "src" / "pipeloom"
+FILES = sorted(SOURCES.rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("words", "only_in"),
+    [
+        (r"\bConsole\(", None),
+        (r"_PrintableConsole\(", "console.py"),
+        (r"\brich\.print\(|\bProgress\(|\brich\.live", "progress.py"),
+        (r"\[[a-z ]+\][^\n]*\[/[a-z ]*\]", None),
+        (r"\bsys\.__std(?:out|err)__|os\.write\(", None),
+    ],
+)
+def test_only_one_module_reaches_the_terminal_itself(words, only_in):
+    found = [str(file.relative_to(SOURCES)) for file in FILES if re.search(words, file.read_text(encoding="utf-8"))]
+    assert found == ([only_in] if only_in else [])
