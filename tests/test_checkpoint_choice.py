@@ -3,7 +3,7 @@
 import pytest
 from checkpoint_files import write_checkpoint
 
-from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
+from pipeloom.checkpoint_choice import Choice, choose_checkpoint, later_checkpoints, refuse_steps
 from pipeloom.checkpoint_folder import METADATA
 from pipeloom.errors import UserError
 
@@ -68,3 +68,13 @@ def test_whole_checkpoints_of_later_steps_in_the_same_folder_are_refused_and_dam
     damage(run, 6)
     refuse_steps(choice, 9, run)
     refuse_steps(choose_checkpoint(run), 9, run)
+
+
+def test_a_checkpoint_that_was_put_aside_and_is_whole_again_can_be_named(run):
+    aside = path_of(run, 4).rename(path_of(run, 4).with_name("step-000004.damaged"))
+    with pytest.raises(UserError, match=r"has checkpoints of later steps than step-000004\.damaged"):
+        refuse_steps(choose_checkpoint(aside), 9, run)
+    damage(run, 6)
+    choice = choose_checkpoint(aside)
+    refuse_steps(choice, 9, run)
+    assert later_checkpoints(choice.path, run) == [path_of(run, 6)]

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from pipeloom.errors import UserError
-from pipeloom.folder_lock import LOCK, lock_folder, take_over
+from pipeloom.folder_lock import LOCK, is_locked, lock_folder, take_over
 
 HOLD = """
 import os, sys, time
@@ -55,6 +55,36 @@ def test_a_second_process_is_refused_with_the_first_ones_number_and_host(tmp_pat
         lock_folder(tmp_path, patience_s=0.1)
     assert f"{tmp_path} is in use by process {process.pid} on host {socket.gethostname()} since 2" in str(refused.value)
     assert (tmp_path / LOCK).read_text() == before
+
+
+def test_whether_a_folder_is_locked_is_seen_from_beside_and_changes_nothing(tmp_path, hold, monkeypatch):
+    assert is_locked(tmp_path) is False
+    assert not (tmp_path / LOCK).exists()
+    process, _ = hold()
+    before = (tmp_path / LOCK).read_text()
+    assert is_locked(tmp_path) is True
+    assert (tmp_path / LOCK).read_text() == before
+    process.kill()
+    process.wait()
+    assert is_locked(tmp_path) is False
+    assert (tmp_path / LOCK).read_text() == before
+    lock_folder(tmp_path, patience_s=0.1).release()
+
+
+def test_without_locks_of_the_file_system_the_holder_is_compared(tmp_path, hold, monkeypatch):
+    process, _ = hold()
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert is_locked(tmp_path) is True
+    process.kill()
+    process.wait()
+    assert is_locked(tmp_path) is False
+    holder = json.loads((tmp_path / LOCK).read_text())
+    (tmp_path / LOCK).write_text(json.dumps(holder | {"host": "another"}))
+    assert is_locked(tmp_path) is None
 
 
 def test_a_killed_process_leaves_no_lock_behind(tmp_path, hold):

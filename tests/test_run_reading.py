@@ -36,6 +36,12 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
         read_run(tmp_path)
 
 
+def test_a_run_before_its_first_step_says_so(tmp_path):
+    (tmp_path / run_folder.DRAFTS).mkdir()
+    with pytest.raises(UserError, match="has not done its first step, so there is nothing to show yet; try later"):
+        read_run(tmp_path)
+
+
 def test_a_run_without_an_end_is_read_as_far_as_it_is(tmp_path):
     run = read_run(without_its_end(write_run(tmp_path), run_folder.TRACE, steps=2))
     assert (run.summary, run.trace, run.sample) == (None, None, None)

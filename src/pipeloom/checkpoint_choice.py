@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeloom.checkpoint_folder import (
-    FOLDER,
     damage,
     find_checkpoint,
     is_checkpoint,
@@ -12,6 +11,7 @@ from pipeloom.checkpoint_folder import (
     read_info,
     run_of,
     step_folders,
+    step_of,
 )
 from pipeloom.errors import ConfigError, UserError
 
@@ -73,7 +73,9 @@ def refuse_steps(choice: Choice, steps: int, folder: Path) -> None:
             f"training.steps must be at least {done}, the steps that {choice.path} has done, found {steps}; "
             "or resume from an earlier checkpoint"
         )
-    if any(_problem(one) is None for one in _later(choice, folder)):
+    damaged = [one.name for one, _ in choice.damaged]
+    later = later_checkpoints(choice.path, folder)
+    if any(one.name not in damaged and _problem(one) is None for one in later):
         problems.append(
             f"output.folder {folder} has checkpoints of later steps than {choice.path.name}; "
             "resume from the latest one, or choose another output.folder"
@@ -82,14 +84,18 @@ def refuse_steps(choice: Choice, steps: int, folder: Path) -> None:
         raise ConfigError(problems, "going on from a checkpoint")
 
 
-def _later(choice: Choice, folder: Path) -> list[Path]:
-    """Checkpoints in a run folder of later steps than a chosen one of the same folder, but for known damaged ones."""
-    run, damaged = run_of(choice.path), [one.name for one, _ in choice.damaged]
-    names = [one.name for one in step_folders(folder)]
-    if run is None or run.resolve() != folder.resolve() or choice.path.name not in names:
+def goes_on_in(resume: Path, folder: Path) -> bool:
+    """Whether a run folder or a checkpoint, which a run resumes from, belongs to the run in a folder."""
+    run = run_of(resume) if is_checkpoint(resume) else resume
+    return run is not None and run.resolve() == folder.resolve()
+
+
+def later_checkpoints(checkpoint: Path, folder: Path) -> list[Path]:
+    """Checkpoints, complete or not, of later steps in a run folder; none if the checkpoint is not of that run."""
+    if not goes_on_in(checkpoint, folder):
         return []
-    later = names[names.index(choice.path.name) + 1 :]
-    return [folder / FOLDER / name for name in later if name not in damaged]
+    done = read_info(checkpoint).step
+    return [one for one in step_folders(folder) if (step_of(one) or 0) > done]
 
 
 def _problem(checkpoint: Path) -> str | None:

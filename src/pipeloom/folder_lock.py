@@ -89,6 +89,25 @@ def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
         time.sleep(0.05)
 
 
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process holds the lock of a folder; the lock stays as it is. ``None`` where that is not clear."""
+    path = folder / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return False if error.errno == errno.ENOENT else None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _read_holder(path)
+        if error.errno in _HELD:
+            return True
+        return None if holder is None or holder.host != socket.gethostname() else _lives(holder)
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def take_over(folder: Path) -> FolderLock | None:
     """The lock of a folder whose holder ended without releasing it; ``None`` where that is not certain."""
     try:

@@ -11,7 +11,7 @@ from pipeloom.config import RunConfig
 from pipeloom.config_file import read_run_file
 from pipeloom.errors import ConfigError, UserError, reason_of
 from pipeloom.files import MOST_RECORD_BYTES, read_text
-from pipeloom.run_folder import CONFIG, METRICS, OTHER_TRACES, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE
+from pipeloom.run_folder import CONFIG, DRAFTS, METRICS, OTHER_TRACES, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.trace import Trace, from_chrome
 
@@ -71,6 +71,8 @@ def read_run(folder: Path) -> Run:
     """
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}; `pipeloom train` writes one and says where")
+    if not (folder / CONFIG).is_file() and (folder / DRAFTS).is_dir():
+        raise UserError(f"the run in {folder} has not done its first step, so there is nothing to show yet; try later")
     if not (folder / CONFIG).is_file():
         raise UserError(
             f"{folder} is not the folder of a run: it lacks {CONFIG}, which `pipeloom train` writes first; "

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from pipeloom.checkpoint_folder import FOLDER, is_checkpoint, list_checkpoints, read_info, run_of, step_folders
+from pipeloom.checkpoint_choice import goes_on_in, later_checkpoints
+from pipeloom.checkpoint_folder import FOLDER, list_checkpoints, read_info, run_of
 from pipeloom.config import RunConfig
-from pipeloom.errors import RunError, UserError
+from pipeloom.errors import RunError, UserError, reason_of
 from pipeloom.folder_lock import FolderLock, lock_folder
 from pipeloom.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
 
@@ -41,11 +42,12 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
     except OSError as error:
         _remove_empty(made)
         raise UserError(
-            f"cannot write the run folder {path or 'below outputs/'}: {error.strerror}; choose another --output.folder"
+            f"cannot write the run folder {path or 'outputs'}: {reason_of(error)}; choose another --output.folder"
         ) from error
     try:
         has_run = (path / CONFIG).exists() or bool(list_checkpoints(path) or weight_files(path))
-        if has_run and not _goes_on_in(path, config.checkpoint.resume):
+        resume = config.checkpoint.resume
+        if has_run and not (resume is not None and goes_on_in(resume, path)):
             raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
         _remove_drafts(path)
         yield lock
@@ -68,26 +70,17 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
         UserError: the folder cannot be written to.
     """
     resume = config.checkpoint.resume
-    later: list[str] = []
-    if resume is not None and _goes_on_in(path, resume):
-        names = [one.name for one in step_folders(path)]
-        later = names[names.index(resume.name) + 1 :]
-    folder = RunFolder(path, damaged=tuple(later))
+    later: list[Path] = [] if resume is None else later_checkpoints(resume, path)
+    folder = RunFolder(path, damaged=tuple(one.name for one in later))
     try:
         (path / DRAFTS).mkdir()
         folder.write_config(config)
         folder.write(METRICS, "" if resume is None else "".join(_metrics_until(resume)))
     except (OSError, RunError) as error:
-        raise UserError(f"cannot write the run folder {path}: {error}; choose another --output.folder") from error
+        raise UserError(
+            f"cannot write the run folder {path}: {reason_of(error)}; choose another --output.folder"
+        ) from None
     return folder
-
-
-def _goes_on_in(path: Path, resume: Path | None) -> bool:
-    """Whether what a run goes on from, a run folder or a checkpoint, belongs to the run in a folder."""
-    if resume is None:
-        return False
-    run = run_of(resume) if is_checkpoint(resume) else resume
-    return run is not None and run.resolve() == path.resolve()
 
 
 def _metrics_until(checkpoint: Path) -> list[str]:

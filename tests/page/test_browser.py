@@ -112,10 +112,7 @@ def test_a_run_without_an_end_is_shown_with_what_it_lacks(show, tmp_path):
     run = without_its_end(write_run(tmp_path / "run"), "trace.json", steps=2)
     document = show(run)
     assert data(document)["state"] == "ready"
-    assert (
-        "<h2>This run has not finished</h2><p>Whether it still runs is not known. 2 of 5 steps are done.</p>"
-        in document
-    )
+    assert "<h2>This run has not finished</h2><p>It does not run any more. 2 of 5 steps are done.</p>" in document
     assert "<b>trace.json: measured timeline and bubble</b>: step 3 is traced" in document
     nothing = without_its_end(write_run(tmp_path / "none"), *("trace.json", "predicted_trace.json", "metrics.jsonl"))
     assert data(show(nothing)) == {"state": "ready", "expected": "0"}

@@ -12,6 +12,7 @@ from run_files import without_its_end, write_run
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
+from pipeloom.folder_lock import lock_folder
 from pipeloom.layout import Coordinates
 from pipeloom.page import format_page, write_report
 from pipeloom.page.contents import CAUSES, page_contents
@@ -183,7 +184,7 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
     contents = page_contents(read_run(run))
     top = contents["unfinished"]
     assert top["headline"] == "This run has not finished"
-    assert top["state"] == "Whether it still runs is not known. 2 of 5 steps are done."
+    assert top["state"] == "It does not run any more. 2 of 5 steps are done."
     assert dict(top["missing"]) == {
         "trace.json: measured timeline and bubble": "step 3 is traced",
         "summary.json: validation loss, unigram loss, predicted step time": "it is written at the end",
@@ -202,6 +203,15 @@ def test_a_run_without_an_end_says_so_on_top_and_shows_what_there_is(tmp_path):
     assert (pipeline["measured"], pipeline["predicted"], pipeline["ratio"]) == (None, "28.0 ms", None)
     assert contents["bubble"]["traces"] == ["predicted"]
     assert [len(curve["points"]) for curve in contents["curves"]] == [2] * 5
+
+
+def test_a_run_whose_folder_is_locked_still_runs(tmp_path, monkeypatch):
+    run = without_its_end(write_run(tmp_path))
+    lock = lock_folder(run)
+    assert page_contents(read_run(run))["unfinished"]["state"] == "It still runs. 5 of 5 steps are done."
+    monkeypatch.setattr("pipeloom.page.unfinished.is_locked", lambda _: None)
+    assert page_contents(read_run(run))["unfinished"]["state"].startswith("Whether it still runs is not known.")
+    lock.release()
 
 
 @pytest.mark.parametrize("names", [[SCHEDULE, TRACE, PREDICTED_TRACE, METRICS], [TRACE, PREDICTED_TRACE], [SCHEDULE]])

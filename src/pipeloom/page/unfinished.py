@@ -8,6 +8,7 @@ from typing import Any
 from pipeloom import run_folder
 from pipeloom.checkpoint_folder import read_info
 from pipeloom.errors import UserError
+from pipeloom.folder_lock import is_locked
 from pipeloom.run_reading import Run
 from pipeloom.words import count
 
@@ -55,16 +56,10 @@ def _begun_at(checkpoint: Path | None) -> int | None:
 
 
 def _state(folder: Path) -> str:
-    runs = is_running(folder)
+    runs = is_locked(folder)
     if runs is None:
         return "Whether it still runs is not known."
     return "It still runs." if runs else "It does not run any more."
-
-
-def is_running(folder: Path) -> bool | None:
-    """Whether a process still writes the folder; ``None`` where that is not known."""
-    del folder
-    return None
 
 
 def _progress(run: Run) -> str:
