@@ -68,12 +68,21 @@ def test_the_price_of_tokens(model, capsys, monkeypatch):
     assert "$/1e9" in capsys.readouterr().out
 
 
-def test_a_narrow_terminal_gets_fewer_columns(model, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(words(model)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    assert not any("…" in line for line in lines)
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, capsys, monkeypatch, columns):
+    asked = [*words(model, cluster="dgx-a100"), "--families", "1f1b", "gpipe", "--ways", "none"]
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(asked) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(asked) == 0
+    narrow = capsys.readouterr().out
+    assert all(len(line) <= columns for line in narrow.splitlines())
+    assert "…" not in narrow
+    figures = {word for word in wide.split() if word[0] in "$+-" or word[-1] == "%"}
+    heads = {"shared", "again", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "layout", "recomputation"}
+    assert heads <= set(wide.split())
+    assert heads | figures <= set(narrow.split())
 
 
 def test_the_answer_for_programs(model, capsys):

@@ -1,13 +1,22 @@
 """The answer of ``pipeloom plan`` for people."""
 
-import os
 import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
+from pipeloom.cli.figures import (
+    amount,
+    print_table,
+    seconds,
+    short,
+    table,
+    told_dtype,
+    unit_bytes,
+    unit_s,
+    wide_console,
+)
 from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
@@ -17,11 +26,6 @@ from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.progress import Bar
 from pipeloom.words import count, format_bytes
-
-_WIDE = 150
-"""Columns of a terminal from which on everything is shown."""
-_WIDE_COLUMNS = {"shared", "tokens/s", "bubble", "exposed", "$/1e9"}
-
 
 _SHARED = {
     "none": "nothing",
@@ -46,29 +50,23 @@ class PlanProgress(Bar):
         self._update(decided, layouts=f"{decided:,} of {layouts:,} layouts decided")
 
 
-def _console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for everything."""
-    is_told = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(highlight=False, width=None if is_told else _WIDE + 60)
-
-
 def print_plan(plan: Plan) -> None:
-    """Print the plan; tables fit the terminal's width as far as they can."""
-    console = _console()
+    """Print the plan; what a table has no room for beside the rest follows below."""
+    console = wide_console()
     _print_question(console, plan)
     if plan.best is None:
         _print_nothing(console, plan)
         return
     console.print(f"\n[bold]The {count(len(plan.steps), 'best layout')}, one of a kind[/]")
-    console.print(_best_table(plan, is_wide=console.width >= _WIDE))
+    print_table(console, _best_table(plan))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
         console.print(f"\n[bold]Why it wins: what the best of other kinds takes more ({name})[/]")
-        console.print(_rival_table(plan.best, plan.rivals, is_wide=console.width >= _WIDE))
+        print_table(console, _rival_table(plan.best, plan.rivals))
     if plan.changes:
         console.print("\n[bold]What would change it[/]")
-        console.print(_change_table(plan.best, plan.changes))
+        print_table(console, _change_table(plan.best, plan.changes))
     console.print(f"\n[bold]How far off this may be[/]\n{plan.error_bar.text}")
     if plan.advice:
         console.print("\n[bold]Advice[/]")
@@ -147,8 +145,8 @@ def _ways(best: SimulatedStep) -> list[str]:
     return parts
 
 
-def _best_table(plan: Plan, *, is_wide: bool) -> Table:
-    """The layouts; a narrow terminal gets the columns that matter most."""
+def _best_table(plan: Plan) -> Table:
+    """The layouts."""
     unit, name = unit_s(plan.steps[0].prediction.step_time_s)
     memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
     rows: list[dict[str, str]] = []
@@ -176,7 +174,7 @@ def _best_table(plan: Plan, *, is_wide: bool) -> Table:
             }
         )
     told = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
-    columns = [name for name in rows[0] if name in told and (is_wide or name not in _WIDE_COLUMNS)]
+    columns = [name for name in rows[0] if name in told]
     found = table("", columns)
     for number, row in enumerate(rows, start=1):
         found.add_row(str(number), *(row[name] for name in columns))
@@ -212,32 +210,19 @@ def _axes(step: SimulatedStep) -> str:
     return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
 
 
-def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...], *, is_wide: bool) -> Table:
-    """What each takes more, by cause; a narrow terminal gets no causes."""
+def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+    """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
     told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
-    told = told if is_wide else []
-    columns = [*(CAUSES[name] for name in told), "layout"] if is_wide else ["most of it"]
-    rows = table("", ["step", *columns])
+    rows = table("", ["step", *(CAUSES[name] for name in told), "layout"], texts=["layout"])
     for rival in rivals:
         if rival.step is None:
-            rows.add_row(rival.kind, "none fits", *[""] * len(columns))
+            rows.add_row(rival.kind, "none fits", *[""] * len(told), "")
             continue
         more_s = rival.step.prediction.step_time_s - best.prediction.step_time_s
         cells = [_signed(rival.more_s[name] / unit) for name in told]
-        most = _axes(rival.step) if is_wide else _most_of_it(rival, unit)
-        rows.add_row(rival.kind, _signed(more_s / unit), *cells, most)
+        rows.add_row(rival.kind, _signed(more_s / unit), *cells, _axes(rival.step))
     return rows
-
-
-def _most_of_it(rival: Rival, unit: float) -> str:
-    """The two largest causes, and the axes."""
-    largest = sorted(rival.more_s, key=lambda name: -abs(rival.more_s[name]))[:2]
-    told = ", ".join(f"{CAUSES[name]} {_signed(rival.more_s[name] / unit)}" for name in largest)
-    if rival.step is None:
-        return told
-    run = rival.step.run
-    return f"{told} ({run.tp} x {run.pp} x {run.dp})"
 
 
 def _signed(value: float) -> str:
@@ -245,7 +230,7 @@ def _signed(value: float) -> str:
 
 
 def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
-    rows = table("", ["tokens/s", "best layout then"])
+    rows = table("", ["tokens/s", "best layout then"], texts=["best layout then"])
     for change in changes:
         if change.step is None:
             rows.add_row(change.what, "", "nothing fits")
