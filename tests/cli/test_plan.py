@@ -1,6 +1,7 @@
 """``pipeloom plan``: an answer for people and one for programs, a run that trains, and help with wrong questions."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,12 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing(capsys):
     assert "nothing fits" in out
     assert "bytes are missing on the fullest device" in out
     assert "devices it fits" in out
+
+
+def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, capsys):
+    asked = words(model, seq=100_000_000, devices=1, **{"global-batch": 1, "software": "megatron-2021"})
+    assert main([*asked, "--no-explain"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "are there for micro-batches of 1 sequence of 100,000,000 tokens" in out
+    assert re.search(r"- with sequences of [\d,]+ tokens it fits", out)
+    assert "choose a smaller model" not in out

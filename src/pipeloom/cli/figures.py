@@ -36,13 +36,12 @@ def _blocks(rows: Table, width: int) -> Iterator[Table]:
     """The table in parts that fit the width, each with the names of the rows."""
     names, *others = rows.columns
     room = width - min(_width(names), int(width * _MOST_OF_NAMES)) - 1
-    block: list[Column] = []
-    left = room
+    block, left = list[Column](), room
     for column in others:
         needed = _width(column) if column.no_wrap else min(_width(column), _TEXT)
         if block and needed > left:
             yield _part(rows, [names, *block])
-            block, left = [], room
+            block, left = list[Column](), room
         block.append(column)
         left -= needed + 1
     yield _part(rows, [names, *block])

@@ -312,6 +312,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         else {
             "least_bytes": near.least_bytes,
             "missing_bytes": near.missing_bytes,
+            "sequence_bytes": near.sequence_bytes,
             "ways_out": [{"what": what, "layout": step_to_json(step)} for what, step in near.ways_out],
         },
     }

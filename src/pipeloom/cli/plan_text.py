@@ -18,6 +18,7 @@ from pipeloom.cli.figures import (
     wide_console,
 )
 from pipeloom.cli.plan import dollars_per_billion_tokens
+from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
 from pipeloom.planner.question import Question
@@ -240,6 +241,18 @@ def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
     return rows
 
 
+def _for_sequences(plan: Plan, near: Closest) -> str:
+    """What of the bytes the length of the sequences takes, where shorter ones would fit the layout."""
+    if near.sequence_bytes < near.missing_bytes:
+        return ""
+    unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    micro_batch = count(near.leaf.cut.run.micro_batch, "sequence")
+    return (
+        f"; {short(near.sequence_bytes / unit)} {name} are there for micro-batches of {micro_batch} of "
+        f"{plan.question.seq:,} tokens"
+    )
+
+
 def _print_nothing(console: Console, plan: Plan) -> None:
     near = plan.closest
     if near is None:
@@ -254,14 +267,15 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (
-            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
+            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device{_for_sequences(plan, near)}"
             if near.missing_bytes > 0
             else "by a bound it would fit, but no schedule of it does"
         )
     )
     if not near.ways_out:
         console.print(
-            "no number of devices and no length of sequences that was tried is enough; choose a smaller model"
+            f"neither {2**MOST_DOUBLINGS} times as many devices nor shorter sequences are enough; choose a smaller "
+            "model, or devices with more memory"
         )
     for line in plan.advice:
         console.print(f"- {line}")
