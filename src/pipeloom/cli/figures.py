@@ -8,14 +8,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 
+from pipeloom.dtypes import dtype_of
+
 _WIDE = 210
 """Columns of an output that is no terminal: enough for every table."""
 _MOST_OF_NAMES = 0.4
 """Share of the width that names of rows may take; longer ones go over several lines."""
 _TEXT = 40
 """Columns that a text needs at least; longer ones go over several lines."""
-
-from pipeloom.dtypes import dtype_of
 
 
 def wide_console() -> Console:
