@@ -133,7 +133,7 @@ RECIPE = {
 
 def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsys, monkeypatch):
     out, folder = tmp_path / "run.toml", tmp_path / "trained"
-    assert main([*words(model), "--out", str(out), "--no-explain"]) == 0
+    assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
     text, said = out.read_text(), capsys.readouterr().out
     config, problems = read_run_file(out)
     assert (problems, list(unset(config))) == ([], list(RECIPE))

@@ -91,7 +91,8 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    return [*config.problems(is_model_known=is_model_known), *recipe_problems(config)]
+    recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
+    return [*config.problems(is_model_known=is_model_known), *recipe]
 
 
 def _patience(config: RunConfig) -> str:
