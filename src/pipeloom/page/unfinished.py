@@ -44,7 +44,7 @@ def traced_step(run: Run) -> int | None:
     if run.summary is not None:
         return run.summary["traced_step"]
     begun = _begun_at(run.config.checkpoint.resume)
-    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.steps)
+    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
 
 
 def _begun_at(checkpoint: Path | None) -> int | None:
@@ -63,7 +63,7 @@ def _state(folder: Path) -> str:
 
 
 def _progress(run: Run) -> str:
-    return f"{done_steps(run):,} of {count(run.config.training.steps, 'step')} are done."
+    return f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:
