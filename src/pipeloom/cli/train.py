@@ -76,8 +76,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
         from pipeloom.train.export import export
 
         export(path / FOLDER / name_of(result.summary.steps), path)
-    if result.measured is not None:
-        write_report(path)
+    write_report(path)
     _print_end(result.summary, path)
 
 
