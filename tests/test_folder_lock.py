@@ -49,7 +49,9 @@ def hold(tmp_path):
 
 
 def test_a_second_process_is_refused_with_the_first_ones_number_and_host(tmp_path, hold):
+    assert is_locked(tmp_path) is False
     process, _ = hold()
+    assert is_locked(tmp_path) is True
     before = (tmp_path / LOCK).read_text()
     with pytest.raises(UserError) as refused:
         lock_folder(tmp_path, patience_s=0.1)
@@ -92,6 +94,7 @@ def test_a_killed_process_leaves_no_lock_behind(tmp_path, hold):
     process.kill()
     process.wait()
     assert (tmp_path / LOCK).exists()
+    assert is_locked(tmp_path) is False
     lock = lock_folder(tmp_path, patience_s=0)
     assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
     lock.release()
@@ -156,8 +159,10 @@ def test_without_locks_of_the_file_system_a_living_process_of_this_host_is_still
     with pytest.raises(UserError, match=f"in use by process {process.pid} on host"):
         lock_folder(tmp_path, patience_s=0)
     assert take_over(tmp_path) is None
+    assert is_locked(tmp_path) is True
     process.kill()
     process.wait()
+    assert is_locked(tmp_path) is False
     lock = lock_folder(tmp_path, patience_s=0)
     assert not lock.is_kept
     lock.release()

@@ -2,11 +2,12 @@
 
 import copy
 import json
+import textwrap
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pipeloom.config import RunConfig, to_dict
+from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import place_paths, with_absolute_paths
 from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean
@@ -91,6 +92,7 @@ def format_run(config: RunConfig) -> str:
     """The configuration as a run file that repeats it, without defaults in whose place something else is said.
 
     Paths are absolute, so that the file means the same in any folder.
+    A line ``# SET`` stands for each setting without which the run cannot train (``pipeloom.config.unset``).
     """
     import tomli_w
 
@@ -100,7 +102,24 @@ def format_run(config: RunConfig) -> str:
         tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}
     if config.layout.recompute_layers is not None and config.layout.recompute == "none":
         del tree["layout"]["recompute"]
-    return tomli_w.dumps(tree)
+    return _with_comments(tomli_w.dumps(tree), config)
+
+
+def _with_comments(text: str, config: RunConfig) -> str:
+    """The text of a run file with what is still to be set, and what is a default and no recipe, in its sections."""
+    missing, usual = unset(config), usual_values(config)
+    if usual is not None:
+        comment = "\n".join(textwrap.wrap(usual, 118, initial_indent="# ", subsequent_indent="# "))
+        text = text.replace("[optimizer]\n", f"[optimizer]\n{comment}\n")
+    for name, what in reversed(missing.items()):
+        section, key = name.split(".")
+        text = text.replace(f"[{section}]\n", f"[{section}]\n# SET: {key} = ...    # {what}\n")
+    if missing:
+        text = (
+            "# SET marks what the user has to set: `pipeloom train` does not start without these settings, given here\n"
+            f"# or as flags.\n\n{text}"
+        )
+    return text
 
 
 def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:

@@ -142,7 +142,7 @@ def _open(folder: Path) -> tuple[int | None, bool]:
             is_taken = not is_kept and (holder is None or not _lives(holder))
         if is_taken:
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(asdict(_this_process())).encode())
+            os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode(), 0)
     finally:
         if not is_taken:
             os.close(descriptor)

@@ -75,15 +75,15 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"the run in {folder} has not done its first step, so there is nothing to show yet; try later")
     if not (folder / CONFIG).is_file():
         raise UserError(
-            f"{folder} is not the folder of a run: it lacks {CONFIG}, which `pipeloom train` writes first; "
-            "give the folder that `pipeloom train` names at its start"
+            f"{folder} is not the folder of a run: it lacks {CONFIG}, which `pipeloom train` writes after the "
+            "first step; give the folder that `pipeloom train` names at its start"
         )
     config, problems = read_run_file(folder / CONFIG)
     if problems:
         raise ConfigError(problems, str(folder / CONFIG))
     summary = _read(folder / SUMMARY, lambda text: _with_names(json.loads(text), _SUMMARY_NAMES))
     metrics = _read(folder / METRICS, _parse_metrics) or ()
-    if summary is not None and not metrics:
+    if summary is not None and summary["train_loss"] is not None and not metrics:
         raise UserError(f"cannot read {folder / METRICS}: expected a line for each step, found none")
     return Run(
         folder=folder,

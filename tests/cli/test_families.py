@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.families import by_rank
+from pipeloom.cli.families import COLUMNS, by_rank
 from pipeloom.generate import FAMILIES
 
 
@@ -40,6 +40,17 @@ def test_the_table_is_for_people(capsys):
     shown = capsys.readouterr().out
     assert "2 pipeline ranks, 2 micro-batches" in shown
     assert "breadth-first" in shown
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_no_column_is_dropped_on_a_narrow_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["families", "--pp", "4", "--microbatches", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    heads = [line.split() for line in lines if line.startswith("family ")]
+    assert [word for words in heads for word in words if word != "family"] == " ".join(COLUMNS).split()
+    assert len([line for line in lines if line.startswith("zb-2p ")]) == len(heads)
 
 
 def test_all_wrong_sizes_are_told_at_once(capsys):

@@ -5,12 +5,15 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
 from pipeloom.cli.plan_progress import PlanProgress
+from pipeloom.cli.run_config import parse_config
+from pipeloom.config import RunConfig, recipe_problems, unset
 from pipeloom.config_file import read_run_file
 
 MODEL = """
@@ -70,12 +73,21 @@ def test_the_price_of_tokens(model, capsys, monkeypatch):
     assert "$/1e9" in capsys.readouterr().out
 
 
-def test_a_narrow_terminal_gets_fewer_columns(model, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(words(model)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    assert not any("…" in line for line in lines)
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_a_narrow_terminal_gets_every_column_and_figure_of_a_wide_one(model, capsys, monkeypatch, columns):
+    asked = [*words(model, cluster="dgx-a100"), "--families", "1f1b", "gpipe", "--ways", "none"]
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(asked) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(asked) == 0
+    narrow = capsys.readouterr().out
+    assert all(len(line) <= columns for line in narrow.splitlines())
+    assert "…" not in narrow
+    figures = {word for word in wide.split() if word[0] in "$+-" or word[-1] == "%"}
+    heads = {"shared", "again", "tokens/s", "MFU", "bubble", "exposed", "$/1e9", "layout", "recomputation"}
+    assert heads <= set(wide.split())
+    assert heads | figures <= set(narrow.split())
 
 
 def test_the_answer_for_programs(model, capsys):
@@ -107,10 +119,63 @@ def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys
     assert problems == []
     assert config.layout.num_ranks == 4
     assert config.layout.batch_size == 8
-    assert f"pipeloom train {out}" in capsys.readouterr().out
+    assert f"start pipeloom train {out}" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(out), "--no-explain", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["layouts"][0]
     assert (again["tp"], again["pp"], again["dp"]) == (config.layout.tp, config.layout.pp, config.layout.dp)
+
+
+RECIPE = {
+    "model.norm_eps": "1e-6",
+    "data.path": "README.md",
+    "data.tokenizer": "bytes",
+    "optimizer.lr": "0.001",
+    "optimizer.lr_warmup_steps": "3",
+    "training.steps": "20",
+}
+
+
+def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsys, monkeypatch):
+    out, folder = tmp_path / "run.toml", tmp_path / "trained"
+    assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
+    text, said = out.read_text(), capsys.readouterr().out
+    config, problems = read_run_file(out)
+    assert (problems, list(unset(config))) == ([], list(RECIPE))
+    for name in RECIPE:
+        assert f"# SET: {name.split('.')[1]} = ..." in text
+        assert f"to set    {name}: " in said
+    assert "rope_theta" not in text  # positions of this family are learned
+    assert "optimizer.weight_decay 0.1" in " ".join(said.split())
+    assert main(["train", str(out), "--optimizer.lr", "0.001", "--output.folder", str(folder)]) == 2
+    error = capsys.readouterr().err
+    assert all(f"      {name} " in error for name in RECIPE if name != "optimizer.lr")
+    assert "optimizer.lr " not in error
+    assert not folder.exists()
+    monkeypatch.chdir(Path(__file__).parents[2])
+    flags = [word for name, value in RECIPE.items() for word in (f"--{name}", value)]
+    known = parse_config([str(out), *flags], "train", "", RunConfig(), RunConfig.problems)
+    assert recipe_problems(known) == []
+    assert known.optimizer.lr == 0.001
+
+
+def test_a_run_file_with_a_model_of_its_own_keeps_its_recipe(tmp_path, capsys):
+    own, out = tmp_path / "own.toml", tmp_path / "planned.toml"
+    own.write_text("layout = { pp = 2, num_microbatches = 4 }\noptimizer.lr = 0.0007\ntraining.steps = 7\n")
+    assert main(["plan", str(own), "--out", str(out), "--no-explain", "--families", "1f1b", "--tp", "1"]) == 0
+    assert "to set" not in capsys.readouterr().out
+    config, problems = read_run_file(out)
+    assert [*problems, *recipe_problems(config)] == []
+    assert (config.optimizer.lr, config.training.steps) == (0.0007, 7)
+
+
+def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys):
+    out = tmp_path / "run.toml"
+    asked = [*words(model, devices=16, **{"global-batch": 16}), "--families", "1f1b", "--no-explain"]
+    assert main([*asked, "--ways", "none", "--out", str(out)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"start pipeloom launch {out} --out FOLDER" in said
+    assert "16 processes on 2 nodes of dgx-1-v100" in said
+    assert f"start pipeloom train {out}" not in said
 
 
 def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):
@@ -191,3 +256,12 @@ def test_without_a_terminal_progress_is_lines(capsys):
     with PlanProgress(is_shown=False, first_s=0.01):
         time.sleep(0.1)
     assert capsys.readouterr().err == ""
+
+
+def test_sequences_that_fit_nowhere_are_named_with_a_length_that_would(model, capsys):
+    asked = words(model, seq=100_000_000, devices=1, **{"global-batch": 1, "software": "megatron-2021"})
+    assert main([*asked, "--no-explain"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "are there for micro-batches of 1 sequence of 100,000,000 tokens" in out
+    assert re.search(r"- with sequences of [\d,]+ tokens it fits", out)
+    assert "choose a smaller model" not in out

@@ -1,6 +1,7 @@
 """Every family on every placement, what a request may ask, and the registry."""
 
 from collections import Counter
+from itertools import combinations, product
 
 import pytest
 from families import fitting
@@ -165,3 +166,33 @@ def test_keep_names_every_rank_and_at_least_one_input():
 def test_what_only_goes_forward_keeps_nothing():
     problems = Choice(family="forward-only", pp=2, num_microbatches=2, keep=(1, 1)).problems()
     assert problems == ["keep recomputes for backwards, of which forward-only has none; leave it out"]
+
+
+def _rows(choice):
+    """Rows and placement, for comparison."""
+    schedule = choice.make()
+    return schedule.placement, tuple(tuple(row) for row in schedule.rows)
+
+
+@pytest.mark.parametrize("placement", [None, "v", "linear"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_families_say_where_they_make_the_same_schedule_and_nowhere_else(pp, placement):
+    for loops, num_microbatches in product((1, 2, 3), (1, 2, 3, 4, 5, 8)):
+        sizes = {"pp": pp, "loops": loops, "num_microbatches": num_microbatches, "placement": placement}
+        plain = [Choice(family=name, **sizes) for name, known in FAMILIES.items()
+                 if known.has_backward and not known.is_found]  # fmt: skip
+        choices = [choice for choice in plain if not choice.problems()]
+        names, rows = [choice.same_as for choice in choices], [_rows(choice) for choice in choices]
+        for one, other in combinations(range(len(choices)), 2):
+            pair = (choices[one], choices[other])
+            assert (names[one] == names[other]) == (rows[one] == rows[other]), pair
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_groups_that_make_no_difference_are_those_of_depth_first(pp):
+    for loops, num_microbatches in product((1, 2, 3), (2, 3, 4, 6)):
+        sizes = {"pp": pp, "loops": loops, "num_microbatches": num_microbatches}
+        expected = _rows(Choice(family="depth-first", **sizes))
+        for group_size in range(pp, num_microbatches + 1):
+            choice = Choice(family="hybrid", group_size=group_size, **sizes)
+            assert (choice.same_as != "hybrid") == (_rows(choice) == expected), choice

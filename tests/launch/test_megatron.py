@@ -10,7 +10,7 @@ from pipeloom.launch.megatron_order import is_megatrons
 
 def command(folder, **sections):
     (script,) = written_for("megatron", folder, **sections).files
-    return command_of(script, MEGATRON="/megatron")
+    return command_of(script, MEGATRON="/megatron", DATA="mock")
 
 
 def value(found, name):
@@ -91,7 +91,7 @@ def test_the_group_size_is_a_flag_where_the_order_is_the_same(tmp_path, family, 
 
 def test_breadth_first_is_handed_over_with_what_is_different(tmp_path):
     written = written_for("megatron", tmp_path, schedule={"family": "breadth-first"})
-    found = command_of(written.files[0], MEGATRON="/megatron")
+    found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
     assert value(found, "microbatch-group-size-per-virtual-pipeline-stage") == "8"
     (sentence,) = written.differs
     assert "forwards are those of breadth-first" in sentence
@@ -130,7 +130,7 @@ def test_sharding_of_the_optimizer_and_hybrid_sharding(tmp_path):
 def test_more_sharding_takes_fsdp_and_no_pipeline(tmp_path, shard, strategy):
     layout = {"pp": 1, "loops": 1, "dp": 4, "shard": shard}
     written = written_for("megatron", tmp_path, layout=layout)
-    found = command_of(written.files[0], MEGATRON="/megatron")
+    found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
     assert value(found, "data-parallel-sharding-strategy") == strategy
     assert {"--use-megatron-fsdp", "--no-gradient-accumulation-fusion"} <= set(found)
     assert "connections=0" in written.files[0].read_text()

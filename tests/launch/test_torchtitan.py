@@ -11,7 +11,7 @@ from pipeloom.launch.torch_csv import parse_torch_csv
 
 def command(folder, **sections):
     script = next(file for file in written_for("torchtitan", folder, **sections).files if file.suffix == ".sh")
-    return command_of(script, TOKENIZER="/tokenizer")
+    return command_of(script, TOKENIZER="/tokenizer", DATASET="c4")
 
 
 def value(found, name):
@@ -93,6 +93,8 @@ def test_the_model_has_the_sizes_of_the_run(tmp_path):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             for name, item in zip(node.targets[0].elts, ast.literal_eval(node.value), strict=True):
                 constants[name.id] = item
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            constants[node.targets[0].id] = node.value.value
     sizes = {"DIM": 64, "LAYERS": 10, "VOCAB": 512, "HEADS": 4, "KV_HEADS": 2, "ROPE_THETA": 5e5, "FFN_DIM": 192}
     assert sizes.items() <= constants.items()
 

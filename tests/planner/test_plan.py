@@ -224,3 +224,32 @@ def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
     config, problems = with_model_sizes(config)
     assert [*problems, *config.problems(trains=False)] == []
     assert simulate_config(config).prediction.step_time_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("families", [("zb-h1", "interleaved-zb"), ("gpipe", "breadth-first")])
+def test_a_schedule_with_two_names_is_one_row(ask, families):
+    both = search(ask().limited(families=families, loops=(1,), pp=(2, 4)), 20)
+    alone = search(ask().limited(families=families[:1], loops=(1,), pp=(2, 4)), 20)
+    assert {step.order.choice.family for step in both.steps} == {families[0]}
+    assert [step.run for step in both.steps] == [step.run for step in alone.steps]
+    assert both.counts.layouts == alone.counts.layouts
+    other = search(ask().limited(families=families[1:], loops=(1,), pp=(2, 4)), 20)  # under the name that was asked for
+    assert [step.prediction for step in other.steps] == [step.prediction for step in alone.steps]
+
+
+def test_where_sequences_are_too_long_the_plan_says_so_and_which_would_fit(ask):
+    question = ask(seq=3_000_001, num_devices=1, global_batch=1, software=load_software("megatron-2021"))
+    near = make_plan(question).closest
+    assert near.sequence_bytes > near.missing_bytes > 0
+    (step,) = (step for what, step in near.ways_out if what.startswith("sequences of"))
+    assert step.prediction.fits
+    longer = replace(question, seq=step.run.seq * 2)
+    assert search(longer, 1).best is None
+
+
+def test_where_the_model_is_too_large_shorter_sequences_are_not_to_blame(ask):
+    near = make_plan(
+        ask(shape=load_model("gpt-52b"), num_devices=1, global_batch=1, software=load_software("megatron-2021"))
+    ).closest
+    assert near.sequence_bytes < near.missing_bytes
+    assert not any(what.startswith("sequences of") for what, _ in near.ways_out)

@@ -132,6 +132,20 @@ def test_layouts_without_a_way_are_told_where_nothing_needs_it(deep, way):
     assert plan.best == search(deep(ONE_BY_ONE | {"ways": ("none",)}), 1).best
 
 
+def test_a_plain_layout_that_is_faster_than_the_named_way_is_advised(deep):
+    limits, changes = CASES["balance"]
+    for explains in (False, True):
+        plan = make_plan(deep(limits | {"ways": ("keep",)}, **changes), 1, explains=explains)
+        plain = search(deep(limits | {"ways": ("none",)}, **changes), 1).best
+        assert way_of(plan.best) == "keep"
+        (sentence,) = (one for one in plan.advice if "plain layout is faster" in one)
+        less = 1 - plain.prediction.step_time_s / plan.best.prediction.step_time_s
+        assert less > 0
+        assert f"{less:.1%} less" in sentence
+    slower = make_plan(deep(limits | {"ways": ("balance",)}, **changes), 1, explains=False)
+    assert slower.advice == ()
+
+
 def test_room_is_not_made_where_everything_fits(deep):
     found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
     assert found.counts.tried == 0

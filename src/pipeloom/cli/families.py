@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-from pipeloom.cli.figures import table
+from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
@@ -31,14 +31,13 @@ class Options:
 
 
 COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "moves", "moved")
-_WIDE = ("sent", "moves", "moved")
-"""Columns that a terminal has no room for."""
 SLICES = 4
 """Token slices of the rows that have some."""
 LEGEND = (
     "bubble: idle / ideal; own: the same between a rank's own first and last action; memory: most that each rank "
     f"holds, in {MEMORY_UNIT}; gathers: of sharded weights on the busiest rank, one stage gathered at once; "
-    "messages: tensors that change rank. --json contains what they carry, and swaps."
+    "messages: tensors that change rank; sent: what they carry, in micro-batches at the border of a stage; moves: "
+    "transfers to a partner or the host and back; moved: what they carry, in units of the memory"
 )
 
 
@@ -146,15 +145,11 @@ def _even(values: Sequence[float]) -> int:
 
 
 def _print(options: Options, found: Sequence[Line]) -> None:
-    from pipeloom.console import make_console
-
-    console = make_console()
+    console = wide_console()
     ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
     console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
-    shown = [number for number, name in enumerate(COLUMNS) if name not in _WIDE]
-    rows = table("family", [COLUMNS[number] for number in shown])
-    rows.columns[0].no_wrap = True
+    rows = table("family", COLUMNS)
     for line in found:
-        rows.add_row(line.name, *(line.cells[number] for number in shown))
-    console.print(rows)
+        rows.add_row(line.name, *line.cells)
+    print_table(console, rows)
     console.print(LEGEND, style="dim")

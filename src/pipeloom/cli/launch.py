@@ -9,7 +9,8 @@ from typing import Literal
 
 from pipeloom.catalog import load_cluster
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, unset, usual_values
+from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.launch import HandedOver, hand_over
 from pipeloom.predict.describe import machine_problems
@@ -44,25 +45,63 @@ def run(words: list[str]) -> int:
     return 2 if done.refused and (options.to or not done.written) else 0
 
 
+def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
+    """Print what a run file still lacks, and what starts the run.
+
+    Args:
+        config: the run.
+        cluster: whose nodes it is for.
+        file: where it was written.
+    """
+    print(f"\nrun file: {file}")
+    missing, usual = unset(config), usual_values(config)
+    for name, what in missing.items():
+        _print_item("to set", f"{name}: {what}")
+    if usual is not None:
+        _print_item("defaults", usual)
+    if missing:
+        _print_item("", "What is to set has a line `# SET` in the file; flags of `pipeloom train` do as well.")
+    num_ranks = config.layout.num_ranks
+    num_nodes = cluster.node_of(num_ranks - 1)[0] + 1
+    if num_nodes == 1:
+        _print_item("start", f"pipeloom train {file}")
+    else:
+        _print_item(
+            "start",
+            f"pipeloom launch {file} --out FOLDER writes the scripts that start its {num_ranks} processes on "
+            f"{num_nodes} nodes of {cluster.name}, by torchrun or Slurm; pipeloom train starts all of them on one host",
+        )
+
+
 def print_handed_over(done: HandedOver) -> None:
     """Say what was written and how it is started, and what was refused and why."""
     for written in done.written:
         print(f"\n{written.target}: {written.program}")
         _print_item("files", ", ".join(map(str, written.files)))
+        if written.needs:
+            _print_item("to set", ", ".join(name for name, _ in written.needs))
         _print_item("start", written.start)
         for sentence in written.differs:
             _print_item("differs", sentence)
         for sentence in written.left_out:
             _print_item("left out", sentence)
+    needs = {name: what for written in done.written for name, what in written.needs}
+    if needs:
+        print("\nto set, as variables of the environment; without them nothing starts")
+        for name, what in needs.items():
+            _print_item(name, what, 28)
+    if done.usual is not None:
+        print("\ndefaults")
+        _print_item("", done.usual)
     for refused in done.refused:
         print(f"\n{refused.target}: {refused.program} cannot express this run")
         for reason in refused.reasons:
             _print_item("reason", reason)
 
 
-def _print_item(head: str, text: str) -> None:
+def _print_item(head: str, text: str, size: int = 10) -> None:
     width = max(40, min(shutil.get_terminal_size().columns, 120))
-    print(textwrap.fill(text, width, initial_indent=f"  {head:<10}", subsequent_indent=" " * 12,
+    print(textwrap.fill(text, width, initial_indent=f"  {head:<{size}}", subsequent_indent=" " * (size + 2),
                         break_long_words=False, break_on_hyphens=False))  # fmt: skip
 
 

@@ -147,7 +147,9 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
         except OSError as error:
             raise UserError(f"cannot write the run {options.out}: {error.strerror}") from error
         if not options.json:
-            print(f"\nwritten: {options.out}; start it with `pipeloom train {options.out}`")
+            from pipeloom.cli.launch import print_run
+
+            print_run(config, best.cluster, options.out)
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.launch import hand_over
@@ -314,6 +316,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         else {
             "least_bytes": near.least_bytes,
             "missing_bytes": near.missing_bytes,
+            "sequence_bytes": near.sequence_bytes,
             "ways_out": [{"what": what, "layout": step_to_json(step)} for what, step in near.ways_out],
         },
     }

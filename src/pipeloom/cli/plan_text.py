@@ -1,27 +1,29 @@
 """The answer of ``pipeloom plan`` for people."""
 
-import os
-import sys
-
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
+from pipeloom.cli.figures import (
+    amount,
+    print_table,
+    seconds,
+    short,
+    table,
+    told_dtype,
+    unit_bytes,
+    unit_s,
+    wide_console,
+)
 from pipeloom.cli.plan import dollars_per_billion_tokens
-from pipeloom.console import headed, make_console
+from pipeloom.console import headed
+from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal import raw
 from pipeloom.words import count, format_bytes
-
-_WIDE = 150
-"""Columns of a terminal from which on everything is shown."""
-_WIDE_COLUMNS = {"shared", "tokens/s", "bubble", "exposed", "$/1e9"}
-
 
 _SHARED = {
     "none": "nothing",
@@ -33,29 +35,23 @@ _AGAIN = {"none": "nothing", "selective": "attention", "some": "all layers", "fu
 _BAD = "bold red"
 
 
-def _console() -> Console:
-    """As wide as the terminal; where there is none, wide enough for everything."""
-    is_told = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
-    return make_console(width=None if is_told else _WIDE + 60)
-
-
 def print_plan(plan: Plan) -> None:
-    """Print the plan; tables fit the terminal's width as far as they can."""
-    console = _console()
+    """Print the plan; what a table has no room for beside the rest follows below."""
+    console = wide_console()
     _print_question(console, plan)
     if plan.best is None:
         _print_nothing(console, plan)
         return
     console.print(headed(f"\nThe {count(len(plan.steps), 'best layout')}, one of a kind"))
-    console.print(_best_table(plan, is_wide=console.width >= _WIDE))
+    print_table(console, _best_table(plan))
     _print_layout(console, plan.best)
     if plan.rivals:
         name = unit_s(plan.best.prediction.step_time_s)[1]
         console.print(headed(f"\nWhy it wins: what the best of other kinds takes more ({name})"))
-        console.print(_rival_table(plan.best, plan.rivals, is_wide=console.width >= _WIDE))
+        print_table(console, _rival_table(plan.best, plan.rivals))
     if plan.changes:
         console.print(headed("\nWhat would change it"))
-        console.print(_change_table(plan.best, plan.changes))
+        print_table(console, _change_table(plan.best, plan.changes))
     console.print(headed("\nHow far off this may be", f"\n{plan.error_bar.text}"))
     if plan.advice:
         console.print(headed("\nAdvice"))
@@ -138,8 +134,8 @@ def _ways(best: SimulatedStep) -> list[str]:
     return parts
 
 
-def _best_table(plan: Plan, *, is_wide: bool) -> Table:
-    """The layouts; a narrow terminal gets the columns that matter most."""
+def _best_table(plan: Plan) -> Table:
+    """The layouts."""
     unit, name = unit_s(plan.steps[0].prediction.step_time_s)
     memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
     rows: list[dict[str, str]] = []
@@ -167,7 +163,7 @@ def _best_table(plan: Plan, *, is_wide: bool) -> Table:
             }
         )
     told = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
-    columns = [name for name in rows[0] if name in told and (is_wide or name not in _WIDE_COLUMNS)]
+    columns = [name for name in rows[0] if name in told]
     found = table("", columns)
     for number, row in enumerate(rows, start=1):
         found.add_row(str(number), *(row[name] for name in columns))
@@ -203,32 +199,19 @@ def _axes(step: SimulatedStep) -> str:
     return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
 
 
-def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...], *, is_wide: bool) -> Table:
-    """What each takes more, by cause; a narrow terminal gets no causes."""
+def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+    """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
     told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
-    told = told if is_wide else []
-    columns = [*(CAUSES[name] for name in told), "layout"] if is_wide else ["most of it"]
-    rows = table("", ["step", *columns])
+    rows = table("", ["step", *(CAUSES[name] for name in told), "layout"], texts=["layout"])
     for rival in rivals:
         if rival.step is None:
-            rows.add_row(rival.kind, "none fits", *[""] * len(columns))
+            rows.add_row(rival.kind, "none fits", *[""] * len(told), "")
             continue
         more_s = rival.step.prediction.step_time_s - best.prediction.step_time_s
         cells = [_signed(rival.more_s[name] / unit) for name in told]
-        most = _axes(rival.step) if is_wide else _most_of_it(rival, unit)
-        rows.add_row(rival.kind, _signed(more_s / unit), *cells, most)
+        rows.add_row(rival.kind, _signed(more_s / unit), *cells, _axes(rival.step))
     return rows
-
-
-def _most_of_it(rival: Rival, unit: float) -> str:
-    """The two largest causes, and the axes."""
-    largest = sorted(rival.more_s, key=lambda name: -abs(rival.more_s[name]))[:2]
-    told = ", ".join(f"{CAUSES[name]} {_signed(rival.more_s[name] / unit)}" for name in largest)
-    if rival.step is None:
-        return told
-    run = rival.step.run
-    return f"{told} ({run.tp} x {run.pp} x {run.dp})"
 
 
 def _signed(value: float) -> str:
@@ -236,7 +219,7 @@ def _signed(value: float) -> str:
 
 
 def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
-    rows = table("", ["tokens/s", "best layout then"])
+    rows = table("", ["tokens/s", "best layout then"], texts=["best layout then"])
     for change in changes:
         if change.step is None:
             rows.add_row(change.what, "", "nothing fits")
@@ -244,6 +227,18 @@ def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
         is_same = _axes(change.step) == _axes(best)
         rows.add_row(change.what, f"{change.speed - 1:+.1%}", "the same" if is_same else _axes(change.step))
     return rows
+
+
+def _for_sequences(plan: Plan, near: Closest) -> str:
+    """What of the bytes the length of the sequences takes, where shorter ones would fit the layout."""
+    if near.sequence_bytes < near.missing_bytes:
+        return ""
+    unit, name = unit_bytes(plan.question.cluster.device.memory_bytes)
+    micro_batch = count(near.leaf.cut.run.micro_batch, "sequence")
+    return (
+        f"; {short(near.sequence_bytes / unit)} {name} are there for micro-batches of {micro_batch} of "
+        f"{plan.question.seq:,} tokens"
+    )
 
 
 def _print_nothing(console: Console, plan: Plan) -> None:
@@ -264,7 +259,7 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (
-            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device"
+            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device{_for_sequences(plan, near)}"
             if near.missing_bytes > 0
             else "by a bound it would fit, but no schedule of it does"
         )
@@ -272,7 +267,8 @@ def _print_nothing(console: Console, plan: Plan) -> None:
     console.print(headed("\nnothing fits", needs, _BAD))
     if not near.ways_out:
         console.print(
-            "no number of devices and no length of sequences that was tried is enough; choose a smaller model"
+            f"neither {2**MOST_DOUBLINGS} times as many devices nor shorter sequences are enough; choose a smaller "
+            "model, or devices with more memory"
         )
     for line in plan.advice:
         console.print(f"- {line}")

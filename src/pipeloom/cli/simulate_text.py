@@ -7,8 +7,18 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import amount, seconds, short, table, told_dtype, unit_bytes, unit_s
-from pipeloom.console import headed, make_console
+from pipeloom.cli.figures import (
+    amount,
+    print_table,
+    seconds,
+    short,
+    table,
+    told_dtype,
+    unit_bytes,
+    unit_s,
+    wide_console,
+)
+from pipeloom.console import headed
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.report.summary import communication
@@ -28,12 +38,10 @@ _PARTS = {
     "optimizer_s": "optimizer",
 }
 _MOST_RANKS = 12
-_WIDE = 76
-"""Columns of a terminal from which on memory is shown with all of its parts."""
 
 
 def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_default_dtype: bool = False) -> None:
-    """Print the step; tables fit the terminal's width.
+    """Print the step; what a table has no room for beside the rest follows below.
 
     Args:
         step: the answer.
@@ -41,17 +49,16 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_d
         with_peaks: whether to say when each rank holds most.
         has_default_dtype: whether the type is the devices' default.
     """
-    console = make_console()
+    console = wide_console()
     _print_headline(console, step, has_default_dtype=has_default_dtype)
-    is_wide = console.width >= _WIDE
-    tables = [_account_table(step), _lane_table(step), _memory_table(step, is_wide=is_wide)]
+    tables = [_account_table(step), _lane_table(step), _memory_table(step)]
     if with_lanes:
         tables.insert(2, _every_lane_table(step))
     if with_peaks:
-        tables.append(_peak_table(step, is_wide=is_wide))
+        tables.append(_peak_table(step))
     for title, rows in tables:
         console.print(headed(f"\n{title}"))
-        console.print(rows)
+        print_table(console, rows)
     if step.run.pp > _MOST_RANKS:
         console.print("of many pipeline ranks some are shown, the fullest among them; --json has all")
     _print_fit(console, step)
@@ -180,11 +187,11 @@ _MEMORY = {
 }
 
 
-def _memory_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
+def _memory_table(step: SimulatedStep) -> tuple[str, Table]:
     memories, limits = step.prediction.memory_by_rank, step.prediction.device_bytes
     unit, name = unit_bytes(limits[step.prediction.fullest_rank])
     are_alike = len(set(limits)) == 1
-    parts = [part for part in _MEMORY if is_wide and any(asdict(memory)[part] for memory in memories)]
+    parts = [part for part in _MEMORY if any(asdict(memory)[part] for memory in memories)]
     columns = [*(_MEMORY[part] for part in parts), "total", *([] if are_alike else ["of"])]
     rows = table("rank", columns)
     for rank in _shown_ranks(len(memories), step.prediction.fullest_rank):
@@ -207,11 +214,11 @@ _PEAK_PARTS = {
 }
 
 
-def _peak_table(step: SimulatedStep, *, is_wide: bool) -> tuple[str, Table]:
+def _peak_table(step: SimulatedStep) -> tuple[str, Table]:
     unit, name = unit_bytes(step.prediction.device_bytes[step.prediction.fullest_rank])
     time_unit, name_s = unit_s(step.prediction.step_time_s)
     curves = step.memory_over_time
-    parts = [part for part in _PEAK_PARTS if is_wide and any(curve.peak_parts[part] for curve in curves)]
+    parts = [part for part in _PEAK_PARTS if any(curve.peak_parts[part] for curve in curves)]
     rows = table("rank", ["peak", "at", *(_PEAK_PARTS[part] for part in parts)])
     for rank in _shown_ranks(len(curves), step.prediction.fullest_rank):
         curve = curves[rank]

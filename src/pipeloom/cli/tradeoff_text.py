@@ -1,12 +1,10 @@
 """The answer of ``pipeloom tradeoff`` for people."""
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import told_dtype
-from pipeloom.console import headed, make_console
+from pipeloom.cli.figures import print_table, table, told_dtype, wide_console
+from pipeloom.console import headed
 from pipeloom.planner.tradeoff import Curves, Point
 
 
@@ -17,14 +15,14 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
         curves: the answer.
         has_default_batch: whether the critical batch is that of the published fit.
     """
-    console = make_console()
+    console = wide_console()
     _print_headline(console, curves, has_default_batch=has_default_batch)
-    for title, table in (
+    for title, rows in (
         ("The best method of each cluster size (* on the Pareto front)", _best_table(curves)),
         ("Days and dollars of each method at its own best batch", _method_table(curves)),
     ):
         console.print(headed(f"\n{title}"))
-        console.print(table)
+        print_table(console, rows)
     console.print(
         "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "
         f"recomputed\non {curves.asked.question.num_devices}: MFU of the method with that batch per device"
@@ -54,23 +52,15 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
         console.print(f"{name:<10}{text}")
 
 
-def _table(columns: Iterable[str], texts: int) -> Table:
-    """A table whose first columns are texts and the others numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, column in enumerate(columns):
-        is_text = number < texts
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "layout")
-    return table
-
-
 def _best_table(curves: Curves) -> Table:
     reference = f"on {curves.asked.question.num_devices}"
-    table = _table(("devices", "method", "layout", "batch", "MFU", reference, "days", "dollars"), 3)
+    columns = ("method", "layout", "batch", "MFU", reference, "days", "dollars")
+    rows = table("devices", columns, texts=["method", "layout"])
     front = {id(point) for point in curves.front}
     for count in curves.asked.device_counts:
         point = curves.best(count)
         if point is not None:
-            table.add_row(
+            rows.add_row(
                 f"{count:,}{'*' if id(point) in front else ''}",
                 point.method,
                 layout(point),
@@ -80,17 +70,17 @@ def _best_table(curves: Curves) -> Table:
                 days(point.days),
                 dollars(point.dollars),
             )
-    return table
+    return rows
 
 
 def _method_table(curves: Curves) -> Table:
     methods = list(curves.asked.methods)
-    table = _table(("devices", *methods), 1)
+    rows = table("devices", methods)
     for count in curves.asked.device_counts:
         found = (curves.best(count, method) for method in methods)
         cells = ("-" if point is None else f"{days(point.days)} {dollars(point.dollars)}" for point in found)
-        table.add_row(f"{count:,}", *cells)
-    return table
+        rows.add_row(f"{count:,}", *cells)
+    return rows
 
 
 def layout(point: Point) -> str:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
-from pipeloom.cli.run_config import parse_run_config
-from pipeloom.config import RunConfig
+from pipeloom.cli.run_config import parse_config
+from pipeloom.config import RunConfig, recipe_problems
 from pipeloom.schedule import Kind
 from pipeloom.words import count, format_bytes, told_passes
 
@@ -24,7 +24,7 @@ _SUMMARY = "Train a language model with a pipeline of processes."
 
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
-    config = parse_run_config(words, "train", _SUMMARY)
+    config = parse_config(words, "train", _SUMMARY, RunConfig(), _problems)
     from pipeloom.execute.world import is_first
     from pipeloom.run_folder import RunFolder
     from pipeloom.run_start import take_run_folder
@@ -78,8 +78,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
         from pipeloom.train.export import export
 
         export(path / FOLDER / name_of(result.summary.steps), path)
-    if result.measured is not None:
-        write_report(path)
+    write_report(path)
     _print_end(result.summary, path)
 
 
@@ -88,8 +87,13 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
     if config.checkpoint.resume is None:
         return None
     choice = choose_checkpoint(config.checkpoint.resume)
-    refuse_steps(choice, config.training.steps, folder)
+    refuse_steps(choice, config.training.known_steps, folder)
     return choice
+
+
+def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
+    recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
+    return [*config.problems(is_model_known=is_model_known), *recipe]
 
 
 def _patience(config: RunConfig) -> str:
@@ -109,7 +113,7 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
     check_resumable(config)
     info = read_info(choice.path)
     line = f"\nresume     {choice.path}: step {info.step}, {info.tokens:,} tokens"
-    if info.step == config.training.steps:
+    if info.step == config.training.known_steps:
         line += "; all steps are done, only the end of the run is left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
     line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
@@ -175,7 +179,7 @@ def _announce(config: RunConfig) -> None:
         f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}\n"
-        f"dtype      {config.training.known_dtype}{_dtype_note(config)}",
+        f"dtype      {config.training.known_dtype}{_dtype_note(config)}{_crowd(config)}",
         flush=True,
     )
     if schedule.budget_bytes is not None:
@@ -187,6 +191,18 @@ def _dtype_note(config: RunConfig) -> str:
     """That nobody chose the type, if nobody did."""
     training = config.training
     return "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
+
+
+def _crowd(config: RunConfig) -> str:
+    """A line where a run on CPUs has more processes on this host than there are cores; empty elsewhere."""
+    from pipeloom.execute.world import is_launched
+    from pipeloom.machine.host import num_devices
+
+    num_ranks = config.layout.num_ranks
+    if is_launched() or config.training.device != "cpu" or (cores := num_devices("cpu")) >= num_ranks:
+        return ""
+    several = "`pipeloom launch` writes what starts them on several hosts"
+    return f"\nhost       {count(num_ranks, 'process')} share {count(cores, 'core')}; {several}"
 
 
 def _passes(config: RunConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import tyro
 
 from pipeloom.catalog import load_cluster, load_software, source_of
+from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
 from pipeloom.validate.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
@@ -136,10 +137,10 @@ _HEADER = ("rows", "timed", "mean", "median", "p90", "bias", "ranks", "regret", 
 
 def _print_table(answer: Comparison) -> None:
     parts = {"all": measure(answer.outcomes), **answer.by_set}
-    width = max(map(len, parts))
-    print(" " * width + "".join(f"{name:>9}" for name in _HEADER))
+    rows = table("", _HEADER)
     for name, part in parts.items():
-        print(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in _cells(part)))
+        rows.add_row(name, *_cells(part))
+    print_table(wide_console(), rows)
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: how much slower, as measured, the")
     print("# layout ranked first is than the fastest, mean over groups of one set, model, sequence length, number of")
     print(f"# devices, batch, precision and kernels ({_counted(parts['all'])})")

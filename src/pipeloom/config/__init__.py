@@ -1,5 +1,6 @@
 """What a run is told: frozen dataclasses, the one truth. Files and flags only override them."""
 
+from pipeloom.config.recipe import recipe_problems, unset, usual_values, with_demo_recipe
 from pipeloom.config.run import RunConfig, to_dict
 from pipeloom.config.sections import (
     CheckpointConfig,
@@ -22,5 +23,9 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "recipe_problems",
     "to_dict",
+    "unset",
+    "usual_values",
+    "with_demo_recipe",
 ]

@@ -100,7 +100,7 @@ def _range_problems(config: "RunConfig") -> list[str]:
     found += [
         f"{name} must be {and_finite('above 0', _value(config, name))}, found {_value(config, name)}"
         for name in _ABOVE_ZERO
-        if not 0 < _value(config, name) <= _most(name)
+        if _value(config, name) is not None and not 0 < _value(config, name) <= _most(name)
     ]
     found += [
         f"{name} must lie between 0 and 1, found {_value(config, name)}"
@@ -327,7 +327,7 @@ def _text_problems(config: "RunConfig") -> list[str]:
 
 def _checkpoint_problems(config: "RunConfig") -> list[str]:
     """What is wrong whichever checkpoint of a run folder is taken: the newest whole one is chosen later."""
-    resume, steps = config.checkpoint.resume, config.training.steps
+    resume, steps = config.checkpoint.resume, config.training.known_steps
     if resume is None:
         return []
     try:

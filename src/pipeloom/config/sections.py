@@ -40,12 +40,22 @@ class ModelConfig:
     multiple of 32."""
     vocab_size: int | None = None
     """Tokens that the model knows. None: as many as the tokenizer has."""
-    norm_eps: float = 1e-5
-    """Added to the variance in normalisation."""
-    rope_theta: float = 10000.0
-    """Base of the rotary position frequencies; llama only."""
+    norm_eps: float | None = None
+    """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
+    rope_theta: float | None = None
+    """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
     tied: bool = False
     """Whether embedding and head are one matrix."""
+
+    @property
+    def known_norm_eps(self) -> float:
+        """With its default."""
+        return 1e-5 if self.norm_eps is None else self.norm_eps
+
+    @property
+    def known_rope_theta(self) -> float:
+        """With its default."""
+        return 10000.0 if self.rope_theta is None else self.rope_theta
 
     def resolve(self, vocab_size: int) -> "ModelConfig":
         """The same model with every derived size filled in.
@@ -59,6 +69,8 @@ class ModelConfig:
             num_kv_heads=self.num_kv_heads or self.num_heads,
             ffn_size=self.ffn_size or inner,
             vocab_size=self.vocab_size or vocab_size,
+            norm_eps=self.known_norm_eps,
+            rope_theta=self.known_rope_theta,
         )
 
 
@@ -67,9 +79,11 @@ class DataConfig:
     """The text."""
 
     path: Path | None = None
-    """A text file, or a folder of them. None: the sources of the running Python's standard library."""
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
-    """bytes: one token a byte. bpe: byte-pair encoding trained on the corpus (needs pipeloom[bpe])."""
+    """A text file, or a folder of them. None: the sources of the running Python's standard library; no default for a
+    model from model.preset or model.file."""
+    tokenizer: Literal["bytes", "bpe"] | None = None
+    """bytes: one token a byte. bpe: byte-pair encoding trained on the corpus (needs pipeloom[bpe]). None: bytes; no
+    default for a model from model.preset or model.file."""
     bpe_vocab_size: int = 4096
     """Tokens of the byte-pair encoding; used with tokenizer bpe only."""
     seq_len: int = 128
@@ -82,7 +96,12 @@ class DataConfig:
     @property
     def vocab_size(self) -> int:
         """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
-        return 257 if self.tokenizer == "bytes" else self.bpe_vocab_size
+        return 257 if self.known_tokenizer == "bytes" else self.bpe_vocab_size
+
+    @property
+    def known_tokenizer(self) -> Literal["bytes", "bpe"]:
+        """With its default."""
+        return self.tokenizer or "bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +169,11 @@ class ScheduleConfig:
 class OptimizerConfig:
     """AdamW and its learning rate."""
 
-    lr: float = 3e-3
-    """Peak learning rate."""
-    lr_warmup_steps: int = 10
-    """Steps over which the learning rate rises from 0."""
+    lr: float | None = None
+    """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
+    lr_warmup_steps: int | None = None
+    """Steps over which the learning rate rises from 0. None: 10; no default for a model from model.preset or
+    model.file."""
     lr_min_fraction: float = 0.1
     """Share of lr that the cosine ends at."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -166,6 +186,16 @@ class OptimizerConfig:
     """Largest norm of the whole model's gradient; inf clips nothing."""
 
     @property
+    def known_lr(self) -> float:
+        """With its default."""
+        return 3e-3 if self.lr is None else self.lr
+
+    @property
+    def known_lr_warmup_steps(self) -> int:
+        """With its default."""
+        return 10 if self.lr_warmup_steps is None else self.lr_warmup_steps
+
+    @property
     def clips(self) -> bool:
         """Whether an update needs the norm of the whole model's gradient."""
         return self.clip_grad_norm < math.inf
@@ -175,8 +205,8 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
-    steps: int = 200
-    """Optimizer steps."""
+    steps: int | None = None
+    """Optimizer steps. None: 200; no default for a model from model.preset or model.file."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
     dtype: Dtype | None = None
@@ -210,6 +240,11 @@ class TrainingConfig:
     def known_dtype(self) -> Dtype:
         """``dtype``, with its default where the run trains."""
         return self.dtype or default_dtype(is_gpu=self.device == "cuda")
+
+    @property
+    def known_steps(self) -> int:
+        """With its default."""
+        return 200 if self.steps is None else self.steps
 
 
 @dataclass(frozen=True, kw_only=True)

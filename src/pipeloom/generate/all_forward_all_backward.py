@@ -8,13 +8,22 @@ def _all_inputs(request: Request) -> list[list[int]]:
     return [[request.num_microbatches] * request.loops] * request.placement.num_ranks
 
 
-@family("gpipe", is_looped=False, instead="breadth-first", stage_inputs=_all_inputs)
+def _without_loops(request: Request) -> str | None:
+    """Breadth-first with one loop is GPipe; with one micro-batch all orders of whole backwards are the same."""
+    return "gpipe" if request.loops == 1 else "depth-first" if request.num_microbatches == 1 else None
+
+
+def _of_one_microbatch(request: Request) -> str | None:
+    return "1f1b" if request.num_microbatches == 1 else None
+
+
+@family("gpipe", is_looped=False, instead="breadth-first", stage_inputs=_all_inputs, same_as=_of_one_microbatch)
 def gpipe(request: Request) -> Rows:
     """All forwards, then all backwards, one stage on each rank (arXiv 1811.06965)."""
     return breadth_first(request)
 
 
-@family("breadth-first", is_looped=True, stage_inputs=_all_inputs)
+@family("breadth-first", is_looped=True, stage_inputs=_all_inputs, same_as=_without_loops)
 def breadth_first(request: Request) -> Rows:
     """Each local stage for all micro-batches before the next stage (arXiv 2211.05953, section 4).
 

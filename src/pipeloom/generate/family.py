@@ -53,6 +53,8 @@ HeldInputs = Sequence[Sequence[int]]
 """For each rank, for each of its stages, the stage inputs that it holds when it holds the most."""
 StageInputs = Callable[[Request], HeldInputs | None]
 """What ranks hold, without making the rows; ``None`` if only they tell."""
+SameAs = Callable[[Request], str | None]
+"""Another family that makes the same rows for a request of whole sequences; ``None`` where none does."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class Family:
             ``None`` where there is none.
         slices_itself: answers with rows of token slices where they are asked for, on a looped placement. All other rows
             are made of whole micro-batches, and sliced in place (``pipeloom.schedule.add_slices``).
+        same_as: where its schedule is that of another family, which family; ``None`` where it never is.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Family:
     instead: str | None
     stage_inputs: StageInputs | None
     slices_itself: bool = False
+    same_as: SameAs | None = None
 
 
 _ACTION_BYTES = 150
@@ -113,6 +117,7 @@ def family(
     instead: str | None = None,
     stage_inputs: StageInputs | None = None,
     slices_itself: bool = False,
+    same_as: SameAs | None = None,
 ) -> Callable[[Rule], Rule]:
     """Register a rule under a name; the first line of its docstring becomes the summary.
 
@@ -145,6 +150,7 @@ def family(
             instead=instead,
             stage_inputs=stage_inputs,
             slices_itself=slices_itself,
+            same_as=same_as,
         )
         return rule
 
@@ -324,6 +330,14 @@ class Choice:
     def _request(self) -> Request:
         num_slices = self.num_slices if self._slices_itself else 1
         return Request(self.placed(), self.num_microbatches, self.group_size or self.smallest_group, num_slices)
+
+    @property
+    def same_as(self) -> str:
+        """One family for all choices that make the same schedule of whole sequences: its own, or the one it equals."""
+        name = self.family
+        while (same_as := FAMILIES[name].same_as) is not None and (other := same_as(self._request)) is not None:
+            name = other
+        return name
 
     @property
     def stage_inputs(self) -> HeldInputs | None:

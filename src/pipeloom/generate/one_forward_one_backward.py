@@ -60,7 +60,25 @@ def one_forward_one_backward(request: Request) -> Rows:
     return alternate(request, hops_back=1)
 
 
-@family("depth-first", is_looped=True, stage_inputs=inputs_in_turn(hops_back=2), slices_itself=True)
+def _of_few_microbatches(request: Request) -> str | None:
+    """With one loop twice the warm-up makes no difference where micro-batches are over before it."""
+    return "1f1b" if request.loops == 1 and request.num_microbatches <= 2 else None
+
+
+def _of_one_group(request: Request) -> str | None:
+    """Groups make no difference with one loop, and where they are as many as those of P."""
+    sizes = (request.group_size, request.placement.num_ranks)
+    groups = {max(1, request.num_microbatches // size) for size in sizes}  # what is left over is spread
+    return "depth-first" if request.loops == 1 or len(groups) == 1 else None
+
+
+@family(
+    "depth-first",
+    is_looped=True,
+    stage_inputs=inputs_in_turn(hops_back=2),
+    slices_itself=True,
+    same_as=_of_few_microbatches,
+)
 def depth_first(request: Request) -> Rows:
     """Groups of P micro-batches (a remainder is spread) through all local stages (interleaved 1F1B, arXiv 2104.04473).
 
@@ -71,7 +89,14 @@ def depth_first(request: Request) -> Rows:
     return alternate(request, hops_back=2)
 
 
-@family("hybrid", is_looped=True, is_grouped=True, stage_inputs=inputs_in_turn(hops_back=2), slices_itself=True)
+@family(
+    "hybrid",
+    is_looped=True,
+    is_grouped=True,
+    stage_inputs=inputs_in_turn(hops_back=2),
+    slices_itself=True,
+    same_as=_of_one_group,
+)
 def hybrid(request: Request) -> Rows:
     """Groups of N micro-batches through all local stages, P <= N <= M (arXiv 2407.21783, section 3.3.2).
 

@@ -68,19 +68,39 @@ def _in_pairs(request: Request) -> list[list[int]]:
     return [[min(2 * pp - rank, count), min(rank + 1, count)] for rank in range(pp)]
 
 
+def _of_one_microbatch(request: Request) -> str | None:
+    return "zb-v" if request.num_microbatches == 1 else None
+
+
 @family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
-@family("v-half", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_at_half)
+@family(
+    "v-half",
+    is_looped=True,
+    loops=2,
+    placement="v",
+    splits_backward=True,
+    stage_inputs=_at_half,
+    same_as=_of_one_microbatch,
+)
 def v_half(request: Request) -> Rows:
     """A V in half of 1F1B's memory, with half of its bubble (arXiv 2405.15362, section 3.3)."""
     return _repeated(request, _Hops(1, 2), (request.placement.num_ranks + 2) // 2)
 
 
-@family("v-min", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_at_least)
+@family(
+    "v-min",
+    is_looped=True,
+    loops=2,
+    placement="v",
+    splits_backward=True,
+    stage_inputs=_at_least,
+    same_as=_of_one_microbatch,
+)
 def v_min(request: Request) -> Rows:
     """A V in a third of 1F1B's memory, with two thirds of its bubble (arXiv 2405.15362, section 3.3)."""
     return _repeated(request, _Hops(1, 1), (request.placement.num_ranks + 4) // 3)

@@ -4,7 +4,7 @@ from pipeloom.generate.family import HeldInputs, Request, Rows, StageInputs, fam
 from pipeloom.generate.one_forward_one_backward import alternate, inputs_in_turn
 from pipeloom.generate.order import in_turn
 from pipeloom.generate.weave import of_inputs, woven
-from pipeloom.schedule import Kind, Row
+from pipeloom.schedule import PLACEMENTS, Kind, Row
 
 
 def _on_one_stage(ahead: int) -> StageInputs:
@@ -23,7 +23,19 @@ def zb_h1(request: Request) -> Rows:
     return _one_stage(request, ahead=1)
 
 
-@family("zb-h2", is_looped=False, instead="interleaved-zb", splits_backward=True, stage_inputs=_on_one_stage(2))
+def _of_few_microbatches(request: Request) -> str | None:
+    """Twice the warm-up makes no difference where micro-batches are over before it."""
+    return "zb-h1" if request.num_microbatches <= 2 else None
+
+
+@family(
+    "zb-h2",
+    is_looped=False,
+    instead="interleaved-zb",
+    splits_backward=True,
+    stage_inputs=_on_one_stage(2),
+    same_as=_of_few_microbatches,
+)
 def zb_h2(request: Request) -> Rows:
     """1F1B with split backwards and twice the warm-up: no bubble with 2 P - 1 inputs (arXiv 2401.10241, 2.2.2)."""
     return _one_stage(request, ahead=2)
@@ -50,7 +62,17 @@ def _as_the_first(request: Request) -> HeldInputs | None:
     return held and [held[0]] * len(held)
 
 
-@family("interleaved-zb", is_looped=True, splits_backward=True, stage_inputs=_as_the_first)
+def _without_loops(request: Request) -> str | None:
+    """ZB-H1 is its case of one loop; on a V all families with split backwards are alike for one micro-batch."""
+    if request.loops == 1:
+        return "zb-h1"
+    is_one_on_a_v = request.num_microbatches == 1 and request.placement == PLACEMENTS["v"](
+        request.placement.num_ranks, 2
+    )
+    return "zb-v" if is_one_on_a_v else None
+
+
+@family("interleaved-zb", is_looped=True, splits_backward=True, stage_inputs=_as_the_first, same_as=_without_loops)
 def interleaved_zb(request: Request) -> Rows:
     """Depth-first with split backwards and half its warm-up, ZB-H1 with loops (PyTorch: InterleavedZeroBubble)."""
     whole = alternate(request, hops_back=1)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.launch import megatron, slurm, torch_schedule, torchrun, torchtitan
@@ -31,6 +31,7 @@ class Written:
         start: how it is started, one line.
         left_out: settings that have no counterpart there.
         differs: what runs in another way than here.
+        needs: what the user has to set before it starts: name of a variable, and what it is.
     """
 
     target: str
@@ -39,6 +40,7 @@ class Written:
     start: str
     left_out: tuple[str, ...]
     differs: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,13 @@ class HandedOver:
         folder: where the files are.
         written: for whom.
         refused: for whom not, and why.
+        usual: a sentence about settings that are defaults and no recipe of the model; ``None`` without.
     """
 
     folder: Path
     written: tuple[Written, ...]
     refused: tuple[Refused, ...]
+    usual: str | None = None
 
 
 def hand_over(
@@ -106,11 +110,12 @@ def hand_over(
         tuple(
             Written(
                 name, TARGETS[name].program, tuple(folder / file for file in draft.files), draft.start,
-                draft.left_out, draft.differs,
+                draft.left_out, draft.differs, tuple((need.name, need.what) for need in draft.needs),
             )
             for name, draft in drafts.items()
         ),
         tuple(Refused(name, TARGETS[name].program, found) for name, found in reasons.items() if found),
+        usual_values(job.config),
     )  # fmt: skip
 
 

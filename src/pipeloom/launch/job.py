@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.config import ModelConfig, RunConfig, unset
 from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
 from pipeloom.dtypes import precision_of
@@ -38,6 +38,15 @@ class Job:
     def order(self) -> tuple[tuple[Action, ...], ...]:
         """For each pipeline rank its forwards and backwards, without what is recomputed in between."""
         return tuple(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) for row in self.schedule.rows)
+
+    def needs(self, flags: dict[str, str]) -> tuple["Need", ...]:
+        """What of the recipe the user has to set, for a program with these flags; nothing of what has no flag.
+
+        Args:
+            flags: flag by setting; ``-`` for one that the script uses otherwise.
+        """
+        missing = unset(self.config)
+        return tuple(Need(variable(name), missing[name], flag) for name, flag in flags.items() if name in missing)
 
     @property
     def num_nodes(self) -> int:
@@ -131,12 +140,34 @@ class Draft:
         start: how it is started, one line.
         left_out: settings that have no counterpart there, a sentence each.
         differs: what runs in another way than here, a sentence each.
+        needs: what the user has to set; its script does not start without.
     """
 
     files: dict[str, str]
     start: str
     left_out: tuple[str, ...] = ()
     differs: tuple[str, ...] = ()
+    needs: tuple["Need", ...] = ()
+
+
+@dataclass(frozen=True)
+class Need:
+    """A variable that a script does not start without.
+
+    Attributes:
+        name: of the environment.
+        what: it is; for people.
+        flag: that passes its value on; ``-`` where the script uses it otherwise.
+    """
+
+    name: str
+    what: str
+    flag: str = "-"
+
+
+def variable(setting: str) -> str:
+    """The variable for a setting: ``OPTIMIZER_LR`` for ``optimizer.lr``."""
+    return setting.replace(".", "_").upper()
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,30 @@ Names and rules are those of Megatron-LM with Megatron Core 0.16 (``training/arg
 """
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from pipeloom.launch.job import Draft, Job, Target
+from pipeloom.config import unset
+from pipeloom.launch.job import Draft, Job, Need, Target, variable
 from pipeloom.launch.megatron_order import group_problems, is_megatrons
-from pipeloom.launch.text import Flag, bash_array, body, comment, flag
+from pipeloom.launch.text import Flag, bash_array, body, comment, flag, given
 from pipeloom.launch.torchrun import about_ranks, start_of, variables
 
 SCRIPT = "megatron.sh"
 PROGRAM = "Megatron-LM with Megatron Core 0.16"
+
+_NEEDS = (
+    Need("MEGATRON", "folder of Megatron-LM, with pretrain_gpt.py"),
+    Need("DATA", "flags of Megatron-LM for data and tokenizer, such as --data-path; or mock, for invented tokens"),
+)
+_FLAGS = {
+    "model.norm_eps": "--norm-epsilon",
+    "model.rope_theta": "--rotary-base",
+    "optimizer.lr": "--lr",
+    "optimizer.lr_warmup_steps": "--lr-warmup-iters",
+    "training.steps": "--train-iters",
+}
+"""Megatron-LM's flag for each setting of the recipe; text and tokenizer are in DATA."""
 
 
 def _problems(job: Job) -> list[str]:
@@ -122,25 +137,19 @@ def _other(job: Job) -> list[str]:
     found: list[str] = []
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
-    if not float(job.model.rope_theta).is_integer() and job.model.family == "llama":
+    if not job.model.known_rope_theta.is_integer() and job.model.family == "llama":
         found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
-    if config.optimizer.lr_warmup_steps >= config.training.steps:
-        found.append(
-            f"optimizer.lr_warmup_steps {config.optimizer.lr_warmup_steps}: Megatron-LM wants fewer than "
-            f"training.steps, {config.training.steps}"
-        )
+    rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
+    if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
+        found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM wants fewer than training.steps, {steps}")
     return found
 
 
 def _make(job: Job) -> Draft:
-    notes = Draft({}, start_of(job, SCRIPT, "MEGATRON=<folder> "), _left_out(job), _differences(job))
-    about = [
-        *about_ranks(job),
-        (
-            "MEGATRON is a checkout of Megatron-LM. DATA are its flags for data and tokenizer; without it, invented "
-            "tokens (--mock-data). Flags behind the script's name go over all."
-        ),
-    ]
+    needs = (*_NEEDS, *job.needs(_FLAGS))
+    start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
+    notes = Draft({}, start, _left_out(job), _differences(job), needs)
+    about = [*about_ranks(job), "Flags behind the script's name go over all."]
     groups = {
         "model": _model(job),
         "parallel": [*_parallel(job), *_sharding(job)],
@@ -150,19 +159,31 @@ def _make(job: Job) -> Draft:
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment(PROGRAM, notes, about),
-            *variables(job),
+            comment(PROGRAM, notes, about, job.config),
+            *variables(job, notes),
             *(bash_array(name, flags) for name, flags in groups.items()),
             f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
             f"connections={0 if _is_fsdp(job) else 1}",
-            body("start.sh") + body("megatron.sh"),
+            body("start.sh") + "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh"),
         ]
     )
-    return Draft({SCRIPT: script}, notes.start, notes.left_out, notes.differs)
+    return replace(notes, files={SCRIPT: script})
+
+
+def _from_the_user(job: Job) -> list[str]:
+    """Lines for flags that follow from what the user has to set; the script has ended before them if it is missing."""
+    missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
+    if "optimizer.lr" in missing:
+        least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.lr_min_fraction} }}"'
+        lines.append(f'training+=(--min-lr "$({least})")')
+    if "training.steps" in missing:
+        steps = f"${variable('training.steps')}"
+        lines.append(f'training+=(--eval-interval "{steps}" --save-interval "{job.config.checkpoint.every or steps}")')
+    return lines
 
 
 def _model(job: Job) -> list[Flag]:
-    model, seq_len = job.model, job.config.data.seq_len
+    model, seq_len, missing = job.model, job.config.data.seq_len, unset(job.config)
     flags = [
         flag("--num-layers", model.num_layers),
         flag("--hidden-size", model.hidden_size),
@@ -171,7 +192,7 @@ def _model(job: Job) -> list[Flag]:
         flag("--seq-length", seq_len),
         flag("--max-position-embeddings", seq_len),
         flag("--make-vocab-size-divisible-by", 1),
-        flag("--norm-epsilon", model.norm_eps),
+        *given("model.norm_eps", _FLAGS["model.norm_eps"], model.known_norm_eps, missing),
         flag("--attention-dropout", 0.0),
         flag("--hidden-dropout", 0.0),
         flag("--init-method-std", 0.02),
@@ -183,7 +204,7 @@ def _model(job: Job) -> list[Flag]:
             flag("--swiglu"),
             flag("--normalization", "RMSNorm"),
             flag("--position-embedding-type", "rope"),
-            flag("--rotary-base", round(model.rope_theta)),
+            *given("model.rope_theta", _FLAGS["model.rope_theta"], round(model.known_rope_theta), missing),
             flag("--disable-bias-linear"),
         ]
     else:
@@ -256,21 +277,33 @@ def _training(job: Job) -> list[Flag]:
         *precision.get(job.dtype, []),
         flag("--micro-batch-size", layout.microbatch_size),
         flag("--global-batch-size", layout.batch_size),
-        flag("--train-iters", config.training.steps),
-        flag("--lr", optimizer.lr),
-        flag("--min-lr", optimizer.lr * optimizer.lr_min_fraction),
+        *_schedule(job),
         flag("--lr-decay-style", "cosine"),
-        flag("--lr-warmup-iters", optimizer.lr_warmup_steps),
         flag("--adam-beta1", optimizer.betas[0]),
         flag("--adam-beta2", optimizer.betas[1]),
         flag("--adam-eps", optimizer.eps),
         flag("--weight-decay", optimizer.weight_decay),
         flag("--clip-grad", clip),
         flag("--eval-iters", config.training.validation_batches),
-        flag("--eval-interval", config.training.steps),
-        flag("--save-interval", config.checkpoint.every or config.training.steps),
         flag("--log-interval", 1),
     ]
+
+
+def _schedule(job: Job) -> list[Flag]:
+    """Steps and rate, without what the user has to set and what follows from that (``_from_the_user``)."""
+    config, optimizer, missing = job.config, job.config.optimizer, unset(job.config)
+    steps, rate = config.training.known_steps, optimizer.known_lr
+    known = {
+        "training.steps": steps,
+        "optimizer.lr": rate,
+        "optimizer.lr_warmup_steps": optimizer.known_lr_warmup_steps,
+    }
+    flags = [item for name, value in known.items() for item in given(name, _FLAGS[name], value, missing)]
+    if "optimizer.lr" not in missing:
+        flags.append(flag("--min-lr", rate * optimizer.lr_min_fraction))
+    if "training.steps" not in missing:
+        flags += [flag("--eval-interval", steps), flag("--save-interval", config.checkpoint.every or steps)]
+    return flags
 
 
 def _left_out(job: Job) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Slurm: a script for sbatch that starts the script for torchrun once on each node."""
 
+from dataclasses import replace
+
 from pipeloom.launch.job import Draft, Job, Target
 from pipeloom.launch.text import body, comment
 from pipeloom.launch.torchrun import TARGET as TORCHRUN
@@ -17,6 +19,7 @@ def _make(job: Job) -> Draft:
         {},
         f"sbatch {SCRIPT}, in its folder; SCRIPT=megatron.sh or another one beside it starts that one",
         differs=(*started.differs, *_differences(job)),
+        needs=started.needs,
     )
     takes_gpus = job.has_gpus or job.config.training.device == "cuda"
     options = [
@@ -46,7 +49,7 @@ def _make(job: Job) -> Draft:
             body("slurm.sh"),
         ]
     )
-    return Draft({**started.files, SCRIPT: script}, notes.start, notes.left_out, notes.differs)
+    return replace(notes, files={**started.files, SCRIPT: script})
 
 
 def _differences(job: Job) -> tuple[str, ...]:

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from pipeloom.config import RunConfig
+from pipeloom.config.recipe import RECIPE
 from pipeloom.config_file import format_run
 from pipeloom.launch.job import Draft, Job, Target, training_problems
-from pipeloom.launch.text import MARK, body, comment
+from pipeloom.launch.text import MARK, body, comment, needs_array
 from pipeloom.words import count
 
 SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
@@ -16,18 +17,20 @@ def _problems(job: Job) -> list[str]:
 
 
 def _make(job: Job) -> Draft:
-    notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job))
+    needs = job.needs({name: f"--{name}" for name in RECIPE})
+    notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
+    about = [*about_ranks(job), *([f"What has to be set may stand in {RUN_FILE} as well."] if needs else [])]
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment("torchrun of PyTorch 2.11 or newer", notes, about_ranks(job)),
-            *variables(job),
+            comment("torchrun of PyTorch 2.11 or newer", notes, about, job.config),
+            *variables(job, notes, RUN_FILE),
             f"threads={job.config.training.threads}",
             body("start.sh") + body("torchrun.sh"),
         ]
     )
     run_file = f"# {MARK} for `pipeloom train`; {SCRIPT} beside it starts it.\n{format_run(_elsewhere(job.config))}"
-    return Draft({RUN_FILE: run_file, SCRIPT: script}, notes.start, notes.left_out, notes.differs)
+    return replace(notes, files={RUN_FILE: run_file, SCRIPT: script})
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
@@ -48,9 +51,16 @@ def start_of(job: Job, script: str, needs: str = "") -> str:
     return f"on every node, with its own NODE_RANK: {needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}"
 
 
-def variables(job: Job) -> list[str]:
-    """What the common body of the scripts needs to know."""
-    return [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}"]
+def variables(job: Job, notes: Draft, settings: str = "") -> list[str]:
+    """What the common body of the scripts takes.
+
+    Args:
+        job: the run.
+        notes: what the user has to set.
+        settings: the run file in which that may be set, too.
+    """
+    sizes = [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}"]
+    return [*sizes, f"settings={settings}", needs_array(notes)]
 
 
 def about_ranks(job: Job) -> list[str]:

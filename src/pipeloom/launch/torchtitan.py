@@ -5,9 +5,12 @@ Names and rules are those of torchtitan 0.3.0 (``config/configs.py``, ``distribu
 """
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 
-from pipeloom.launch.job import Draft, Job, Target
-from pipeloom.launch.text import Flag, bash_array, body, comment, flag
+from pipeloom.config import unset
+from pipeloom.launch.job import Draft, Job, Need, Target, variable
+from pipeloom.launch.text import Flag, bash_array, body, comment, flag, given
 from pipeloom.launch.torch_csv import format_torch_csv
 from pipeloom.launch.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.launch.torchrun import about_ranks, start_of, variables
@@ -15,6 +18,17 @@ from pipeloom.launch.torchrun import about_ranks, start_of, variables
 SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
 PROGRAM = "torchtitan 0.3.0"
 
+_NEEDS = (
+    Need("TOKENIZER", "folder of a tokenizer, as torchtitan's hf_assets_path"),
+    Need("DATASET", "one of torchtitan's data sets, such as c4"),
+)
+_CONSTANTS = {
+    "model.norm_eps": "NORM_EPS",
+    "model.rope_theta": "ROPE_THETA",
+    "optimizer.lr": "LR",
+    "optimizer.lr_warmup_steps": "LR_WARMUP_STEPS",
+}
+"""Settings of the recipe that the module has: its name for each."""
 _OWN_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
 """Families whose order PyTorch has under a name of its own; all others are read from the CSV."""
 _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
@@ -74,34 +88,31 @@ def _is_plain_accumulation(job: Job) -> bool:
 def _make(job: Job) -> Draft:
     notes = Draft(
         {},
-        start_of(job, SCRIPT, "TOKENIZER=<folder> "),
+        start_of(job, SCRIPT, "TOKENIZER=... DATASET=... "),
         (*_left_out(job), "training.seed: weights and batches are drawn in another way"),
         _differences(job),
+        (*_NEEDS, *job.needs({**dict.fromkeys(_CONSTANTS, "-"), "training.steps": "--training.steps"})),
     )
     about = [
         *about_ranks(job),
-        (
-            f"{CONFIG} has the model and the optimizer, {CSV} the order. TOKENIZER is a folder as torchtitan's "
-            "hf_assets_path, DATASET one of its data sets (c4 if it is not set); flags behind the script's name go "
-            "over all."
-        ),
+        f"{CONFIG} has the model and the optimizer, {CSV} the order; flags behind the script's name go over all.",
     ]
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment(PROGRAM, notes, about),
-            *variables(job),
+            comment(PROGRAM, notes, about, job.config),
+            *variables(job, notes),
             bash_array("flags", _flags(job)),
             f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
             f"schedule={CSV if _reads_csv(job) else ''}",
             body("start.sh") + body("torchtitan.sh"),
         ]
     )
-    module = "\n".join([comment(PROGRAM, notes), *_constants(job), body("torchtitan.txt")])
+    module = "\n".join([comment(PROGRAM, notes, (), job.config), *_constants(job), body("torchtitan.txt")])
     files = {SCRIPT: script, CONFIG: module}
     if _reads_csv(job):
         files[CSV] = format_torch_csv(job.schedule)
-    return Draft(files, notes.start, notes.left_out, notes.differs)
+    return replace(notes, files=files)
 
 
 def _reads_csv(job: Job) -> bool:
@@ -116,7 +127,7 @@ def _flags(job: Job) -> list[Flag]:
         flag("--training.seq_len", config.data.seq_len),
         flag("--training.local_batch_size", num_microbatches * layout.microbatch_size),
         flag("--training.global_batch_size", layout.batch_size),
-        flag("--training.steps", config.training.steps),
+        *given("training.steps", "--training.steps", config.training.known_steps, unset(config)),
         flag("--training.max_norm", config.optimizer.clip_grad_norm),
         flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
         flag("--parallelism.data_parallel_replicate_degree", replicate),
@@ -160,18 +171,27 @@ def _modules(pieces: tuple[bool, range, bool]) -> str:
 
 
 def _constants(job: Job) -> list[str]:
-    model, optimizer = job.model, job.config.optimizer
+    model, optimizer, missing = job.model, job.config.optimizer, unset(job.config)
+    known = {
+        "model.norm_eps": model.known_norm_eps,
+        "model.rope_theta": model.known_rope_theta,
+        "optimizer.lr": optimizer.known_lr,
+        "optimizer.lr_warmup_steps": optimizer.known_lr_warmup_steps,
+    }
     return [
+        *(["import os"] if missing else []),
         f"DIM, FFN_DIM, LAYERS, VOCAB = {model.hidden_size}, {model.ffn_size}, {model.num_layers}, {model.vocab_size}",
         f"HEADS, KV_HEADS = {model.num_heads}, {model.num_kv_heads}",
-        f"NORM_EPS, ROPE_THETA, SEQ_LEN = {model.norm_eps!r}, {model.rope_theta!r}, {job.config.data.seq_len}",
-        f"TIED = {model.tied}",
-        (
-            f"LR, LR_WARMUP_STEPS, LR_MIN_FRACTION = {optimizer.lr!r}, {optimizer.lr_warmup_steps}, "
-            f"{optimizer.lr_min_fraction!r}"
-        ),
+        f"TIED, SEQ_LEN, LR_MIN_FRACTION = {model.tied}, {job.config.data.seq_len}, {optimizer.lr_min_fraction!r}",
+        *(f"{_CONSTANTS[name]} = {_constant(name, value, missing)}" for name, value in known.items()),
         f"BETAS, EPS, WEIGHT_DECAY = {optimizer.betas!r}, {optimizer.eps!r}, {optimizer.weight_decay!r}",
     ]
+
+
+def _constant(name: str, value: float, missing: Collection[str]) -> str:
+    """A constant of the module: a value, or where the user has to set it, what the script passes on."""
+    kind = type(value).__name__
+    return f'{kind}(os.environ["{variable(name)}"])  # SET' if name in missing else repr(value)
 
 
 def _left_out(job: Job) -> tuple[str, ...]:

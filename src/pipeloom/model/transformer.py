@@ -405,7 +405,7 @@ class Transformer(nn.Module):
             return None
         head_size = self.config.hidden_size // self.config.num_heads
         sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
-        return Rotary.make(num_tokens, head_size, self.config.rope_theta, **sizes)
+        return Rotary.make(num_tokens, head_size, self.config.known_rope_theta, **sizes)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_positions:
@@ -418,4 +418,4 @@ class Transformer(nn.Module):
 def _norm(config: ModelConfig) -> nn.Module:
     """The family's norm over H."""
     norm = nn.LayerNorm if config.family == "gpt2" else nn.RMSNorm
-    return norm(config.hidden_size, eps=config.norm_eps)
+    return norm(config.hidden_size, eps=config.known_norm_eps)

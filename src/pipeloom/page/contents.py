@@ -77,14 +77,16 @@ def _facts(run: Run) -> list[list[str]]:
     summary = run.summary
     if summary is None:
         return _facts_until_now(run)
-    facts = [["training loss", f"{summary['train_loss']:.4f}"]]
+    facts: list[list[str]] = []
+    if summary["train_loss"] is not None:
+        facts.append(["training loss", f"{summary['train_loss']:.4f}"])
     if summary["validation_loss"] is not None:
         facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
     facts += [
         ["unigram loss", f"{summary['unigram_loss']:.4f}"],
         ["steps", f"{summary['steps']:,}"],
         ["tokens seen", f"{summary['tokens']:,}"],
-        ["tokens/s", f"{summary['tokens_per_s']:,.0f}"],
+        *([] if summary["tokens_per_s"] is None else [["tokens/s", f"{summary['tokens_per_s']:,.0f}"]]),
         ["parameters", f"{summary['num_parameters']:,}"],
     ]
     if any(summary.get("live_bytes", ())):

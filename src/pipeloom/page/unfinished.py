@@ -20,12 +20,19 @@ def unfinished_contents(run: Run) -> dict[str, Any] | None:
     if is_finished and not missing:
         return None
     return {
-        "headline": "The folder of this run is not whole" if is_finished else "This run has not finished",
+        "headline": _headline(run),
         "state": "" if is_finished else f"{_state(run.folder)} {_progress(run)}",
         "missing": missing,
         "checkpoints": [path.name for path in run.checkpoints],
         "resume": None if is_finished or not run.checkpoints else _resume(run.folder),
     }
+
+
+def _headline(run: Run) -> str:
+    if run.summary is None:
+        return "This run has not finished"
+    did_nothing = run.summary["step_time_s"] is None
+    return "All steps of this run were done before it" if did_nothing else "The folder of this run is not whole"
 
 
 def _resume(folder: Path) -> str:
@@ -44,7 +51,7 @@ def traced_step(run: Run) -> int | None:
     if run.summary is not None:
         return run.summary["traced_step"]
     begun = _begun_at(run.config.checkpoint.resume)
-    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.steps)
+    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
 
 
 def _begun_at(checkpoint: Path | None) -> int | None:
@@ -63,7 +70,7 @@ def _state(folder: Path) -> str:
 
 
 def _progress(run: Run) -> str:
-    return f"{done_steps(run):,} of {count(run.config.training.steps, 'step')} are done."
+    return f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:
@@ -89,4 +96,8 @@ def _missing(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _because(run: Run, reason: str) -> str:
-    return f"{reason}; the file is gone" if run.summary is not None else reason
+    if run.summary is None:
+        return reason
+    if run.summary["step_time_s"] is None:
+        return "no step was done with these settings in this folder"
+    return f"{reason}; the file is gone"

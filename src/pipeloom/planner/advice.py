@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +25,21 @@ class Closest:
         leaf: that layout, with everything shared out that can be.
         least_bytes: that it needs at least on its fullest device, the one with the least room left.
         missing_bytes: of them that a device does not have; 0 if only a bound says that it would fit.
+        sequence_bytes: of them those that shorter sequences would not need.
         ways_out: changes of the question with which something fits, each with its best step.
     """
 
     leaf: Leaf
     least_bytes: float
     missing_bytes: float
+    sequence_bytes: float
     ways_out: tuple[tuple[str, SimulatedStep], ...]
 
 
 MOST_DOUBLINGS = 6
-"""How often devices are doubled, and sequences halved, to find something that fits."""
+"""How often devices are doubled, and sequences halved that bounds allow, to find something that fits."""
+_EVEN = 128
+"""Shorter sequences are multiples of so many tokens, which tensor axes divide."""
 
 
 def closest(question: Question) -> Closest:
@@ -45,6 +50,23 @@ def closest(question: Question) -> Closest:
     Args:
         question: which has layouts, none of which fits.
     """
+    leaf = _least(question)
+    assert leaf is not None, "the question has layouts, and one stage's schedules have closed forms"
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    fullest = int((held - rooms).argmax())
+    shortest = _least(replace(_only(question, leaf), seq=leaf.cut.run.tp))
+    rest = held[fullest] if shortest is None else _held_bytes(shortest)[fullest]
+    return Closest(
+        leaf=leaf,
+        least_bytes=float(held[fullest]),
+        missing_bytes=max(0.0, float(held[fullest] - rooms[fullest])),
+        sequence_bytes=float(held[fullest] - rest),
+        ways_out=(),
+    )
+
+
+def _least(question: Question) -> Leaf | None:
+    """The layout that lacks least; ``None`` if there is none. Bounds leave out what lacks more than one looked at."""
     best: Leaf | None = None
     least = float("inf")
     for arrangement in sorted(arrangements(question)[0], key=lambda one: one.missing_bytes):
@@ -54,22 +76,43 @@ def closest(question: Question) -> Closest:
             if best is not None and cut.missing_bytes > least + _SLACK * abs(least):
                 continue
             for leaf in _leanest(cut):
-                missing = leaf.cut.memory.missing_bytes(_held_bytes(leaf))
+                missing = _missing_bytes(leaf)
                 if missing < least:
                     best, least = leaf, missing
-    assert best is not None, "the question has layouts, and one stage's schedules have closed forms"
-    held, rooms = _held_bytes(best), best.cut.memory.rooms
-    fullest = int((held - rooms).argmax())
-    return Closest(best, float(held[fullest]), max(0.0, float(held[fullest] - rooms[fullest])), ())
+    return best
+
+
+def _missing_bytes(leaf: Leaf) -> float:
+    return leaf.cut.memory.missing_bytes(_held_bytes(leaf))
+
+
+def _only(question: Question, leaf: Leaf) -> Question:
+    """The question with no other layout than one, but for its sharding."""
+    run = leaf.cut.run
+    return question.limited(
+        tp=(run.tp,),
+        pp=(run.pp,),
+        dp=(run.dp,),
+        loops=(run.loops,),
+        micro_batch=(run.micro_batch,),
+        families=(leaf.choice.family,),
+        sequence_parallel=(run.sequence_parallel,),
+    )
 
 
 _SLACK = 1e-9
 """Relative, for sums in another order."""
 
 
-def ways_out(question: Question) -> Iterator[tuple[str, SimulatedStep]]:
-    """Changes of a question that has no answer with which something fits, each with its best step."""
-    for find in (_with_more_devices, _with_shorter_sequences):
+def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, SimulatedStep]]:
+    """Changes of a question that has no answer with which something fits, each with its best step.
+
+    Args:
+        question: with which nothing fits.
+        near: the layout that needs the least memory.
+    """
+    alike = _only(question, near.leaf)
+    for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
         found = find(question)
         if found is not None:
             yield found
@@ -103,14 +146,30 @@ def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
     return None
 
 
-def _with_shorter_sequences(question: Question) -> tuple[str, SimulatedStep] | None:
-    seq = question.seq // 2
-    while seq >= question.seq // 2**MOST_DOUBLINGS and seq >= 1:
-        step = search(replace(question, seq=seq), 1).best
-        if step is not None:
-            return f"sequences of {seq} tokens", step
-        seq //= 2
+def _with_shorter_sequences(question: Question, alike: Question) -> tuple[str, SimulatedStep] | None:
+    """The longest sequences of the halved lengths with which something fits.
+
+    Args:
+        question: with which nothing fits.
+        alike: the same, limited to the layout that needs least: lengths with which its bound is too large are passed
+            over.
+    """
+    tried, seq = 0, _half(question.seq)
+    while seq >= 1 and tried < MOST_DOUBLINGS:
+        least = _least(replace(alike, seq=seq))
+        if least is None or _missing_bytes(least) <= 0:
+            tried += 1
+            step = search(replace(question, seq=seq), 1).best
+            if step is not None:
+                return f"sequences of {seq:,} tokens", step
+        seq = _half(seq)
     return None
+
+
+def _half(seq: int) -> int:
+    """Half of a length, or a little less."""
+    half = seq // 2
+    return half - half % _EVEN if half > _EVEN else half
 
 
 def no_layout(question: Question, excluded: Counter[str]) -> UserError:

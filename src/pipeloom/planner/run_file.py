@@ -8,6 +8,7 @@ from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, S
 from pipeloom.cost.shape import ModelShape, Run, model_of
 from pipeloom.dtypes import dtype_of
 from pipeloom.layout import Layout
+from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 
 
@@ -23,7 +24,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     run, order, moving = step.run, step.order, step.order.moving
     is_sharded = run.dp > 1 and run.shard != "none"
     return RunConfig(
-        model=_model(run.shape, model),
+        model=_model(run.shape, model, run.seq),
         data=DataConfig(seq_len=run.seq),
         layout=_layout(run),
         schedule=ScheduleConfig(
@@ -50,11 +51,14 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
     )
 
 
-def _model(shape: ModelShape, name: str | None) -> ModelConfig:
-    if name is not None:
-        path = Path(name)
-        return ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
-    return model_of(shape, ModelConfig())
+def _model(shape: ModelShape, name: str | None, seq_len: int) -> ModelConfig:
+    """All sizes; or the name with what of the recipe is known by it (``pipeloom.config.unset`` says what is not)."""
+    if name is None:
+        return model_of(shape, ModelConfig())
+    path = Path(name)
+    named = ModelConfig(file=path) if path.suffix in (".toml", ".json") else ModelConfig(preset=name)
+    known = with_model_sizes(RunConfig(model=named, data=DataConfig(seq_len=seq_len)))[0].model
+    return replace(named, family=known.family, norm_eps=known.norm_eps, rope_theta=known.rope_theta)
 
 
 def _layout(run: Run) -> Layout:

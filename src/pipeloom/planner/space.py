@@ -223,9 +223,21 @@ def _choices(
             found += [replace(plain, group_size=size) for size in sizes]
         elif placement in ("looped", family.placement) or plain.stage_inputs is not None:
             found.append(plain)
+    found = _different(found)
     if pp * loops == 1 and all(choice.stage_inputs is not None for choice in found):
         return tuple(sorted(found, key=_held_in_all)[:1])  # one stage takes as long in any order
     return tuple(found)
+
+
+def _different(choices: list[Choice]) -> list[Choice]:
+    """Choices without those that have the schedule of another one under another name."""
+    names, found = {choice.family for choice in choices}, list[Choice]()
+    for choice in choices:
+        name = choice.same_as
+        if name == choice.family or name not in names:
+            found.append(choice)
+            names.add(name)
+    return found
 
 
 def _held_in_all(choice: Choice) -> int:

@@ -336,7 +336,7 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 def _text(config: RunConfig, data: Data) -> dict[str, Any]:
     return {
         "text": data.corpus_sha256,
-        "data.tokenizer": config.data.tokenizer,
+        "data.tokenizer": config.data.known_tokenizer,
         "data.seq_len": config.data.seq_len,
         "training.seed": config.training.seed,
     }

@@ -132,7 +132,7 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
         UserError: the text is missing, unreadable or too short; the cache folder cannot be written; byte-pair
             encoding is wanted and its library is missing; or the given tokenizer is not the one of ``config``.
     """
-    if config.tokenizer == "bpe":
+    if config.known_tokenizer == "bpe":
         require_bpe()
     given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
     folder, summary = _find_or_write(config, list_sources(config.path), given)
@@ -223,9 +223,9 @@ def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
     """The tokenizer of a checkpoint, if it is of the kind that the configuration names."""
     of_bytes = ByteTokenizer()
     found = "bytes" if text == of_bytes.to_json() else "bpe"
-    if found != config.tokenizer:
+    if found != config.known_tokenizer:
         raise UserError(
-            f"data.tokenizer is {config.tokenizer}, the checkpoint has {found}; set data.tokenizer to {found}"
+            f"data.tokenizer is {config.known_tokenizer}, the checkpoint has {found}; set data.tokenizer to {found}"
         )
     if found == "bytes":
         return of_bytes
@@ -240,7 +240,7 @@ def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
 
 def _read_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     """The tokenizer of an entry."""
-    if config.tokenizer == "bytes":
+    if config.known_tokenizer == "bytes":
         return ByteTokenizer()
     return BpeTokenizer.from_json((folder / TOKENIZER).read_text(encoding="utf-8"))
 
@@ -253,14 +253,14 @@ def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None)
     """Name of a cache entry: changes with the corpus's files and with everything that changes the tokens."""
     facts: dict[str, Any] = {
         "format": _FORMAT,
-        "tokenizer": config.tokenizer,
-        "vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
+        "tokenizer": config.known_tokenizer,
+        "vocab_size": config.bpe_vocab_size if config.known_tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
         "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
     }
     if given is not None:
         facts["given"] = _sha256(given)
-    return f"{config.tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
+    return f"{config.known_tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]}"
 
 
 def _read_summary(folder: Path) -> _Summary | None:
@@ -310,7 +310,7 @@ def _fill_entry(
     """Tokenize a corpus into the files of an entry."""
     training, validation = split_documents(documents, config.validation_fraction)
     tokenizer = given or _new_tokenizer(training, config)
-    if config.tokenizer == "bpe":
+    if config.known_tokenizer == "bpe":
         (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     with (folder / "tokens.bin").open("wb") as file:
         train_tokens = _write_tokens(file, training, tokenizer)
@@ -336,7 +336,7 @@ def _fill_entry(
 
 def _new_tokenizer(documents: Sequence[Document], config: DataConfig) -> Tokenizer:
     """The configured tokenizer; byte-pair encoding is trained on a sample of the documents."""
-    if config.tokenizer == "bytes":
+    if config.known_tokenizer == "bytes":
         return ByteTokenizer()
     sample: list[bytes] = []
     left = _BPE_SAMPLE_BYTES
@@ -382,5 +382,5 @@ def _describe(summary: _Summary, config: DataConfig) -> str:
     return (
         f"{where}: {count(summary.num_files, 'file')}{skipped}, {summary.num_bytes / 1e6:.3g} MB, "
         f"{summary.train_tokens:,} training and {summary.validation_tokens:,} validation tokens "
-        f"({config.tokenizer}, vocabulary of {summary.vocab_size:,})"
+        f"({config.known_tokenizer}, vocabulary of {summary.vocab_size:,})"
     )

@@ -42,7 +42,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
         folder: with the drafts of the run.
         config: resolved; what it resumes from has done all steps.
     """
-    steps = config.training.steps
+    steps = config.training.known_steps
     lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
     loss = next((float(line["loss"]) for line in lines if line["step"] == steps), None)
     before = _config_before(folder)

@@ -20,11 +20,12 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         step: counted from 0.
         num_steps: steps of the run.
     """
-    if step < config.lr_warmup_steps:
-        return config.lr * (step + 1) / config.lr_warmup_steps
-    done = (step - config.lr_warmup_steps) / max(1, num_steps - 1 - config.lr_warmup_steps)
+    peak, rising = config.known_lr, config.known_lr_warmup_steps
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, num_steps - 1 - rising)
     cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-    return config.lr * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
+    return peak * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
 
 
 def make_adamw(
@@ -36,7 +37,7 @@ def make_adamw(
         {"params": list(plain), "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    return torch.optim.AdamW(groups, lr=config.known_lr, betas=config.betas, eps=config.eps)
 
 
 def begin_state(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeloom.checkpoint_folder import find_checkpoint, read_tokenizer
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, with_demo_recipe
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
@@ -75,11 +75,12 @@ def check_processes(config: RunConfig) -> None:
         UserError: naming both numbers.
     """
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())) if is_launched() else config.layout.num_ranks
-    num_devices = torch.cuda.device_count() if config.training.device == "cuda" else num_here
-    if num_devices < num_here:
+    found = torch.cuda.device_count() if config.training.device == "cuda" else num_here
+    if found < num_here:
         raise UserError(
             f"training.device cuda takes one CUDA device for each of {num_here} processes on a host, found "
-            f"{num_devices}; use a smaller layout.pp, layout.dp or layout.tp, or training.device cpu"
+            f"{found}; start the run on several hosts (`pipeloom launch` writes what does), use a smaller "
+            "layout.pp, layout.dp or layout.tp, or training.device cpu"
         )
     if is_launched() and launched_size() != config.layout.num_ranks:
         raise UserError(
@@ -113,9 +114,10 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     needed, given = data.tokenizer.vocab_size, config.model.vocab_size
     if given is not None and given < needed:
         raise UserError(
-            f"model.vocab_size must be at least {needed}, the number of tokens of the {config.data.tokenizer} "
+            f"model.vocab_size must be at least {needed}, the number of tokens of the {config.data.known_tokenizer} "
             f"tokenizer, found {given}; leave it out to use {needed}"
         )
+    config = with_demo_recipe(config)
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
     recompute = layout.recompute_by_layer(model.num_layers)

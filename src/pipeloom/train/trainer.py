@@ -143,16 +143,16 @@ class Trainer:
             self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
         times: list[float] = []
         loss: float | None = None
-        if self._done.step < config.training.steps:
+        if self._done.step < config.training.known_steps:
             self._predict()
-        with StepProgress(config.training.steps) if is_writer else _Silent() as progress:
-            for step in range(self._done.step + 1, config.training.steps + 1):
+        with StepProgress(config.training.known_steps) if is_writer else _Silent() as progress:
+            for step in range(self._done.step + 1, config.training.known_steps + 1):
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
                 times.append(time.perf_counter() - begin)
                 speed = config.layout.batch_size * config.data.seq_len / times[-1]
                 if is_writer:
-                    lr = learning_rate(config.optimizer, step - 1, config.training.steps)
+                    lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
                     self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
@@ -171,7 +171,7 @@ class Trainer:
 
     @property
     def _traced_step(self) -> int:
-        return min(self._done.step + self._config.output.trace_step, self._config.training.steps)
+        return min(self._done.step + self._config.output.trace_step, self._config.training.known_steps)
 
     def _end_again(self) -> tuple[Sequence[float], float | None]:
         """Where all steps were done before: times and loss of the process that did them, on rank 0."""
@@ -180,7 +180,7 @@ class Trainer:
         run = run_of(resume)
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
         if config.checkpoint.final != "none" and not is_own:
-            self._checkpoints.save(self._info(config.training.steps))
+            self._checkpoints.save(self._info(config.training.known_steps))
         if self._world.rank > 0:
             return (), None
         self._earlier = earlier = read_earlier(self._folder, config)
@@ -199,7 +199,7 @@ class Trainer:
         return self._checkpoints.restore(resume)
 
     def _is_saved(self, step: int) -> bool:
-        settings, is_last = self._config.checkpoint, step == self._config.training.steps
+        settings, is_last = self._config.checkpoint, step == self._config.training.known_steps
         return (settings.every is not None and step % settings.every == 0) or (is_last and settings.final != "none")
 
     def _info(self, step: int) -> CheckpointInfo:
@@ -256,7 +256,7 @@ class Trainer:
 
     def _set_learning_rate(self, step: int) -> None:
         for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._config.optimizer, step - 1, self._config.training.steps)
+            group["lr"] = learning_rate(self._config.optimizer, step - 1, self._config.training.known_steps)
 
     def _settle(self) -> None:
         """Between two steps: the weights are as the last step leaves them."""
@@ -308,8 +308,8 @@ class Trainer:
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
-            steps=config.training.steps,
-            tokens=self._info(config.training.steps).tokens,
+            steps=config.training.known_steps,
+            tokens=self._info(config.training.known_steps).tokens,
             traced_step=self._traced_step if self._earlier is None else self._earlier.traced_step,
             train_loss=loss,
             validation_loss=self._validate(),

@@ -1,5 +1,4 @@
-: "${MEGATRON:?folder of Megatron-LM, with pretrain_gpt.py}"
-if [[ -n "${DATA:-}" ]]; then
+if [[ $DATA != mock ]]; then
   read -ra data <<<"$DATA"
 else
   data=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$mock_vocab")
@@ -9,4 +8,4 @@ if ((connections)); then
 fi
 export PYTHONPATH="$MEGATRON${PYTHONPATH:+:$PYTHONPATH}"
 exec "${launch[@]}" "$MEGATRON/pretrain_gpt.py" "${model[@]}" "${parallel[@]}" "${memory[@]}" "${training[@]}" \
-  "${data[@]}" --save "$run" --load "$run" "$@"
+  ${given[@]+"${given[@]}"} "${data[@]}" --save "$run" --load "$run" "$@"

@@ -12,6 +12,10 @@ if ((starts > 0)) && [[ -e "$RUN/config.toml" ]] && ! compgen -G "$RUN/checkpoin
   mv "$RUN" "$RUN.start-$starts" # ended before its first checkpoint: begins anew, beside what is left of it
 fi
 
+if grep -q "^needs=($" "$script"; then
+  ONLY_CHECK=1 bash "$script" # what the user has not set ends the job, which is not queued again
+fi
+
 # One task a node, free to use all of its cores.
 srun --label --kill-on-bad-exit=1 --cpu-bind=none \
   bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$script" "$@" &

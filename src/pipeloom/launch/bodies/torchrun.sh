@@ -1,5 +1,5 @@
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
-what=("$here/torchrun.toml" --output.folder "$run")
+what=("$here/torchrun.toml" --output.folder "$run" ${given[@]+"${given[@]}"})
 if compgen -G "$run/checkpoints/step-*/checkpoint.json" >/dev/null; then
   what+=(--checkpoint.resume "$run") # goes on from the latest one
 fi

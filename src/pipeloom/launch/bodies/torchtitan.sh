@@ -1,7 +1,6 @@
-: "${TOKENIZER:?folder of a tokenizer as torchtitan reads it}"
 if [[ -n "$schedule" ]]; then
   flags+=(--parallelism.pipeline_parallel_schedule_csv "$here/$schedule")
 fi
 export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 exec "${launch[@]}" -m torchtitan.train --module torchtitan_run --config run "${flags[@]}" --dump_folder "$run" \
-  --hf_assets_path "$TOKENIZER" --dataloader.dataset "${DATASET:-c4}" "$@" "activation_checkpoint:$recompute"
+  --hf_assets_path "$TOKENIZER" --dataloader.dataset "$DATASET" ${given[@]+"${given[@]}"} "$@" "activation_checkpoint:$recompute"

@@ -1,0 +1,88 @@
+"""The recipe of a training: the settings that belong to a model and its text, whose defaults are those of the demo.
+
+A run that states the sizes of its model is the demo, or a variation of it. A model from ``model.preset`` or
+``model.file`` has a recipe of its own, which nobody but the user has: no default is taken for it.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeloom.config.run import RunConfig
+
+RECIPE = {
+    "model.norm_eps": "added to the variance in normalization, as the model was designed",
+    "model.rope_theta": "base of the rotary position frequencies, as the model was designed",
+    "data.path": "a text file, or a folder of them",
+    "data.tokenizer": "bytes, or bpe with a data.bpe_vocab_size",
+    "optimizer.lr": "peak learning rate",
+    "optimizer.lr_warmup_steps": "steps over which the learning rate rises from 0",
+    "training.steps": "optimizer steps",
+}
+"""Settings without which a model from elsewhere is not trained, and what each one is. ``None`` is unset."""
+
+_USUAL = ("betas", "eps", "weight_decay", "clip_grad_norm", "lr_min_fraction")
+"""Settings of the optimizer that are much the same in published recipes: they keep their defaults, and are named."""
+
+
+def unset(config: "RunConfig") -> dict[str, str]:
+    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo.
+
+    Args:
+        config: the sizes of its model may be in place or not.
+    """
+    if not _is_from_elsewhere(config):
+        return {}
+    is_rotary = config.model.family == "llama"
+    return {
+        name: what
+        for name, what in RECIPE.items()
+        if _value(config, name) is None and (is_rotary or name != "model.rope_theta")
+    }
+
+
+def recipe_problems(config: "RunConfig") -> list[str]:
+    """Why the run cannot train yet: one sentence with all settings of the recipe that are missing, or nothing."""
+    missing = unset(config)
+    if not missing:
+        return []
+    source = f"model.preset {config.model.preset}" if config.model.preset else f"model.file {config.model.file}"
+    wanted = "\n".join(f"      {name:<26}{what}" for name, what in missing.items())
+    return [f"the recipe of {source} is not known here; set, in the run file or as flags:\n{wanted}"]
+
+
+def usual_values(config: "RunConfig") -> str | None:
+    """The settings of the optimizer that are defaults and no recipe of the model, a sentence; ``None`` without."""
+    from pipeloom.config.sections import OptimizerConfig
+
+    own, default = config.optimizer, OptimizerConfig()
+    kept = [name for name in _USUAL if getattr(own, name) == getattr(default, name)]
+    if not kept or not _is_from_elsewhere(config):
+        return None
+    values = ", ".join(f"optimizer.{name} {_text(getattr(own, name))}" for name in kept)
+    return f"{values}: usual values, which are not from a recipe of this model."
+
+
+def with_demo_recipe(config: "RunConfig") -> "RunConfig":
+    """The run with the demo's value for each setting of the recipe that is unset, but ``data.path``."""
+    model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
+    return replace(
+        config,
+        model=replace(model, norm_eps=model.known_norm_eps, rope_theta=model.known_rope_theta),
+        data=replace(data, tokenizer=data.known_tokenizer),
+        optimizer=replace(optimizer, lr=optimizer.known_lr, lr_warmup_steps=optimizer.known_lr_warmup_steps),
+        training=replace(training, steps=training.known_steps),
+    )
+
+
+def _is_from_elsewhere(config: "RunConfig") -> bool:
+    return config.model.preset is not None or config.model.file is not None
+
+
+def _value(config: "RunConfig", name: str) -> Any:
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
