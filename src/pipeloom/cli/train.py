@@ -10,6 +10,7 @@ from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, recipe_problems
+from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.words import count, format_bytes, told_passes
 
@@ -180,6 +181,9 @@ def _announce(config: RunConfig) -> None:
         f"dtype      {config.training.known_dtype}{_dtype_note(config)}{_crowd(config)}",
         flush=True,
     )
+    may_differ = why_schedules_may_differ(config)
+    if may_differ is not None:
+        print(f"note       {may_differ}", flush=True)
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
