@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from pipeloom.config import (
     DataConfig,
+    MachineConfig,
     ModelConfig,
     OptimizerConfig,
     OutputConfig,
@@ -17,6 +18,7 @@ from pipeloom.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from pipeloom.config.paths import with_absolute_paths, with_home
 from pipeloom.config_file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.layout import Layout
@@ -61,7 +63,7 @@ def read(tmp_path, text):
 @given(runs)
 def test_a_run_file_repeats_the_configuration(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp()
-    assert read(folder, format_run(config)) == (config, [])
+    assert read(folder, format_run(config)) == (with_absolute_paths(config), [])
 
 
 def test_a_run_file_says_nothing_that_a_preset_or_named_layers_replace():
@@ -99,7 +101,7 @@ def test_values_of_a_file_override_the_defaults(tmp_path):
     assert config.model.family == "gpt2"
     assert (config.layout.pp, config.layout.loops, config.layout.partition) == (2, RunConfig().layout.loops, (5, 5))
     assert (config.optimizer.lr, config.optimizer.betas) == (1.0, (0.8, 0.9))
-    assert config.data.path == Path("corpus")
+    assert config.data.path == tmp_path / "corpus"
 
 
 def test_five_mistakes_are_five_sentences_and_the_rest_of_the_file_counts(tmp_path):
@@ -164,3 +166,70 @@ def test_a_file_that_is_not_text_is_the_users_error(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="cannot read the configuration"):
         read_run_file(file)
+
+
+PATHS = {
+    "model.file",
+    "data.path",
+    "data.cache",
+    "schedule.swap_folder",
+    "checkpoint.resume",
+    "output.folder",
+    "machine.cluster",
+    "machine.software",
+}
+
+
+def paths_of(config):
+    return {name: str(getattr(getattr(config, name.split(".")[0]), name.split(".")[1])) for name in PATHS}
+
+
+def test_every_path_of_a_file_begins_at_the_folder_of_the_file(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    text = "".join(f'{name} = "../there/x.toml"\n' for name in PATHS)
+    (tmp_path / "runs" / "run.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    config, problems = read_run_file(Path("runs/run.toml"))
+    assert problems == []
+    assert paths_of(config) == dict.fromkeys(PATHS, str(tmp_path / "there" / "x.toml"))
+
+
+def test_a_path_through_a_link_to_a_folder_is_followed(tmp_path):
+    (tmp_path / "far" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "far" / "runs")
+    (tmp_path / "runs" / "run.toml").write_text('data.path = "../text"')
+    config, _ = read_run_file(tmp_path / "runs" / "run.toml")
+    assert config.data.path.resolve() == tmp_path / "far" / "text"
+
+
+def test_every_path_of_a_file_may_be_absolute_or_begin_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for written, found in [("/data/x.toml", "/data/x.toml"), ("~/x.toml", "/home/me/x.toml")]:
+        config, _ = read(tmp_path, "".join(f'{name} = "{written}"\n' for name in PATHS))
+        assert paths_of(config) == dict.fromkeys(PATHS, found)
+
+
+def test_names_of_the_catalog_are_no_paths(tmp_path):
+    config, _ = read(tmp_path, 'machine.cluster = "dgx-a100"\nmachine.software = "megatron-lm"\n')
+    assert (config.machine.cluster, config.machine.software) == ("dgx-a100", "megatron-lm")
+    assert with_absolute_paths(config) == config
+
+
+def test_a_run_is_written_so_that_it_means_the_same_in_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = RunConfig(
+        data=DataConfig(path=Path("text"), cache=Path("cache")), machine=MachineConfig(cluster="mine.toml")
+    )
+    text = format_run(config)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again, _ = read(tmp_path / "elsewhere", text)
+    assert (again.data.path, again.data.cache) == (tmp_path / "text", tmp_path / "cache")
+    assert again.machine.cluster == str(tmp_path / "mine.toml")
+
+
+def test_home_is_expanded_where_there_is_one(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = RunConfig(data=DataConfig(path=Path("~/text"), cache=Path("~nobody-of-this-name/cache")))
+    expanded = with_home(config)
+    assert (expanded.data.path, expanded.data.cache) == (Path("/home/me/text"), config.data.cache)

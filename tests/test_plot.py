@@ -1,13 +1,18 @@
 """Pictures."""
 
+import re
+from collections import Counter
+
 import pytest
 from ink import cut_texts, overlaps, texts_of
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.generate import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
-from pipeloom.plot import _timelines_figure, _tradeoff_figure, plot_accuracy, plot_timeline
+from pipeloom.plot import _timelines_figure, _tradeoff_figure, box_colors, plot_accuracy, plot_timeline
 from pipeloom.schedule import parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
@@ -23,7 +28,9 @@ def example(num_microbatches=2):
 def boxes(trace, tmp_path):
     file = tmp_path / "count.svg"
     plot_timeline(trace, [file], title="count")
-    return file.read_text(encoding="utf-8").count('<g id="patch_')
+    text = file.read_text(encoding="utf-8")
+    drawn = re.findall(r'<g id="PolyCollection_\d+">(.*?)</g>', text, re.DOTALL)
+    return text.count('<g id="patch_') + sum(max(part.count("<path"), part.count("<use")) for part in drawn)
 
 
 def test_all_formats_are_written_in_one_go(tmp_path):
@@ -107,6 +114,61 @@ def test_shades_and_numbers_are_told(tmp_path):
     text = file.read_text(encoding="utf-8")
     assert "number: micro-batch.slice, color: stage, light: forward, dark: backward" in text
     assert "darkest: of the weights, in between: forward again" in text
+
+
+def test_boxes_are_drawn_all_at_once_however_many_there_are(tmp_path, monkeypatch):
+    calls = Counter()
+
+    def counted(name, function):
+        def call(*arguments, **named):
+            calls[name] += 1
+            return function(*arguments, **named)
+
+        return call
+
+    for name in ("add_collection", "barh", "add_patch", "annotate"):
+        monkeypatch.setattr(Axes, name, counted(name, getattr(Axes, name)))
+    schedule = add_reduce_grad(lower(make_schedule("1f1b", pp=4, num_microbatches=500)))
+    trace = simulate(schedule, UniformCosts(1, 2, 0.5, 1, 1))
+    plot_timeline(trace, [tmp_path / "large.png"], title="large")
+    assert len(trace.compute()) == 4000
+    assert calls == {"add_collection": 2}  # compute, and a strip of collectives; no number fits a box
+
+
+def test_a_picture_of_shapes_has_pixels_where_shapes_are_too_many(tmp_path, monkeypatch):
+    file = tmp_path / "large.svg"
+    plot_timeline(example(), [file], title="shapes")
+    assert "<image" not in file.read_text(encoding="utf-8")
+    monkeypatch.setattr("pipeloom.plot._MOST_SHAPES", 10)
+    plot_timeline(example(), [file], title="pixels")
+    assert "<image" in file.read_text(encoding="utf-8")
+
+
+def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr("pipeloom.plot._save", lambda figure, _: sizes.append(figure))
+    plot_timeline(Trace((), 3000), [tmp_path / "many.png"], title="many")
+    (figure,) = sizes
+    assert figure.get_size_inches()[1] < 50
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert (names[0], names[1]) == ("rank 0", "rank 38")
+    assert len(names) <= 80
+
+
+def test_a_box_has_the_place_and_the_color_of_its_action(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("pipeloom.plot._save", lambda figure, _: figures.append(figure))
+    trace = simulate(parse_schedule("0F0 0B0\n1F0 1B0"), UniformCosts(1, 2))
+    plot_timeline(trace, [tmp_path / "few.png"], title="few", scale=10)
+    (boxes_,) = (part for part in figures[0].axes[0].collections if isinstance(part, PolyCollection))
+    found = {
+        (*path.vertices[:, 0].round(6)[[0, 2]], round(path.vertices[:, 1].mean())): tuple(color[:3])
+        for path, color in zip(boxes_.get_paths(), boxes_.get_facecolors(), strict=True)
+    }
+    expected = {
+        (span.start_s * 10, span.end_s * 10, span.rank): box_colors(span.action, 2)[0] for span in trace.compute()
+    }
+    assert found == expected
 
 
 LONG = "a headline that goes on, " * 12 + "with $\\alpha$ and \x1b[31m"

@@ -234,6 +234,8 @@ SLICE = {"ph": "X", "name": "0F0", "pid": 0, "tid": 0, "ts": 0.0, "dur": 1.0}
         ([PROCESS, THREAD, SLICE | {"name": "aten::mm"}], "event 2: 'aten::mm' is no action"),
         ([PROCESS, THREAD, SLICE | {"dur": -1}], "event 2: expected name, pid"),
         ([PROCESS, THREAD, SLICE | {"ts": float("nan")}], "with finite times"),
+        ([PROCESS, THREAD, SLICE | {"ts": 1e306}], "with finite times"),
+        ([PROCESS, THREAD, SLICE | {"ts": 10**400}], "with finite times"),
         ([PROCESS, THREAD, SLICE | {"ts": "0"}], "expected name, pid"),
         ([PROCESS | {"pid": 1}], "a process for every rank from 0 on, found 1"),
         ([THREAD, SLICE], "a process for every rank from 0 on, found none"),

@@ -78,3 +78,9 @@ def test_a_size_that_is_needed_is_never_told_smaller(size):
     told = parse_bytes(format_bytes(size, rounds_up=True).replace(" bytes", ""))
     assert size <= told <= size * 1.011 + 1
     assert abs(parse_bytes(format_bytes(size).replace(" bytes", "")) - size) <= 0.006 * size + 1
+
+
+@pytest.mark.parametrize("text", ["", "0", "0.2B", "-1GB", "1XB", "nan", "inf", "9" * 400 + "TiB", "9" * 5000])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="expected a size such as"):
+        parse_bytes(text)

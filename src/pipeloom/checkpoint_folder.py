@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeloom.errors import UserError, reason_of
+from pipeloom.files import parse_json, read_text
 
 FOLDER = "checkpoints"
 INFO = "checkpoint.json"
@@ -235,9 +236,9 @@ def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
 def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | None]:
     """The description of a checkpoint and its files, without those of the older format."""
     path = checkpoint / INFO
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = json.loads(text)
+        tree = parse_json(text)
         found = tree.pop("format", None) if isinstance(tree, dict) else None
         if found not in (_FORMAT, _UNCHECKED_FORMAT):
             raise UserError(f"expected a checkpoint of format {_UNCHECKED_FORMAT} or {_FORMAT}")
@@ -248,7 +249,7 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
             raise UserError("it has changed since it was written, its hash is another; use another checkpoint")
         files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
         return CheckpointInfo(**tree), files
-    except (OSError, ValueError, TypeError) as error:  # a UserError is a ValueError
+    except (ValueError, TypeError) as error:  # a UserError is a ValueError
         raise UserError(f"cannot read {path}: {reason_of(error)}") from error
 
 

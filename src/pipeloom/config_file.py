@@ -3,13 +3,13 @@
 import copy
 import json
 import textwrap
-import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
-from pipeloom.errors import UserError, reason_of
+from pipeloom.config.paths import place_paths, with_absolute_paths
+from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean
 
 RETIRED = {
@@ -19,7 +19,7 @@ RETIRED = {
 
 
 def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Read a run file as far as it can be read.
+    """Read a run file as far as it can be read. Its relative paths begin at its folder.
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
@@ -31,15 +31,8 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     Raises:
         UserError: there is no such file, or it is not TOML.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration {path}: {reason_of(error)}") from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
-    return parse_run(tree, default)
+    tree = parse_toml(read_text(path, "the configuration"), path)
+    return parse_run(place_paths(tree, RunConfig, path.parent), default)
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
@@ -99,10 +92,11 @@ def format_run(config: RunConfig) -> str:
     """The configuration as a run file that repeats it, without defaults in whose place something else is said.
 
     A line ``# SET`` stands for each setting without which the run cannot train (``pipeloom.config.unset``).
+    Paths are absolute, so that the file means the same in any folder.
     """
     import tomli_w
 
-    tree = to_dict(config)
+    tree = to_dict(with_absolute_paths(config))
     if config.model.preset is not None or config.model.file is not None:
         defaults = to_dict(RunConfig())["model"]
         tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}

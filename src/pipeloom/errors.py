@@ -3,6 +3,7 @@
     PipeloomError
     ├── UserError                the question is wrong: expected, found, what to change
     │   ├── ConfigError          a configuration, with all of its problems at once
+    │   ├── HostError            a run that this host cannot hold; another one of the same run may
     │   ├── FamilyError          a family of schedules with a mistake in it: which, in which line of its file
     │   ├── ScheduleTextError    text that is no schedule
     │   └── ScheduleError        a schedule that breaks a rule: which, where, and the rows around it
@@ -39,6 +40,10 @@ class ConfigError(UserError):
         self.problems = tuple(problems)
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         super().__init__("\n".join([f"{source} has {count}:", *(f"  - {p}" for p in problems)]))
+
+
+class HostError(UserError):
+    """This host cannot run what was asked for; under a launcher, other hosts may find nothing wrong."""
 
 
 class FamilyError(UserError):

@@ -4,15 +4,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.plot_labels import Label, place_labels
 from pipeloom.schedule.action import LOAD_OF, OUT_OF, Action, Kind
 from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, OWN_LANES
-from pipeloom.schedule.row import Row
+from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.row import KINDS, NO_MICROBATCH, Row
 from pipeloom.terminal import printable
-from pipeloom.trace import Span, Trace
+from pipeloom.trace import Spans, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 _MOST_LABELS = 1200
+_MOST_SHAPES = 20_000
+"""Boxes that a picture of shapes has one by one; more of them are pixels there, too."""
+_MOST_INCHES, _MOST_NAMES = 44, 80
+"""Height of all rows of a panel, and ranks that are named beside them: what 80 rows at full height take."""
 _ROW_HEIGHT = 0.86
 _STRIP_HEIGHT = 0.2
 _STRIPS_HEIGHT = 0.4
@@ -70,7 +78,7 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [1.4 + 0.55 * trace.num_ranks for trace in traces.values()]
+    rows = [1.4 + min(0.55 * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
     figure = Figure(figsize=(15, sum(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
@@ -89,8 +97,9 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
 
 
 def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
+    named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
+    axes.set_yticks(named, [f"rank {rank}" for rank in named])
     axes.set_title(_headline(title, 150), loc="left", fontsize=11)
-    axes.set_yticks(range(trace.num_ranks), [f"rank {rank}" for rank in range(trace.num_ranks)])
     axes.set_ylim(trace.num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -98,26 +107,78 @@ def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
 
 
 def _draw_boxes(axes: "Axes", trace: Trace, scale: float, longest: float) -> None:
-    spans = trace.compute()
-    num_stages = 1 + max((span.action.stage for span in spans), default=0)
-    with_labels = len(spans) <= _MOST_LABELS
-    shortest = longest / 170
-    strips = _strips(trace)
+    spans, strips = trace.compute(), _strips(trace)
     strip_height = min(_STRIP_HEIGHT, _STRIPS_HEIGHT / max(len(strips), 1))
     height = _ROW_HEIGHT - strip_height * len(strips)
-    boxes = [(span, 0.0, height) for span in spans]
+    num_stages = 1 + int(spans.row.stage.max(initial=0))
+    bars = _Bars(axes, trace.start_s, scale, longest / 170, num_stages, with_labels=len(spans) <= _MOST_LABELS)
+    bars.draw(spans, 0.0, height)
     for number, beside in enumerate(strips.values()):
-        boxes += [(span, height + number * strip_height, strip_height) for span in beside]
-    for span, below, tall in boxes:
-        begin, width = (span.start_s - trace.start_s) * scale, (span.end_s - span.start_s) * scale
-        top = span.rank - _ROW_HEIGHT / 2 + below
-        color, ink = box_colors(span.action, num_stages)
-        is_wide = width >= shortest * (2 if span.action.slice else 1)
-        line = {"edgecolor": "white", "linewidth": 0.4 if with_labels and width >= shortest / 2 else 0.0}
-        axes.barh(top, width, left=begin, height=tall, align="edge", color=color, **line)
-        if span.action.microbatch is not None and with_labels and is_wide:
-            place, size = (begin + width / 2, top + tall / 2), 7 if span.lane == COMPUTE_LANE else 5
-            axes.annotate(_label(span.action), place, color=ink, fontsize=size, ha="center", va="center")
+        bars.draw(beside, height + number * strip_height, strip_height)
+
+
+class _Bars(NamedTuple):
+    """How the boxes of a panel are drawn.
+
+    Attributes:
+        axes: where to.
+        start_s: where the time axis begins.
+        scale: units for each second.
+        shortest: units of a box that has room for a label.
+        num_stages: decides the colors.
+        with_labels: whether boxes with room for a label have one.
+    """
+
+    axes: "Axes"
+    start_s: float
+    scale: float
+    shortest: float
+    num_stages: int
+    with_labels: bool
+
+    def draw(self, spans: Spans, below: float, tall: float) -> None:
+        """Draw a box for each span, all as one: a figure of so many patches takes minutes.
+
+        Args:
+            spans: what to draw.
+            below: where boxes begin in their row, from its top.
+            tall: their height.
+        """
+        from matplotlib.collections import PolyCollection
+
+        left, right = ((at_s - self.start_s) * self.scale for at_s in (spans.start_s, spans.end_s))
+        top = spans.rank.astype(np.float64) - _ROW_HEIGHT / 2 + below
+        corners = [(left, top), (right, top), (right, top + tall), (left, top + tall)]
+        is_edged = (right - left >= self.shortest / 2) & self.with_labels
+        boxes = PolyCollection(
+            cast("Sequence[NDArray[np.float64]]", np.stack([np.stack(corner, 1) for corner in corners], 1)),
+            facecolors=self._colors(spans.row),
+            edgecolors="white",
+            linewidths=np.where(is_edged, 0.4, 0.0),
+        )
+        boxes.set_rasterized(len(spans) > _MOST_SHAPES)
+        self.axes.add_collection(boxes, autolim=False)
+        if self.with_labels:
+            self._label(spans, left, right - left, top + tall / 2)
+
+    def _colors(self, row: Row) -> NDArray[np.float64]:
+        """For each action the fill of its box."""
+        which, number = np.unique(np.stack([row.kind, row.stage], axis=1), axis=0, return_inverse=True)
+        fills = [box_colors(Action(KINDS[kind], stage), self.num_stages)[0] for kind, stage in which.tolist()]
+        return np.array(fills, np.float64).reshape(-1, 3)[number.reshape(-1)]
+
+    def _label(self, spans: Spans, left: Seconds, width: Seconds, middle: Seconds) -> None:
+        is_wide = width >= self.shortest * np.where(spans.row.slice > 0, 2, 1)
+        for place in np.flatnonzero(is_wide & (spans.row.microbatch != NO_MICROBATCH)).tolist():
+            span = spans[place]
+            self.axes.annotate(
+                _label(span.action),
+                (left[place] + width[place] / 2, middle[place]),
+                color=box_colors(span.action, self.num_stages)[1],
+                fontsize=7 if span.lane == COMPUTE_LANE else 5,
+                ha="center",
+                va="center",
+            )
 
 
 def _label(action: Action) -> str:
@@ -159,13 +220,12 @@ _STRIP_OF = {
 }
 
 
-def _strips(trace: Trace) -> dict[str, list[Span]]:
+def _strips(trace: Trace) -> dict[str, Spans]:
     """What takes time beside compute, by the strip that shows it."""
-    found: dict[str, list[Span]] = {}
-    for span in trace.spans:
-        if span.lane in _STRIP_OF and span.end_s > span.start_s:
-            found.setdefault(_STRIP_OF[span.lane], []).append(span)
-    return {name: found[name] for name in _STRIPS if name in found}
+    spans = trace.spans
+    strip_of = np.array([_STRIP_OF.get(lane, "") for lane in spans.lanes] or [""])[spans.lane]
+    found = {name: (strip_of == name) & (spans.end_s > spans.start_s) for name in _STRIPS}
+    return {name: spans.take(is_in) for name, is_in in found.items() if is_in.any()}
 
 
 def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
@@ -184,7 +244,7 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
 def _add_legend(figure: "Figure", trace: Trace) -> None:
     from matplotlib.patches import Patch
 
-    stages = sorted({span.action.stage for span in trace.compute()})
+    stages = np.unique(trace.compute().row.stage).tolist()
     shown = stages if len(stages) <= 16 else [stages[0], stages[len(stages) // 2], stages[-1]]
     shades = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     kinds = [kind for kind in shades if _has([trace.spans.row], kind)]

@@ -10,6 +10,7 @@ from pipeloom.checkpoint_folder import list_checkpoints
 from pipeloom.config import RunConfig
 from pipeloom.config_file import read_run_file
 from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.files import MOST_RECORD_BYTES, read_text
 from pipeloom.run_folder import CONFIG, DRAFTS, METRICS, OTHER_TRACES, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE
 from pipeloom.schedule import Schedule, parse_schedule
 from pipeloom.trace import Trace, from_chrome
@@ -111,11 +112,12 @@ def _name_of(file: Path) -> str:
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
     """What a file holds; ``None`` if there is no such file."""
-    try:
-        return parse(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except (OSError, ValueError) as error:  # a UserError is a ValueError
+    text = read_text(file, most_bytes=MOST_RECORD_BYTES)
+    try:
+        return parse(text)
+    except (ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(f"cannot read {file}: {reason_of(error)}") from error
 
 
@@ -133,4 +135,7 @@ def _with_names(values: Any, names: tuple[str, ...]) -> dict[str, Any]:
     missing = [name for name in names if not isinstance(values, dict) or name not in values]
     if missing:
         raise UserError(f"expected an object with {', '.join(names)}; it lacks {', '.join(missing)}")
+    wrong = [name for name in names if not isinstance(values[name], int | float | None)]
+    if wrong:
+        raise UserError(f"expected numbers, found {', '.join(f'{name} {values[name]!r:.40}' for name in wrong)}")
     return values

@@ -98,7 +98,8 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
         starts, ends = graph.times(seconds)
     every = [*(lane for _, lane in facts.lanes), *([HOST_LANE] * schedule.num_ranks)]
     lanes = tuple(dict.fromkeys(every))
-    number = np.array([lanes.index(one) for one in every], np.int32)
+    place = {lane: number for number, lane in enumerate(lanes)}
+    number = np.array([place[one] for one in every], np.int32)
     return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
 
 

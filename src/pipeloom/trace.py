@@ -1,7 +1,6 @@
 """The trace: who did which action on which lane, from when to when. From the simulator or from the machine."""
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipeloom.errors import UserError
+from pipeloom.files import parse_json
 from pipeloom.schedule import Action
 from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS, TIED_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send, tied_partner
@@ -158,6 +158,10 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
     return events
 
 
+_MOST_US = 1e15
+"""Most microseconds of a time in a trace, 30 years: nanoseconds of it are whole numbers of 64 bits."""
+
+
 def from_chrome(text: str) -> Trace:
     """The trace that ``to_chrome`` wrote: ranks, lanes, actions, and times to the nanosecond.
 
@@ -190,9 +194,9 @@ def from_chrome(text: str) -> Trace:
 
 def _events(text: str) -> list[Any]:
     try:
-        tree = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"this is no trace: it is not JSON: {error}") from error
+        tree = parse_json(text)
+    except UserError as error:
+        raise UserError(f"this is no trace: {error}") from error
     match tree:
         case {"traceEvents": list(events)}:
             return events
@@ -207,7 +211,7 @@ def _span(event: dict[str, Any], lanes: dict[tuple[int, int], Lane]) -> Span:
             "tid": int(tid),
             "ts": int() | float() as begin,
             "dur": int() | float() as duration,
-        } if math.isfinite(begin + duration) and duration >= 0:
+        } if abs(begin) <= _MOST_US and 0 <= duration <= _MOST_US:
             begin_ns, duration_ns = round(begin * 1000), round(duration * 1000)
         case _:
             raise UserError("expected name, pid, tid, ts and dur, with finite times and no negative duration")

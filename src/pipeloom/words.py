@@ -82,7 +82,7 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): factor for name, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units or float(match[1]) * units[match[2].lower()] < 1:
+    if match is None or not 1 <= float(match[1]) * units.get(match[2].lower(), 0) < math.inf:
         raise ValueError(f"expected a size such as 64MiB or 1.5GB, found '{text}'")
     return int(float(match[1]) * units[match[2].lower()])
 

@@ -179,10 +179,16 @@ def test_a_name_of_the_catalog_is_found_in_any_case_and_with_either_dash(name):
     assert load_cluster(name) == load_cluster("dgx-a100")
 
 
-def test_a_file_is_found_before_a_name_that_is_not_quite_the_same(tmp_path, monkeypatch):
+def test_a_file_is_named_by_its_folder_or_ending_and_else_it_is_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DGX-A100").write_text(FILE)
-    assert load_cluster("DGX-A100").name == "measured"
+    (tmp_path / "dgx-a100.toml").write_text(FILE)
+    assert load_cluster("DGX-A100").name == "dgx-a100"
+    assert load_cluster("./DGX-A100").name == "measured"
+    assert load_cluster("dgx-a100.toml").name == "measured"
+    (tmp_path / "mine").write_text(FILE)
+    with pytest.raises(UserError, match=r"expected a file \(with a folder or \.toml in its name\)"):
+        load_cluster("mine")
 
 
 def test_a_key_of_a_file_that_is_close_is_suggested(tmp_path):
@@ -225,7 +231,7 @@ def test_a_number_beyond_any_quantity_is_refused(tmp_path, value):
 def test_a_file_that_is_no_toml_is_refused(tmp_path, text):
     file = tmp_path / "wrong.toml"
     file.write_text(text)
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="is not TOML"):
         load_cluster(str(file))
 
 

@@ -364,7 +364,7 @@ def test_what_a_key_has_to_be_is_among_the_keys_of_its_architecture():
         ("[1, 2]", "expected an object, found list"),
         ("{", "Expecting property name"),
         ("9" * 5000, "Exceeds the limit"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested deeper than 64 levels"),
     ],
 )
 def test_a_file_that_is_no_object_is_refused(tmp_path, text, why):

@@ -63,6 +63,14 @@ def test_a_file_beside_the_cluster_is_found_wherever_one_is(tmp_path, monkeypatc
     assert read(tmp_path, SHORT.replace("dgx-1-v100", "mine.toml")) == read(tmp_path, SHORT)
 
 
+def test_a_file_in_the_current_folder_is_not_taken_for_one_beside_the_cluster(tmp_path, monkeypatch):
+    (tmp_path / "current").mkdir()
+    (tmp_path / "current" / "mine.toml").write_text(cluster_to_toml(V100), encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "current")
+    (problem,) = problems(tmp_path, SHORT.replace("dgx-1-v100", "mine.toml"))
+    assert f"there is no cluster '{tmp_path / 'mine.toml'}'" in problem
+
+
 def test_the_example_is_two_kinds_with_a_slower_link():
     cluster = load_cluster(str(EXAMPLE))
     assert [(kind.device.name, number) for kind, number in cluster.kinds(64)] == [

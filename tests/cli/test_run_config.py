@@ -1,9 +1,15 @@
 """Flags over a file."""
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 
+from pipeloom.cli import main
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.errors import ConfigError
+from pipeloom.generate import Choice
+from pipeloom.host_memory import Available
 
 FILE = "[model]\nnum_layers = 6\n[layout]\npp = 2\nloops = 2\npartition = [1, 3, 3, 1]\n"
 
@@ -57,3 +63,78 @@ def test_a_value_behind_a_flag_that_takes_none_is_told_with_everything_else(tmp_
     )
     assert "layout.dp must be at least 1, found 0" in refused.value.problems
     assert layout(tmp_path, "--layout.tp", "2", "--layout.sequence-parallel").sequence_parallel
+
+
+def test_paths_of_a_file_begin_at_its_folder_and_those_of_flags_at_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "current").mkdir()
+    for text in (tmp_path / "runs" / "file.txt", tmp_path / "current" / "flag.txt"):
+        text.write_text("words")
+    (tmp_path / "runs" / "run.toml").write_text('data.path = "file.txt"\ndata.cache = "cache"\n')
+    monkeypatch.chdir(tmp_path / "current")
+    config = parse_run_config(["../runs/run.toml"], "train", "Train.")
+    assert config.data.path == tmp_path / "runs" / "file.txt"
+    config = parse_run_config(["../runs/run.toml", "--data.path", "flag.txt"], "train", "Train.")
+    assert config.data.path == Path("flag.txt")
+    assert config.data.cache == tmp_path / "runs" / "cache"
+    with pytest.raises(ConfigError, match="found nothing at file.txt"):
+        parse_run_config(["../runs/run.toml", "--data.path", "file.txt"], "train", "Train.")
+
+
+def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text").write_text("words")
+    assert parse_run_config(["--data.path=~/text"], "train", "Train.").data.path == tmp_path / "text"
+
+
+def there(monkeypatch, size_bytes):
+    """Let a host have so much memory; the module's name is also that of a function in its package."""
+    module = import_module("pipeloom.generate.family")
+    monkeypatch.setattr(module, "available_memory", lambda: Available(size_bytes, "free on this host"))
+
+
+HUGE = {
+    "micro-batches": (["--layout.num-microbatches", "100000000"], "1,600,000,000 actions"),
+    "ranks": (["--layout.pp", "1000000000"], "32,000,000,000 actions"),
+    "loops": (["--layout.loops", "1000000000"], "64,000,000,000 actions"),
+    "slices": (["--layout.token-slices", "1000000000", "--data.seq-len", "1000000000"], "128,000,000,000 actions"),
+    "layers": (["--model.num-layers", "10000000"], "model.num_layers must be at most 100,000, found 10,000,000"),
+}
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "simulate", "slices", "launch"])
+@pytest.mark.parametrize("what", HUGE)
+def test_what_no_memory_holds_is_refused_before_it_is_made(monkeypatch, capsys, command, what):
+    there(monkeypatch, 8e9)
+    flags, message = HUGE[what]
+    assert main([command, *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schedule", "gpipe", "--microbatches", "100000000"],
+        ["schedule", "1f1b", "--pp", "1000000000"],
+        ["schedule", "zb-v", "--slices", "1000000000"],
+        ["families", "--microbatches", "100000000"],
+        ["families", "--loops", "1000000000"],
+    ],
+    ids=" ".join,
+)
+def test_a_schedule_that_no_memory_holds_is_refused_before_it_is_made(monkeypatch, capsys, words):
+    there(monkeypatch, 8e9)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "8 GB are free on this host; choose smaller numbers" in captured.err
+
+
+def test_a_schedule_that_fits_is_not_refused(monkeypatch):
+    choice = Choice(family="gpipe", pp=1, num_microbatches=1_000_000)
+    there(monkeypatch, choice.least_bytes)
+    assert choice.problems() == []
+    there(monkeypatch, choice.least_bytes - 1)
+    assert len(choice.problems()) == 1

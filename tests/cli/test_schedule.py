@@ -350,6 +350,32 @@ def test_stages_that_visit_the_device(capsys, tmp_path):
     assert "--stage-swap must be at least 0, found -1" in refusal(capsys, *sizes, "--stage-swap", "-1")
 
 
+LARGE = ["breadth-first", "--pp", "16", "--loops", "4", "--microbatches", "32"]
+
+
+def test_a_schedule_that_no_screen_shows_is_summed_up_and_written_whole_when_text_is_wanted(capsys):
+    summary, whole = schedule(capsys, *LARGE), schedule(capsys, *LARGE, "--format", "text")
+    assert "4,096 actions on 16 ranks, more than a screen shows; --format text > FILE writes them all" in summary
+    assert len(summary) < 2000 < 20_000 < len(whole)
+    assert "0F0 0F1 0F2" in whole
+    assert "0F0 0F1 0F2" not in summary
+    (line,) = (line for line in summary.splitlines() if "gradients final at" in line)
+    (every,) = (line for line in whole.splitlines() if "gradients final at" in line)
+    assert line.split(" ... ")[0] == every[: len(line.split(" ... ")[0])]
+    assert line.endswith("(by stage)")
+    assert len(every.split()) == 64 + len(["#", "gradients", "final", "at", "(by", "stage)"])
+
+
+def test_a_picture_is_drawn_and_its_place_is_printed_last(capsys, tmp_path):
+    file = tmp_path / "large.png"
+    assert schedule(capsys, *LARGE, "--plot", str(file)).splitlines()[-1].split() == ["#", "picture", str(file)]
+    assert file.exists()
+    assert main(["schedule", "1f1b", "--pp", "2", "--json", "--plot", str(file)]) == 0
+    captured = capsys.readouterr()
+    json.loads(captured.out)
+    assert str(file) in captured.err
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "breadth-first", "depth-first", "zb-v", "v-min"])
 def test_memory_is_that_of_families_in_its_unit(capsys, name):
     assert main(["families", "--json"]) == 0

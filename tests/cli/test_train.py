@@ -50,9 +50,11 @@ def test_narrow_weights_that_are_sharded_and_recomputed_train_and_are_predicted(
 
 
 def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configuration(tmp_path):
-    first = pipeloom(arguments(tmp_path))
+    words = [word.removeprefix(f"{tmp_path}/") for word in arguments(tmp_path)]
+    first = pipeloom(words, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
-    run = tmp_path / "run"
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
     expected = {"config.toml", "metrics.jsonl", "schedule.txt", "summary.json", "sample.txt"}
     pictures = {"timeline.png", "timeline.svg", "trace.json", "predicted_trace.json", "report.html"}
     weights = {"checkpoints", "model.safetensors", "tokenizer.json"}
@@ -65,10 +67,12 @@ def test_a_run_leaves_everything_behind_and_can_be_repeated_from_its_configurati
     assert 0 < summary["bubble_fraction"] < 1
     config = tomllib.loads((run / "config.toml").read_text())
     assert config["model"]["vocab_size"] == 257
+    assert config["data"]["cache"] == str(tmp_path / "cache")
+    assert "folder" not in config["output"]
     assert "folder" not in config["output"]  # it would be refused as the folder of a run
     assert (run / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
-    again = pipeloom(["train", str(run / "config.toml"), "--output.folder", str(tmp_path / "again")])
+    again = pipeloom(["train", "../run/config.toml", "--output.folder", "../again"], cwd=elsewhere)
     assert again.returncode == 0, again.stderr
     repeated = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["loss"], line["grad_norm"]) for line in repeated] == [

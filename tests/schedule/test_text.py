@@ -138,3 +138,33 @@ def test_rows_that_break_a_rule_are_refused_by_the_rule():
 def test_an_overlapped_cell_is_refused_with_a_clear_message():
     with pytest.raises(ScheduleTextError, match="row 1, cell 1: .*overlapped pair, which pipeloom does not read"):
         parse_torch_csv("0F0,0B0\n1F0,(1F1;2B0)OVERLAP_F_B,1B0\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0B0 0F2147483647", "micro-batches that count up from 0, found number 2147483647 in rows of 2 forwards"),
+        ("0F0 99999999F0", "stages that count up from 0, found number 99999999 in rows of 2 forwards"),
+        ("0F0 0B0.1999999999", "token slices that count up from 0, found number 1999999999 in rows of 1 forward"),
+        ("0F0 0B99999999999999999999", "more than 10 digits"),
+        ("0F0 0B" + "9" * 5000, r"'0B9{58}\.\.\.' has a number of more than 10 digits"),
+        (" ".join(f"{stage}F0" for stage in range(300)) + " 0F300", None),
+        (" ".join(f"{stage}F0" for stage in range(4000)) + " 0F4000", r"4,000 x 4,001 x 1 = 16,004,000, found 4,001"),
+    ],
+)
+def test_numbers_beyond_what_the_rows_hold_are_refused_before_there_is_room_for_them(monkeypatch, text, message):
+    if message is None:  # as few as these are missing the rules say which
+        with pytest.raises(ScheduleError, match="rule 'complete'"):
+            parse_schedule(text)
+        return
+    monkeypatch.setattr("pipeloom.schedule.text.Schedule", None)  # what holds the rows makes room
+    with pytest.raises(ScheduleTextError, match=message):
+        parse_schedule(text)
+
+
+def test_of_many_cells_that_are_no_action_the_first_are_shown_and_shortened():
+    with pytest.raises(ScheduleTextError) as refused:
+        parse_torch_csv(",".join(["x" * 100] * 100))
+    lines = str(refused.value).splitlines()
+    assert (len(lines), lines[-1]) == (21, "and 80 more")
+    assert f"'{'x' * 60}...' is no action" in lines[0]

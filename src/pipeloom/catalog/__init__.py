@@ -12,6 +12,8 @@ from typing import Any, cast, get_args
 from pipeloom.catalog.hugging_face import read_config_json
 from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
 from pipeloom.config.heads import head_problems
+from pipeloom.config.paths import expand_home, names_file
+from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
@@ -60,7 +62,7 @@ def _cluster(reader: Reader) -> Cluster:
 
 
 def _mixed(reader: Reader, folder: Path) -> Cluster:
-    """A cluster of several groups of nodes; files that a group names are looked for in ``folder``, too."""
+    """A cluster of several groups of nodes; files that a group names are in ``folder``."""
     name, groups = reader.text("name"), [_group(inner, folder) for inner in reader.tables("groups")]
     known = [group.name for group in groups]
     if not known:
@@ -88,8 +90,7 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
     """The cluster of one kind that a group names; if that is wrong, one of the catalog, and the reader knows."""
     try:
-        path = folder / named
-        source = str(path) if named not in names("clusters") and path.is_file() else named
+        source = str(folder / expand_home(Path(named))) if names_file(named) else named
         if "groups" not in read_toml("clusters", source)[0]:
             return load_cluster(source)
         reader.complain(f"cluster must have nodes of one kind, found {named}, which has groups")
@@ -200,7 +201,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     mlp = cast("Mlp", reader.text("mlp", among=get_args(Mlp)))
     shape = ModelShape(
         name=reader.text("name"),
-        layers=reader.integer("layers"),
+        layers=reader.integer("layers", most=MOST_LAYERS),
         hidden=reader.integer("hidden"),
         heads=reader.integer("heads"),
         kv_heads=reader.integer("kv_heads", table.get("heads")),

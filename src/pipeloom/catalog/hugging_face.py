@@ -13,8 +13,10 @@ from typing import Any
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.reading import ModelFile, Reader, is_positive
 from pipeloom.config.heads import head_problems
+from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.shape import ModelShape
-from pipeloom.errors import UserError, reason_of
+from pipeloom.errors import UserError
+from pipeloom.files import parse_json, read_text
 
 _WIDTH = 100
 """Most characters of a value in a message."""
@@ -30,10 +32,11 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
     Raises:
         UserError: it cannot be read, or is no model that is computed here; all problems together.
     """
+    text = read_text(path)
     try:
-        table: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # a ValueError: no JSON, no UTF-8, or a number without end
-        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+        table = parse_json(text)
+    except UserError as error:
+        raise UserError(f"cannot read {path}: {error}") from error
     if not isinstance(table, dict):
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     found, reader = table.get("model_type"), Reader(table, str(path))
@@ -75,7 +78,8 @@ class _ConfigJson:
 
 def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
-    layers, hidden, heads, ffn = (reader.integer(key) for key in (known.layers, known.hidden, known.heads, known.ffn))
+    layers = reader.integer(known.layers, most=MOST_LAYERS)
+    hidden, heads, ffn = (reader.integer(key) for key in (known.hidden, known.heads, known.ffn))
     has_one = file.table.get("num_key_value_heads") is None and file.name == "llama"  # other classes have a number
     kv_heads = heads if has_one else reader.integer("num_key_value_heads")
     if not reader.has_problems:
@@ -87,7 +91,8 @@ def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
 
 def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
-    layers, hidden, heads = (reader.integer(key) for key in (known.layers, known.hidden, known.heads))
+    layers = reader.integer(known.layers, most=MOST_LAYERS)
+    hidden, heads = (reader.integer(key) for key in (known.hidden, known.heads))
     ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
     if not reader.has_problems:
         _check_heads(file, hidden, heads, heads)

@@ -1,7 +1,6 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -10,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.config import ModelConfig
+from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
 from pipeloom.cost.shape import ModelShape, model_of
-from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import parse_toml, read_text
 from pipeloom.words import did_you_mean, same_name
 
 
@@ -53,26 +54,21 @@ def find_name(folder: str, name: str) -> str | None:
 def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
     """A table and where it came from: the name of the catalog, or the path of a file.
 
-    A file is found before a name that differs from the given one.
-
     Raises:
         UserError: there is no such name or file, or it is no TOML.
     """
     path, name = Path(name_or_path), find_name(folder, name_or_path)
-    if name is not None and (name == name_or_path or not path.is_file()):
+    if name is not None:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
-        return tomllib.loads(text), name
-    if not path.is_file():
+        return parse_toml(text, name), name
+    if not names_file(name_or_path) or not path.is_file():
         known = names(folder)
         hint = did_you_mean(name_or_path, known)
         raise UserError(
-            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file or "
-            f"one of {', '.join(known)}"
+            f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file "
+            f"(with a folder or .toml in its name) or one of {', '.join(known)}"
         )
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
-    except (OSError, ValueError, RecursionError) as error:  # a ValueError: no TOML, no UTF-8, or a number without end
-        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+    return parse_toml(read_text(path), path), str(path)
 
 
 _MOST = 1e100
@@ -122,8 +118,7 @@ class Reader:
     ) -> float:
         """A number above 0 (or of at least 0, if that is allowed) and at most ``most``."""
         value = self._find(key, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (0 < value <= most or (is_zero_allowed and value == 0)):
+        if not _is_number(value) or not (0 < value <= most or (is_zero_allowed and value == 0)):
             least = "of at least 0" if is_zero_allowed else "above 0"
             self.complain(f"{key} is a fraction and must be a number {least} and at most {most:g}, found {value!r}")
             return most
@@ -137,9 +132,12 @@ class Reader:
             return 1.0
         return float(value)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
+        """A whole number of at least 1, and of at most ``most``."""
         value = self._find(key, default)
+        if most is not None and isinstance(value, int) and value > most:
+            self.complain(f"{key} must be at most {most:,}, found {_shown(value)}")
+            return most
         if not _is_number(value) or not isinstance(value, int) or value < 1:
             self.complain(f"{key} must be a whole number of at least 1{_bound(value)}, found {_shown(value)}")
             return 1

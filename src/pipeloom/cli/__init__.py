@@ -67,14 +67,16 @@ def _complain(command: str, message: str, error: BaseException) -> None:
 
 
 def _run(command: str, words: list[str]) -> int:
-    from pipeloom.errors import UserError
+    from pipeloom.errors import HostError, UserError
     from pipeloom.schedule.compiled import start_lean
 
     start_lean()
     try:
         return importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
-        if not isinstance(error, UserError) or os.environ.get("RANK", "0") == "0":  # all ranks of a launcher make it
+        # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
+        rank = "LOCAL_RANK" if isinstance(error, HostError) else "RANK"
+        if not isinstance(error, UserError) or os.environ.get(rank, "0") == "0":
             _complain(command, str(error), error)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:

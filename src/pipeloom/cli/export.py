@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
+from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
 from pipeloom.words import and_finite
 
@@ -32,7 +33,7 @@ def _kind(file: Path) -> str:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, say which."""
-    options = tyro.cli(Options, args=words, prog="pipeloom export", description=Options.__doc__)
+    options = parse_flags(Options, words, "export", Options.__doc__ or "")
     if not 0 < options.file_gb < math.inf:
         raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
     checkpoint = find_checkpoint(options.checkpoint)

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-import tyro
-
 from pipeloom.cli.figures import print_table, table, wide_console
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.generate import FAMILIES, Choice, make_schedule
@@ -72,9 +71,9 @@ class Line:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make all schedules, print them."""
-    options = tyro.cli(Options, args=words, prog="pipeloom families", description=Options.__doc__)
-    sizes = Choice(family="gpipe", pp=options.pp, loops=1, num_microbatches=options.microbatches)
-    problems = sizes.problems() + ([f"loops must be at least 1, found {options.loops}"] if options.loops < 1 else [])
+    options = parse_flags(Options, words, "families", Options.__doc__ or "")
+    sizes = {"pp": options.pp, "loops": options.loops, "num_microbatches": options.microbatches}
+    problems = Choice(family="breadth-first", num_slices=SLICES, **sizes).problems()
     if problems:
         raise ConfigError(problems, "the command line")
     found = list(lines(options.pp, options.microbatches, options.loops))

@@ -9,6 +9,7 @@ import tyro
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.problems import model_problems
@@ -116,7 +117,7 @@ class Asked:
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
-    options = tyro.cli(Options, args=words, prog="pipeloom plan", description=Options.__doc__)
+    options = parse_flags(Options, words, "plan", Options.__doc__ or "")
     asked = _asked(options)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan

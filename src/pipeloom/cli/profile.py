@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError, UserError, reason_of
 from pipeloom.layout import Recompute
@@ -55,7 +54,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
-    options = tyro.cli(Options, args=words, prog="pipeloom profile", description=Options.__doc__)
+    options = parse_flags(Options, words, "profile", Options.__doc__ or "")
     from pipeloom.catalog.writing import cluster_to_toml
     from pipeloom.execute.world import is_first
     from pipeloom.machine import Request, describe_cluster, measure_machine

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from pipeloom.cli.flags import parse_flags
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -22,7 +24,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, write the page, say where it is."""
-    options = tyro.cli(Options, args=words, prog="pipeloom report", description=Options.__doc__)
+    options = parse_flags(Options, words, "report", Options.__doc__ or "")
     from pipeloom.page import write_page
     from pipeloom.page.unfinished import unfinished_contents
     from pipeloom.run_reading import read_run

@@ -4,15 +4,20 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar
 
+from pipeloom.cli.flags import parse_flags
 from pipeloom.config import RunConfig
+from pipeloom.config.paths import with_home
 from pipeloom.config_file import RETIRED, read_run_file
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import with_model_sizes
 
 _Config = TypeVar("_Config", bound=RunConfig)
-_CONFIG = "CONFIG is a TOML file with sections and fields as below; flags go over it."
+_CONFIG = (
+    "CONFIG is a TOML file with sections and fields as below; flags go over it. Relative paths begin at the file's "
+    "folder, those of flags at the current one."
+)
 
 
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
@@ -33,9 +38,9 @@ def parse_config(
         judge: what is wrong with a configuration; called with ``is_model_known``.
 
     Raises:
-        ConfigError: everything that is wrong, in the file and in the values.
+        ConfigError: everything that is wrong, in the file, in the flags and in the values.
         UserError: the file cannot be read.
-        SystemExit: a flag is unknown or malformed (status 2, with a suggestion), or help was asked for.
+        SystemExit: help was asked for.
     """
     config, source = default, "the command line"
     problems: list[str] = []
@@ -47,10 +52,18 @@ def parse_config(
         refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
         problems += found
-        flags, asked = _Flags(words, command, summary), config
-        config = _with_flags(flags, asked, lambda: [*problems, *_problems(asked, judge)[1]], source)
+        asked = config
+        config = parse_flags(
+            type(asked),
+            words,
+            f"{command} [CONFIG]",
+            f"{summary}\n\n{_CONFIG}",
+            default=asked,
+            beside=lambda: [*problems, *_problems(asked, judge)[1]],
+            source=source if source == "the command line" else f"{source} with the flags over it",
+        )
         config = _without_stale_sizes(config, asked)
-    config, found = _problems(config, judge)
+    config, found = _problems(with_home(config), judge)
     problems = [*problems, *found]
     if problems:
         raise ConfigError(problems, source)
@@ -91,34 +104,6 @@ def _is_truth(flag: str, word: str, config: RunConfig) -> bool:
     return word.lower() in ("true", "false") and isinstance(
         getattr(getattr(config, section, None), name or "-", None), bool
     )
-
-
-class _Flags(NamedTuple):
-    words: list[str]
-    command: str
-    summary: str
-
-
-def _with_flags(flags: _Flags, config: _Config, problems: Callable[[], list[str]], source: str) -> _Config:
-    """The configuration with the flags over it; where a flag is wrong, what else is wrong is said beside it."""
-    import tyro  # takes a quarter of a second, which a run without flags need not wait for
-
-    try:
-        return cast(
-            "_Config",
-            tyro.cli(
-                type(config),
-                args=flags.words,
-                default=config,
-                prog=f"pipeloom {flags.command} [CONFIG]",
-                description=f"{flags.summary}\n\n{_CONFIG}",
-            ),
-        )
-    except SystemExit as end:
-        found = problems() if end.code else []
-        if not found:
-            raise
-        raise ConfigError(found, f"beside the flags above, {source}") from None
 
 
 def _without_stale_sizes(config: _Config, file: _Config) -> _Config:

@@ -1,6 +1,8 @@
 """``pipeloom schedule``: what a family's schedule looks like, before anything runs."""
 
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,8 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.generate import FAMILIES, Choice
 from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.passes import Moves, add_slices
@@ -89,20 +93,19 @@ class Options:
     --offload. None: as --balance leaves it."""
     move: float = 1.0
     """Cost of moving what a stage keeps for a micro-batch to a partner or to the host, or back."""
-    format: Literal["text", "json", "torch-csv"] = "text"
-    """text for people; json for programs; torch-csv for PyTorch's pipelining runtime."""
+    format: Literal["text", "json", "torch-csv"] | None = None
+    """text: every action of every rank; json for programs; torch-csv for PyTorch's pipelining runtime. None: text,
+    without the actions where they are more than a screen shows."""
     json: bool = False
     """The same as --format json."""
     plot: Path | None = None
-    """Draw the schedule to this file: .png, .svg or .pdf."""
+    """Draw the schedule to this file: .png, .svg or .pdf; prints where it is."""
 
 
 def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
-    options = tyro.cli(
-        Options, args=words, prog="pipeloom schedule", description=f"{Options.__doc__}\n\nFamilies:\n{families}"
-    )
+    options = parse_flags(Options, words, "schedule", f"{Options.__doc__}\n\nFamilies:\n{families}")
     recipe = _recipe(options)
     plain = build(replace(recipe, moves=Moves()))
     _refuse_idle_costs(options, plain)
@@ -122,7 +125,7 @@ def run(words: list[str]) -> int:
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
-    form: str = "json" if options.json else options.format
+    form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
     elif form == "json":
@@ -130,6 +133,9 @@ def run(words: list[str]) -> int:
     else:
         delay = None if schedule is plain else trace.end_s - simulate(plain, costs).end_s  # a file's is not known
         _print_text(options, schedule, trace, delay)
+    if options.plot is not None:
+        is_data = form in ("json", "torch-csv")
+        print(f"{'' if is_data else '# '}picture            {options.plot}", file=sys.stderr if is_data else sys.stdout)
     return 0
 
 
@@ -206,7 +212,7 @@ def to_json(schedule: Schedule, trace: Trace) -> dict[str, Any]:
 
 def _counts(schedule: Schedule, kind: Kind) -> list[int]:
     """For each rank the number of its actions of a kind."""
-    return [sum(action.kind is kind for action in row) for row in schedule.rows]
+    return [int(row.is_kind(kind).sum()) for row in schedule.rows]
 
 
 def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
@@ -260,7 +266,8 @@ def _option_problems(options: Options) -> list[str]:
 def _start(options: Options) -> Choice | Schedule:
     """The family with its sizes, or the schedule of a file."""
     file, problems = Path(options.family), _option_problems(options)
-    is_family = options.family in FAMILIES or not (_is_file(file) or file.suffix or len(file.parts) > 1)
+    is_path = os.sep in options.family or file.suffix or _is_file(file)
+    is_family = options.family in FAMILIES or not is_path
     choice = Choice(
         family=options.family,
         pp=options.pp,
@@ -278,10 +285,7 @@ def _start(options: Options) -> Choice | Schedule:
     if is_family:
         return choice
     _refuse_family_options(options, file)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the schedule {file}: {getattr(error, 'strerror', None) or error}") from error
+    text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
     schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
@@ -351,9 +355,34 @@ def _print_text(options: Options, schedule: Schedule, trace: Trace, delay: float
     if summary.gradients_final_s:
         lines["gradients final at"] = f"{' '.join(f'{t:g}' for t in summary.gradients_final_s.values())} (by stage)"
     print(f"# {_title(options, schedule)}")
-    print(format_schedule(schedule))
+    rows = format_schedule(schedule)
+    is_whole = options.format == "text" or len(rows) <= _SCREEN
+    print(rows if is_whole else f"# rows               {_left_out(schedule)}\n")
     for name, value in lines.items():
-        print(f"# {name:<18} {value}")
+        print(f"# {name:<18} {value if is_whole else _shortened(value)}")
+
+
+_SCREEN = 8000
+"""Characters of rows that are printed unasked: a screen of 200 columns and 40 lines."""
+_MOST_WORDS = 32
+"""Values by rank or by stage that are printed beside rows that are not."""
+
+
+def _left_out(schedule: Schedule) -> str:
+    return (
+        f"{schedule.num_actions:,} actions on {count(schedule.num_ranks, 'rank')}, more than a screen shows; "
+        "--format text > FILE writes them all"
+    )
+
+
+def _shortened(line: str) -> str:
+    """A line of many values with those in its middle left out; what stands in brackets behind them stays."""
+    values, bracket, rest = line.partition(" (")
+    words = values.split(" ")
+    if len(words) <= _MOST_WORDS:
+        return line
+    half = _MOST_WORDS // 2
+    return f"{' '.join([*words[:half], '...', *words[-half:]])}{bracket}{rest}"
 
 
 def _move_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:

@@ -7,10 +7,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pipeloom.catalog import load_cluster, load_model, load_software
+from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Attention, ModelShape
@@ -85,7 +85,7 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, search, print."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "tradeoff")
-    options = tyro.cli(Options, args=words, prog="pipeloom tradeoff", description=Options.__doc__)
+    options = parse_flags(Options, words, "tradeoff", Options.__doc__ or "")
     if options.plot is not None:
         from pipeloom.plot import check_formats
 

@@ -29,9 +29,11 @@ def run(words: list[str]) -> int:
     from pipeloom.execute.world import is_first
     from pipeloom.run_folder import RunFolder
     from pipeloom.run_start import take_run_folder
+    from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
     check_processes(config)
+    check_memory(config)
     if not is_first():
         run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0

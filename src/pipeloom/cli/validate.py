@@ -10,6 +10,7 @@ import tyro
 
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.figures import print_table, table, wide_console
+from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
 from pipeloom.validate.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
 from pipeloom.validate.measures import Measures, measure, rankings
@@ -50,7 +51,7 @@ class Options:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, predict, print."""
-    options = tyro.cli(Options, args=words, prog="pipeloom validate", description=Options.__doc__)
+    options = parse_flags(Options, words, "validate", Options.__doc__ or "")
     if (options.table is None) == (options.stage_times is None):
         raise UserError("expected one table: TABLE.csv, or --stage-times TABLE.csv")
     if options.stage_times is not None:

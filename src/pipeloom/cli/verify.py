@@ -26,6 +26,7 @@ def run(words: list[str]) -> int:
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.execute.world import is_first
     from pipeloom.train.data import load_data
+    from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
     if config.schedule.device_budget is not None:
@@ -34,6 +35,7 @@ def run(words: list[str]) -> int:
             "compared; leave it out (the losses of `pipeloom train` are the same with and without it)"
         )
     check_processes(config)
+    check_memory(config, verifies=True)
     if is_first():
         layout, schedule = config.layout, config.schedule
         replicas = f"{layout.dp} replicas, shard {layout.shard}, " if layout.dp > 1 else ""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
 from pipeloom.config.heads import head_problems
+from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.dtypes import TRAINED
 from pipeloom.errors import UserError, reason_of
 from pipeloom.layout import Layout, Shard
@@ -67,6 +68,7 @@ _AT_LEAST: dict[str, float] = {
     "checkpoint.keep": 1,
     "output.trace_step": 1,
 }
+_AT_MOST = {"model.num_layers": MOST_LAYERS}
 _LEAST_STAGES = 2
 _ABOVE_ZERO = (
     "data.validation_fraction",
@@ -89,6 +91,11 @@ def _range_problems(config: "RunConfig") -> list[str]:
         f"{name} must be {and_finite(f'at least {least:g}', _value(config, name))}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
         if _value(config, name) is not None and not least <= _value(config, name) <= _most(name)
+    ]
+    found += [
+        f"{name} must be at most {most:,}, found {_value(config, name):,}"
+        for name, most in _AT_MOST.items()
+        if _value(config, name) > most
     ]
     found += [
         f"{name} must be {and_finite('above 0', _value(config, name))}, found {_value(config, name)}"

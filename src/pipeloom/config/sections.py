@@ -8,8 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from pipeloom.config.paths import NameOrFile
 from pipeloom.dtypes import Dtype, default_dtype
 from pipeloom.words import parse_bytes
+
+MOST_LAYERS = 100_000
+"""Layers of a model: there are lists with a number for each, whatever is done with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,11 +277,11 @@ class CheckpointConfig:
 class MachineConfig:
     """What simulate predicts for; train runs on the machine it is started on and does not read this section."""
 
-    cluster: str = "laptop"
-    """A cluster of the catalog by name, or a TOML file like those."""
-    software: str = "pipeloom"
-    """The training program: one of the catalog by name, or a TOML file like those. pipeloom is this one: transfers and
-    reductions run on lanes of their own."""
+    cluster: NameOrFile = "laptop"
+    """A cluster of the catalog by name, or a file like those, with a folder or .toml in its name."""
+    software: NameOrFile = "pipeloom"
+    """The training program: one of the catalog by name, or a file like those, with a folder or .toml in its name.
+    pipeloom is this one: transfers and reductions run on lanes of their own."""
     attention: Literal["plain", "fused-softmax", "flash1", "flash2"] = "flash2"
     """Kernel of attention: three steps, softmax fused with scale and mask, or all in one (version 1 or 2)."""
     fused_norm: bool = True

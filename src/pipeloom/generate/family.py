@@ -10,10 +10,11 @@ from typing import Any
 
 from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.generate.answer import Rows, blamed, checked, place_of
+from pipeloom.host_memory import available_memory
 from pipeloom.passes import add_slices
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
-from pipeloom.words import count, unknown_name
+from pipeloom.words import count, format_bytes, unknown_name
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,10 @@ class Family:
     same_as: SameAs | None = None
 
 
+_ACTION_BYTES = 150
+"""What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
+_ALWAYS_THERE = 2**28
+"""Bytes for which nobody looks whether they are there."""
 FAMILIES: dict[str, Family] = {}
 """Every family by name."""
 
@@ -192,7 +197,37 @@ class Choice:
         problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, unknown_name("schedule", self.family, FAMILIES)]
+        problems += [] if problems else self._size_problems()
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    @property
+    def num_actions(self) -> int:
+        """Compute actions of a step, recomputation left out."""
+        chosen = FAMILIES[self.family]
+        for_each = 1 + chosen.has_backward + chosen.splits_backward
+        return self.pp * self.loops * self.num_microbatches * self.num_slices * for_each
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory that making the schedule takes at least."""
+        return self.num_actions * _ACTION_BYTES
+
+    def _size_problems(self) -> list[str]:
+        """A schedule that this host has no memory for, whatever is done with it."""
+        if self.least_bytes <= _ALWAYS_THERE:
+            return []
+        available = available_memory()
+        if self.least_bytes <= available.size_bytes:
+            return []
+        needed, there = format_bytes(self.least_bytes, rounds_up=True), format_bytes(available.size_bytes)
+        slices = f" x {self.num_slices:,} token slices" if self.num_slices > 1 else ""
+        return [
+            (
+                f"pp {self.pp:,} x loops {self.loops:,} x {self.num_microbatches:,} micro-batches{slices} make "
+                f"{self.num_actions:,} actions, which take at least {needed}; {there} are {available.source}; "
+                "choose smaller numbers"
+            )
+        ]
 
     def _keep_problems(self) -> list[str]:
         if self.keep is None:

@@ -1,7 +1,6 @@
 """torchrun: one script that is started on every node."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from pipeloom.config import RunConfig
 from pipeloom.config.recipe import RECIPE
@@ -35,20 +34,8 @@ def _make(job: Job) -> Draft:
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
-    """The run as it can be started from any folder; the script says where the run folder is."""
-    model, data, checkpoint, schedule = config.model, config.data, config.checkpoint, config.schedule
-    return replace(
-        config,
-        model=replace(model, file=_absolute(model.file)),
-        data=replace(data, path=_absolute(data.path), cache=_absolute(data.cache)),
-        schedule=replace(schedule, swap_folder=_absolute(schedule.swap_folder)),
-        checkpoint=replace(checkpoint, resume=_absolute(checkpoint.resume)),
-        output=replace(config.output, folder=None),
-    )
-
-
-def _absolute(path: Path | None) -> Path | None:
-    return None if path is None else path.absolute()
+    """The run without its folder: the script says where that is."""
+    return replace(config, output=replace(config.output, folder=None))
 
 
 def start_of(job: Job, script: str, needs: str = "") -> str:

@@ -80,7 +80,11 @@ TIED_KINDS = TIED_SEND_KINDS | TIED_RECEIVE_KINDS
 STAGE_KINDS = COLLECTIVE_KINDS | TIED_KINDS | STAGE_SWAP_KINDS | {Kind.UPDATE}
 """Kinds that concern a whole stage: their actions name no micro-batch."""
 
-_PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?")
+_PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?", re.ASCII)
+_MOST_DIGITS = 10
+"""Of a number in an action's text: ``Row`` holds those below 2 ** 31."""
+_MOST_SHOWN = 60
+"""Characters of a text that is no action, in a message."""
 
 
 class Action(NamedTuple):
@@ -117,10 +121,14 @@ class Action(NamedTuple):
         if match is None:
             raise ScheduleTextError(_explain(text.strip()))
         stage, kind, microbatch, part = match.groups()
+        if max(len(number or "") for number in (stage, microbatch, part)) > _MOST_DIGITS:
+            raise ScheduleTextError(f"'{_short(text.strip())}' has a number of more than {_MOST_DIGITS} digits")
         action = cls(Kind(kind), int(stage), None if microbatch is None else int(microbatch), int(part or 0))
         if (action.microbatch is None) != (action.kind in STAGE_KINDS):
             wanted = "no micro-batch" if action.kind in STAGE_KINDS else "a micro-batch"
-            raise ScheduleTextError(f"'{text}' is no action: {action.kind} takes {wanted}, such as {_example(action)}")
+            raise ScheduleTextError(
+                f"'{text.strip()}' is no action: {action.kind} takes {wanted}, such as {_example(action)}"
+            )
         return action
 
 
@@ -128,7 +136,12 @@ def _example(action: Action) -> Action:
     return action._replace(microbatch=None if action.kind in STAGE_KINDS else 0)
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _explain(text: str) -> str:
+    text = _short(text)
     if "OVERLAP" in text:
         return f"'{text}' is an overlapped pair, which pipeloom does not read: write its parts one after the other"
     letters = ", ".join(kind.value for kind in Kind)

@@ -5,6 +5,7 @@ read off the actions. What a schedule promises (``max_stage_inputs``, ``max_gath
 ``max_resident``) is not in them.
 """
 
+import math
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
@@ -12,6 +13,11 @@ from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
+from pipeloom.words import count
+
+_MOST_PROBLEMS = 20
+_MOST_MISSING = 100_000
+"""Forwards that may be missing where the rules, which have room for each, say so."""
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -48,7 +54,8 @@ def schedule_from_cells(lines: Sequence[Sequence[str]]) -> Schedule:
                 problems.append(f"row {rank}, cell {slot}: {error}")
         rows.append(Row.of(row))
     if problems:
-        raise ScheduleTextError("\n".join(problems))
+        more = [f"and {len(problems) - _MOST_PROBLEMS} more"] if len(problems) > _MOST_PROBLEMS else []
+        raise ScheduleTextError("\n".join(problems[:_MOST_PROBLEMS] + more))
     return schedule_from_rows(rows)
 
 
@@ -59,27 +66,47 @@ def schedule_from_rows(rows: Sequence[Row]) -> Schedule:
         ScheduleTextError: no row runs a forward, or some stage has none.
         ScheduleError: the rows break a rule.
     """
-    actions = [action for row in rows for action in row]
-    if not any(action.kind is Kind.FORWARD for action in actions):
+    all_rows = Row.join(rows) if rows else Row.of([])
+    is_forward = all_rows.is_kind(Kind.FORWARD)
+    if not is_forward.any():
         raise ScheduleTextError("expected rows of actions such as '0F0 0F1 0B0 0B1', found no forward at all")
+    sizes = [1 + int(numbers.max()) for numbers in (all_rows.stage, all_rows.microbatch, all_rows.slice)]
+    _check_sizes(sizes, int(is_forward.sum()))
     placement = _placement(rows)
-    backward = {a.stage for a in actions if a.kind in COMPUTE_KINDS - {Kind.FORWARD, Kind.RECOMPUTE}}
+    backward = all_rows.stage[all_rows.is_kind(*COMPUTE_KINDS - {Kind.FORWARD, Kind.RECOMPUTE})]
     return Schedule(
         rows=tuple(rows),
         placement=placement,
-        num_microbatches=1 + max(action.microbatch or 0 for action in actions),
-        num_slices=1 + max(action.slice for action in actions),
-        level=Level.COMPUTE if all(a.kind in COMPUTE_KINDS for a in actions) else Level.COMMUNICATION,
-        first_backward_stage=min(backward, default=placement.num_stages),
+        num_microbatches=sizes[1],
+        num_slices=sizes[2],
+        level=Level.COMPUTE if all_rows.is_kind(*COMPUTE_KINDS).all() else Level.COMMUNICATION,
+        first_backward_stage=int(backward.min(initial=placement.num_stages)),
     )
+
+
+def _check_sizes(sizes: Sequence[int], num_forwards: int) -> None:
+    """Refuse rows that lack most of the forwards that their numbers ask for, before anything has room for each.
+
+    Every stage runs each micro-batch, slice by slice. Where few are missing, the rules say which and show the place.
+    """
+    for what, size in zip(("stages", "micro-batches", "token slices"), sizes, strict=True):
+        if size - num_forwards > _MOST_MISSING:
+            found = f"number {size - 1} in rows of {count(num_forwards, 'forward')}"
+            raise ScheduleTextError(f"expected {what} that count up from 0, found {found}")
+    wanted = math.prod(sizes)
+    if wanted - num_forwards > _MOST_MISSING:
+        numbers = " x ".join(f"{size:,}" for size in sizes)
+        raise ScheduleTextError(
+            f"expected a forward of every stage for every micro-batch and token slice, which is {numbers} = "
+            f"{wanted:,}, found {num_forwards:,}"
+        )
 
 
 def _placement(rows: Sequence[Row]) -> Placement:
     owner: dict[int, int] = {}
     for rank, row in enumerate(rows):
-        for action in row:
-            if action.kind is Kind.FORWARD:
-                owner.setdefault(action.stage, rank)
+        for stage in dict.fromkeys(row.stage[row.is_kind(Kind.FORWARD)].tolist()):
+            owner.setdefault(stage, rank)
     missing = [stage for stage in range(max(owner) + 1) if stage not in owner]
     if missing:
         raise ScheduleTextError(f"expected forwards of every stage 0..{max(owner)}, found none of {missing}")

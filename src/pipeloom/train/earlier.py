@@ -7,6 +7,7 @@ from typing import Any
 from pipeloom import run_folder
 from pipeloom.checkpoint_folder import step_of
 from pipeloom.config import RunConfig
+from pipeloom.config.paths import with_absolute_paths
 from pipeloom.config_file import read_run_file
 from pipeloom.errors import UserError
 from pipeloom.run_folder import RunFolder
@@ -72,6 +73,7 @@ def _config_before(folder: RunFolder) -> RunConfig | None:
 def _measuring(config: RunConfig) -> Any:
     """The settings that decide what a step does and how long it takes."""
     ends = RunConfig().training
+    config = with_absolute_paths(config)  # as those that are read
     training = replace(
         config.training,
         validation_batches=ends.validation_batches,

@@ -1,13 +1,15 @@
 """The table of measurements: one training step of one layout a row."""
 
 import csv
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
-from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.files import read_text
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
@@ -106,12 +108,12 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     Raises:
         UserError: it cannot be read, is empty, or lacks a column.
     """
+    text = read_text(path, "the table")
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            names, lines = reader.fieldnames or [], list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"cannot read the table {path}: {reason_of(error)}") from error
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        names, lines = reader.fieldnames or [], list(reader)
+    except csv.Error as error:
+        raise UserError(f"cannot read the table {path}: {error}") from error
     missing = [name for name in columns if name not in names]
     if missing:
         raise UserError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")

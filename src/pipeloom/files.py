@@ -1,0 +1,96 @@
+"""Files that people hand in: read up to a limit, whatever they are; every fault is one sentence."""
+
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, MutableSequence
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import UserError, reason_of
+
+MEGA = 1_000_000
+MOST_BYTES = 16 * MEGA
+"""Most bytes of a file of settings."""
+MOST_SCHEDULE_BYTES = 64 * MEGA
+"""Most bytes of a file of actions, which is some ten million of them."""
+MOST_RECORD_BYTES = 1000 * MEGA
+"""Most bytes of what a run has recorded: a trace, its metrics."""
+_MOST_LEVELS = 64
+"""Levels of nesting; deeper ones exhaust the interpreter's stack."""
+
+
+def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8, without a byte order mark.
+
+    A pipe that nobody writes to is empty, and a device without an end is too large.
+
+    Args:
+        file: what to read.
+        what: stands before the file in messages, such as ``the schedule``.
+        most_bytes: that it may have.
+
+    Raises:
+        UserError: it cannot be read, is too large, or is no UTF-8.
+    """
+    name = f"{what} {file}".strip()
+    try:
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe waits for a writer
+        with os.fdopen(descriptor, "rb") as opened:
+            os.set_blocking(descriptor, True)
+            found = opened.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # a ValueError such as a zero byte in the name
+        raise UserError(f"cannot read {name}: {reason_of(error)}") from error
+    if len(found) > most_bytes:
+        raise UserError(f"cannot read {name}: expected at most {most_bytes:,} bytes, found more")
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"cannot read {name}: expected text in UTF-8, found {found[error.start]:#04x} at byte {error.start}"
+        ) from error
+
+
+def parse_toml(text: str, source: object) -> dict[str, Any]:
+    """The table that a TOML text holds.
+
+    Raises:
+        UserError: it is not TOML, or nested too deeply.
+    """
+    try:
+        return _shallow(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:  # a ValueError such as a number of too many digits
+        raise UserError(f"{source} is not TOML: {_reason(error)}") from error
+
+
+def parse_json(text: str) -> Any:
+    """The value that a JSON text holds; it may contain NaN and infinities, which Python writes and JSON has not.
+
+    Raises:
+        UserError: it is not JSON, or nested too deeply.
+    """
+    try:
+        return _shallow(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"it is not JSON: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return f"it is nested deeper than {_MOST_LEVELS} levels" if isinstance(error, RecursionError) else str(error)
+
+
+def _shallow(tree: Any) -> Any:
+    """The tree itself; what goes over it later may follow its levels."""
+    level = [tree]
+    for _ in range(_MOST_LEVELS + 1):
+        level = [item for node in level for item in _inside(node)]
+        if not level:
+            return tree
+    raise RecursionError
+
+
+def _inside(node: Any) -> Iterable[Any]:
+    """What a table or a list contains."""
+    if isinstance(node, Mapping):
+        return node.values()
+    return node if isinstance(node, MutableSequence) else ()

@@ -1,0 +1,112 @@
+"""The least memory that a training takes: what is certain before anything starts.
+
+Every part is a lower bound, so that what is refused could not have run: weights, gradients and the optimizer's state by
+closed forms, of activations only the inputs of matrix products, of a schedule only what its rows take while they are
+proved.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipeloom.catalog import load_software
+from pipeloom.config import RunConfig
+from pipeloom.cost.analytic import rank_parameters, stage_layers
+from pipeloom.cost.memory import state_bytes
+from pipeloom.cost.shape import Run
+from pipeloom.cost.software import Software
+from pipeloom.dtypes import precision_of
+from pipeloom.predict.describe import described_run
+
+_TOKEN_BYTES = 8
+_PROCESS_BYTES = 8e6
+"""Of a process that computes nothing: its own pages of an interpreter that is forked."""
+_LEAST_VOCABULARY = 257
+
+Parts = dict[str, float]
+"""What takes memory -> bytes."""
+
+
+class Need(NamedTuple):
+    """The least memory of one rank.
+
+    Attributes:
+        device: what lies where the rank computes.
+        host: what lies in the memory of its host.
+    """
+
+    device: Parts
+    host: Parts
+
+
+def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple[Need, ...]:
+    """For each pipeline rank what one of its processes takes at least.
+
+    Args:
+        config: without problems, the model's sizes in place.
+        verifies: whether the run proves gradients, and so has no optimizer.
+    """
+    software, run = load_software("pipeloom"), _run(config)
+    state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
+    activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
+    head = choice.placed().rank_by_stage[-1]
+    parts = layout.num_slices if layout.token_slices != "auto" else run.seq
+    logits = run.tokens / parts * run.shape.vocab / run.tp * max(4.0, run.element_bytes * _width(config))
+    host = {
+        "processes": _PROCESS_BYTES,
+        "tokens of the batch": float(_TOKEN_BYTES * layout.batch_size * (config.data.seq_len + 1)),
+        "the schedule": float(choice.least_bytes),
+    }
+    return tuple(
+        Need({**state[rank], "activations": activations[rank], "logits": logits * (rank == head)}, host)
+        for rank in range(layout.pp)
+    )
+
+
+def reference_bytes(config: RunConfig) -> Parts:
+    """What the single process of a proof takes at least, which has the whole model: weights and gradients."""
+    run = _run(config)
+    return {"the reference's weights and gradients": 2 * run.shape.parameters * 4.0 * _width(config)}
+
+
+def _run(config: RunConfig) -> Run:
+    """As the cost model sees it, with the type of the training and the fewest tokens that a vocabulary has."""
+    model = config.model.resolve(_LEAST_VOCABULARY)
+    return described_run(replace(config, model=model), precision_of(config.training.known_dtype) or "fp32")
+
+
+def _width(config: RunConfig) -> int:
+    """Bytes of a number by those of the same in the closed forms, which have no double precision."""
+    return 1 if precision_of(config.training.known_dtype) else 2
+
+
+def _state(config: RunConfig, run: Run, software: Software, parameters: float, *, verifies: bool) -> Parts:
+    state, width = state_bytes(run, parameters, software), _width(config)
+    parts = {
+        "weights": state.weights_bytes * width,
+        "gradients": state.gradients_bytes * width,
+        "the optimizer's state": 0.0 if verifies else state.optimizer_bytes * width,
+    }
+    budget, whole = config.schedule.budget_bytes, sum(parts.values())
+    if budget is not None and config.schedule.swap_folder is not None and whole > budget:
+        return {name: size * budget / whole for name, size in parts.items()}  # the rest is in files
+    return parts
+
+
+def _activations(config: RunConfig, run: Run, software: Software) -> list[float]:
+    """For each pipeline rank what its matrix products keep for their backwards when it holds the most."""
+    layout, schedule, choice = config.layout, config.schedule, config.choice()
+    shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
+    inputs = [whole] if "full" in run.recompute_kinds else [whole, whole, shape.hidden / run.tp, shape.ffn / run.tp]
+    kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
+    layers, placement = stage_layers(run, software)[0], choice.placed()
+    may_leave = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
+    held = None if may_leave or layout.token_slices not in (None, 1) else choice.stage_inputs
+    if held is not None:
+        stages = [placement.stages_of(rank) for rank in range(layout.pp)]
+        return [
+            kept * sum(number * layers[stage] for number, stage in zip(numbers, own, strict=True))
+            for numbers, own in zip(held, stages, strict=True)
+        ]
+    parts = layout.num_slices if layout.token_slices != "auto" else run.seq
+    largest = [max(layers[stage] for stage in placement.stages_of(rank)) for rank in range(layout.pp)]
+    return [kept * most / parts for most in largest]

@@ -1,0 +1,87 @@
+"""Whether the machine has the memory that a run takes at least, before anything starts."""
+
+import os
+from collections import Counter
+from math import inf
+
+import torch
+
+from pipeloom.config import RunConfig
+from pipeloom.errors import HostError
+from pipeloom.execute.world import is_first, is_launched
+from pipeloom.host_memory import Available, address_space, available_memory
+from pipeloom.predict.need import Need, Parts, need_by_pipeline_rank, reference_bytes
+from pipeloom.words import count, format_bytes
+
+_ADVICE = {
+    "processes": "use a smaller layout.pp, layout.dp or layout.tp, or more hosts",
+    "tokens of the batch": "use a smaller layout.num_microbatches, layout.microbatch_size or data.seq_len",
+    "the schedule": "use a smaller layout.num_microbatches, layout.loops or layout.pp",
+    "activations": "use a smaller layout.microbatch_size or data.seq_len, or layout.recompute full",
+    "the reference's weights and gradients": "use a smaller model",
+    "logits": "use a smaller layout.microbatch_size, data.seq_len or model.vocab_size",
+}
+_OF_STATE = (
+    "use a smaller model or more hosts, or keep its stages in files (layout.pp 1, schedule.device_budget and "
+    "schedule.swap_folder)"
+)
+
+
+def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
+    """Refuse a run of which this host's ranks need more memory than there is; under a launcher, on each host once.
+
+    Args:
+        config: without problems, the model's sizes in place.
+        verifies: whether the run proves gradients, and so has no optimizer, but a whole model on its first host.
+
+    Raises:
+        HostError: with what is needed, what there is, the largest part, and what to change.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
+        return
+    needs, processes = need_by_pipeline_rank(config, verifies=verifies), processes_here(config)
+    by_rank = {rank: _on_host(config, needs[rank]) for rank in processes}
+    names = next(iter(by_rank.values()))
+    on_host = {name: sum(by_rank[rank][name] * number for rank, number in processes.items()) for name in names}
+    if verifies and is_first() and config.training.device == "cpu":
+        on_host |= reference_bytes(config)
+    _refuse_beyond(on_host, available_memory(), f"{count(processes.total(), 'process')} of this run")
+    largest = max(by_rank.values(), key=lambda parts: sum(parts.values()))
+    _refuse_beyond(largest, address_space(), "a process of this run")
+    if config.training.device == "cuda" and config.schedule.budget_bytes is None:
+        fullest = max(processes, key=lambda rank: sum(needs[rank].device.values()))
+        _refuse_beyond(needs[fullest].device, _device_memory(), f"a device of pipeline rank {fullest}")
+
+
+def processes_here(config: RunConfig) -> Counter[int]:
+    """Pipeline ranks of this host's processes -> how many processes are of each."""
+    layout = config.layout
+    if not is_launched():
+        return Counter(dict.fromkeys(range(layout.pp), layout.dp * layout.tp))
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return Counter(layout.coordinates(rank).pipeline for rank in here)
+
+
+def _on_host(config: RunConfig, need: Need) -> Parts:
+    """What a process takes of the memory of the host."""
+    return need.host | (need.device if config.training.device == "cpu" else {})
+
+
+def _device_memory() -> Available:
+    whole = min(
+        (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())), default=inf
+    )
+    return Available(whole, "there")
+
+
+def _refuse_beyond(parts: Parts, available: Available, who: str) -> None:
+    needed = sum(parts.values())
+    if needed <= available.size_bytes:
+        return
+    largest = max(parts, key=lambda name: parts[name])
+    raise HostError(
+        f"not enough memory: {who} take at least {format_bytes(needed, rounds_up=True)}, "
+        f"{format_bytes(available.size_bytes)} are {available.source}; the largest part is {largest}, "
+        f"{format_bytes(parts[largest])}; {_ADVICE.get(largest, _OF_STATE)}"
+    )
