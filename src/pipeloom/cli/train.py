@@ -47,9 +47,10 @@ def run(words: list[str]) -> int:
 
 def _run_in(path: Path, config: RunConfig) -> None:
     """The run from start to end, in a folder that this process has locked."""
-    from pipeloom.page import write_report
+    from pipeloom.execute.signals import raised_signals
     from pipeloom.progress import restore_terminal
     from pipeloom.run_start import draft_start
+    from pipeloom.train.safe_steps import safe_steps
     from pipeloom.train.session import load_text, resolve, run_on_all_ranks
 
     choice = _choose_checkpoint(config, path)
@@ -66,20 +67,12 @@ def _run_in(path: Path, config: RunConfig) -> None:
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
+        with raised_signals():
+            _write_end(config, path, result)
     except BaseException as error:
         restore_terminal(sys.stdout)
-        error.add_note(
-            f"No step was done; {path} is as it was."
-            if folder.is_starting
-            else f"What the run wrote until then is in {path}."
-        )
+        error.add_note(safe_steps(resolved, folder))
         raise
-    _draw(config, path, result)
-    if config.checkpoint.final == "safetensors":
-        from pipeloom.train.export import export
-
-        export(path / FOLDER / name_of(result.summary.steps), path)
-    write_report(path)
     _print_end(result.summary, path)
 
 
@@ -95,6 +88,17 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
     return [*config.problems(is_model_known=is_model_known), *recipe]
+
+
+def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
+    """What one process writes when all ranks are done."""
+    from pipeloom.page import write_report
+    from pipeloom.train.export import export
+
+    _draw(config, folder, result)
+    if config.checkpoint.final == "safetensors":
+        export(folder / FOLDER / name_of(result.summary.steps), folder)
+    write_report(folder)
 
 
 def _patience(config: RunConfig) -> str:
@@ -250,6 +254,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
         names.METRICS: "a line for each step",
+        names.WARNINGS: "checkpoints that could not be written",
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",
