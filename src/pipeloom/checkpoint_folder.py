@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pipeloom.errors import UserError, reason_of
 from pipeloom.files import parse_json, read_text
@@ -54,6 +54,11 @@ class StoredFile:
     sha256: str
 
 
+Cause = Literal["steps", "clock", "signal", "end"]
+"""Why a checkpoint was written: after so many steps, after so many seconds, before a signal ended the run, or after the
+last step."""
+
+
 @dataclass(frozen=True)
 class CheckpointInfo:
     """What a checkpoint contains beside its tensors.
@@ -66,6 +71,7 @@ class CheckpointInfo:
         data: what decides the order of the batches.
         layout: that wrote it; any other may read it.
         versions: of the programs that wrote it, by name.
+        cause: why it was written.
     """
 
     step: int
@@ -75,6 +81,7 @@ class CheckpointInfo:
     data: dict[str, Any]
     layout: dict[str, Any]
     versions: dict[str, str]
+    cause: Cause = "steps"
 
 
 def name_of(step: int) -> str:

@@ -91,8 +91,8 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
 def format_run(config: RunConfig) -> str:
     """The configuration as a run file that repeats it, without defaults in whose place something else is said.
 
-    Paths are absolute, so that the file means the same in any folder.
     A line ``# SET`` stands for each setting without which the run cannot train (``pipeloom.config.unset``).
+    Paths are absolute, so that the file means the same in any folder.
     """
     import tomli_w
 

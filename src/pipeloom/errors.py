@@ -14,9 +14,12 @@
         ├── PeerLostError        another rank went away
         └── WorkerError          a worker process ended; its reason
 
+``Interrupted`` is outside the tree: as a ``KeyboardInterrupt``, no handler of errors catches it by accident.
+
 A bug is an ``AssertionError``: no caller is expected to catch it.
 """
 
+import signal
 from collections.abc import Sequence
 
 
@@ -95,6 +98,24 @@ class PeerLostError(RunError):
 
 class WorkerError(RunError):
     """A worker process ended before the work was done."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the work.
+
+    Args:
+        number: of the signal.
+        message: for people; may be empty.
+    """
+
+    def __init__(self, number: int, message: str = "") -> None:
+        self.number = number
+        super().__init__(message or f"interrupted by {signal.Signals(number).name}")
+
+    @property
+    def status(self) -> int:
+        """Exit status, as shells have it for a process that a signal ended."""
+        return 128 + self.number
 
 
 def reason_of(error: BaseException) -> str:

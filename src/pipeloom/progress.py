@@ -1,5 +1,6 @@
 """A bar on a terminal, nothing elsewhere: what the commands that take their time share."""
 
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -12,11 +13,15 @@ from pipeloom.terminal import raw
 def restore_terminal(stream: TextIO) -> None:
     """Show the cursor again, which a bar hides, after its process was stopped."""
     if raw(stream).isatty():
-        raw(stream).write("\x1b[?25h")
+        with suppress(OSError):
+            raw(stream).write("\x1b[?25h")
+            raw(stream).flush()
 
 
 class Bar:
     """Progress as a bar, if the stream is a terminal; shown while it is entered.
+
+    Work goes on when its terminal has gone away: nothing here raises an ``OSError``.
 
     Args:
         stream: where to.
@@ -44,7 +49,8 @@ class Bar:
     def __enter__(self) -> Self:
         """Show the bar."""
         if self._bar is not None:
-            self._bar.start()
+            with suppress(OSError):
+                self._bar.start()
         return self
 
     def __exit__(
@@ -52,11 +58,21 @@ class Bar:
     ) -> None:
         """Leave the bar as it stands, or take it away."""
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):
+                self._bar.stop()
+
+    def _print_above(self, line: str) -> None:
+        """Leave a line, above the bar if there is one."""
+        with suppress(OSError):
+            if self._bar is None:
+                print(line, flush=True)  # noqa: T201  progress is output
+            else:
+                self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
     def _update(self, completed: int, **fields: Any) -> bool:
         """Move the bar on; whether there is one."""
         if self._bar is None:
             return False
-        self._bar.update(self._task, completed=completed, **fields)
+        with suppress(OSError):
+            self._bar.update(self._task, completed=completed, **fields)
         return True

@@ -1,7 +1,10 @@
 """The run folder: what a run leaves behind, in a form that survives its end at any moment; and how it is read."""
 
+import errno
+import io
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -15,6 +18,8 @@ from pipeloom.layout import Coordinates
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
+WARNINGS = "warnings.txt"
+"""Checkpoints that could not be written, a line each; not there in most runs."""
 SCHEDULE = "schedule.txt"
 TRACE = "trace.json"
 OTHER_TRACES = "trace-replica-*.json"
@@ -29,6 +34,8 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 DRAFTS = ".starting"
 """Folder in a run folder with the files of a run that has not done its first step."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk, or of a user's full share of it."""
 
 
 class RunFolder:
@@ -45,7 +52,8 @@ class RunFolder:
     def __init__(self, path: Path, damaged: tuple[str, ...] = ()) -> None:
         self.path = path
         self.damaged = damaged
-        self._metrics: Any = None
+        self._metrics: io.FileIO | None = None
+        self._unwritten = b""
 
     @property
     def is_starting(self) -> bool:
@@ -77,16 +85,27 @@ class RunFolder:
         self.write(CONFIG, format_run(replace(config, output=replace(config.output, folder=None))))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
-        """Append one line to the metrics, on disk when the call returns. The first line begins the run."""
+        """Append one line to the metrics, on disk when the call returns. The first line begins the run.
+
+        While the disk is full, lines wait in memory for room.
+        """
+        self._unwritten += json.dumps(metrics).encode() + b"\n"
         try:
             if self._metrics is None:
                 self.begin()
-                self._metrics = (self.path / METRICS).open("a", encoding="utf-8", buffering=1)
-            self._metrics.write(json.dumps(metrics) + "\n")
+                self._metrics = (self.path / METRICS).open("ab", buffering=0)
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
             if not (self.path / METRICS).exists():
                 raise FileNotFoundError(2, os.strerror(2))
         except OSError as error:
-            raise self._error(error) from None
+            if error.errno not in _FULL:
+                raise self._error(error) from None
+
+    def add_warning(self, line: str) -> None:
+        """Append one line to the warnings, if there is room for it."""
+        with suppress(OSError), (self.path / WARNINGS).open("a", encoding="utf-8") as warnings:
+            warnings.write(line + "\n")
 
     def begin(self, *, keeps_measured: bool = False) -> None:
         """Replace the files of an earlier run with the drafts. Without drafts nothing happens.

@@ -369,8 +369,9 @@ def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path,
         assert process.returncode == 1
         assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
     if how in ("interrupt", "terminate"):
-        assert process.returncode == 130
-        assert "interrupted" in errors
+        number = signal.SIGINT if how == "interrupt" else signal.SIGTERM
+        assert process.returncode == 128 + number
+        assert f"interrupted by {number.name}" in errors
     assert "Traceback" not in errors
     if how != "killed parent":
         assert "What the run wrote until then is in" in errors

@@ -17,7 +17,7 @@ def test_a_rank_that_stands_still_is_seen_by_the_others(tmp_path):
     assert mine.positions().splitlines() == [
         "  rank 0 is at slot 4",
         "  rank 1 is at slot 7",
-        "  rank 2 has told no position: it is stopped, or it was at work until a moment ago",
+        "  process 2 has published no position: it is stopped, or it was at work until a moment ago",
     ]
     mine.end()
     other.end()

@@ -57,7 +57,15 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     options = [line for line in (tmp_path / "pipeloom.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--requeue"):
         assert f"#SBATCH {option}" in options
-    assert any("checkpoint.every is not set" in sentence for sentence in played[0].differs)
+    assert "#SBATCH --signal=B:USR1@120" in options
+    assert played[0].differs == ()
+
+
+def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_said_and_signalled_in_time(tmp_path):
+    written = written_for("slurm", tmp_path, checkpoint={"every_s": 0, "grace_s": 300})
+    assert any("a run that fails has no checkpoint and begins anew" in sentence for sentence in written.differs)
+    assert any("torchrun kills processes 30 s after the signal" in sentence for sentence in written.differs)
+    assert "#SBATCH --signal=B:USR1@360" in (tmp_path / "pipeloom.sbatch").read_text()
 
 
 def test_nodes_with_gpus_are_asked_for_them_whatever_this_program_computes_on(tmp_path):

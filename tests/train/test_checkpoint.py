@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FOLDER).write_text("in the way")
     with pytest.raises(
-        RunError, match=r"cannot write the checkpoint .*step-000002: rank 0: .*Not a directory"
+        RunError, match=r"cannot write the checkpoint .*step-000004: rank 0: .*Not a directory"
     ) as failed:
         train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
     assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from pipeloom.errors import PipeloomError
 from pipeloom.terminal import guarded_streams
@@ -35,7 +36,7 @@ _USAGE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 130 interrupted."""
+    """Run a command; returns the exit status: 0 done, 1 failed or differs, 2 wrong input, 128 and a signal's number."""
     with guarded_streams():
         return _main(list(sys.argv[1:] if arguments is None else arguments))
 
@@ -63,11 +64,12 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+    with suppress(OSError):  # of a terminal that has gone away: the status says it as well
+        print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 def _run(command: str, words: list[str]) -> int:
-    from pipeloom.errors import HostError, UserError
+    from pipeloom.errors import HostError, Interrupted, UserError
     from pipeloom.schedule.compiled import start_lean
 
     start_lean()
@@ -80,8 +82,9 @@ def _run(command: str, words: list[str]) -> int:
             _complain(command, str(error), error)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
-        _complain(command, "interrupted", interrupt)
-        return 130
+        if os.environ.get("RANK", "0") == "0":
+            _complain(command, str(interrupt) or "interrupted", interrupt)
+        return interrupt.status if isinstance(interrupt, Interrupted) else 130
     except BrokenPipeError:
         sys.stderr.close()
         return 0

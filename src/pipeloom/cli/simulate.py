@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.run_config import parse_config
-from pipeloom.cli.swap_plan import make_swap_plan, print_swap_plan, swap_plan_to_json
+from pipeloom.cli.swap_plan import ToldPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.dtypes import dtype_of
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.report.summary import communication
@@ -56,7 +57,6 @@ def run(words: list[str]) -> int:
             raise
         print_swap_plan(plan, refused=str(error), as_json=options.json)
         return 1
-    is_default = options.training.dtype is None
     if options.trace is not None:
         _write_trace(step, options.trace)
     if options.plot is not None:
@@ -65,20 +65,28 @@ def run(words: list[str]) -> int:
 
         part = excerpt(step.trace)
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
-    if options.json:
-        tree = to_json(step, with_curves=options.memory_over_time) | {"has_default_dtype": is_default}
-        print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
-    else:
-        from pipeloom.cli.simulate_text import print_step
-
-        print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time, has_default_dtype=is_default)
-        if plan is not None:
-            print()
-            print_swap_plan(plan)
-        for what, file in (("picture", options.plot), ("trace", options.trace)):
-            if file is not None:
-                print(f"{what:<18}{file}")
+    _print(options, step, plan)
     return 0 if step.prediction.fits else 1
+
+
+def _print(options: Options, step: SimulatedStep, plan: ToldPlan | None) -> None:
+    is_default, may_differ = options.training.dtype is None, why_schedules_may_differ(options)
+    if options.json:
+        tree = to_json(step, with_curves=options.memory_over_time)
+        tree |= {"has_default_dtype": is_default, "may_differ": may_differ}
+        print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
+        return
+    from pipeloom.cli.simulate_text import print_step
+
+    print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time, has_default_dtype=is_default)
+    if may_differ is not None:
+        print(f"\n{may_differ}")
+    if plan is not None:
+        print()
+        print_swap_plan(plan)
+    for what, file in (("picture", options.plot), ("trace", options.trace)):
+        if file is not None:
+            print(f"{what:<18}{file}")
 
 
 def simulate_config(config: RunConfig) -> SimulatedStep:
@@ -130,10 +138,10 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``cluster``, ``software``,
-    ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step,
-    which add up to ``step_time_s``); ``communication`` (for each rank
-    and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
+    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may run another
+    schedule, or null), ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each
+    pipeline rank the seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each
+    rank and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
     ``memory`` (for each pipeline rank ``total_bytes`` and what it is made of), ``device_memory_bytes``,
     ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the fullest rank -> its bytes then). With
     ``--memory-over-time`` also ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and

@@ -10,6 +10,7 @@ from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, recipe_problems
+from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.words import count, format_bytes, told_passes
 
@@ -46,9 +47,10 @@ def run(words: list[str]) -> int:
 
 def _run_in(path: Path, config: RunConfig) -> None:
     """The run from start to end, in a folder that this process has locked."""
-    from pipeloom.page import write_report
+    from pipeloom.execute.signals import raised_signals
     from pipeloom.progress import restore_terminal
     from pipeloom.run_start import draft_start
+    from pipeloom.train.safe_steps import safe_steps
     from pipeloom.train.session import load_text, resolve, run_on_all_ranks
 
     choice = _choose_checkpoint(config, path)
@@ -65,20 +67,12 @@ def _run_in(path: Path, config: RunConfig) -> None:
     print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
+        with raised_signals():
+            _write_end(config, path, result)
     except BaseException as error:
         restore_terminal(sys.stdout)
-        error.add_note(
-            f"No step was done; {path} is as it was."
-            if folder.is_starting
-            else f"What the run wrote until then is in {path}."
-        )
+        error.add_note(safe_steps(resolved, folder))
         raise
-    _draw(config, path, result)
-    if config.checkpoint.final == "safetensors":
-        from pipeloom.train.export import export
-
-        export(path / FOLDER / name_of(result.summary.steps), path)
-    write_report(path)
     _print_end(result.summary, path)
 
 
@@ -94,6 +88,17 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
     return [*config.problems(is_model_known=is_model_known), *recipe]
+
+
+def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
+    """What one process writes when all ranks are done."""
+    from pipeloom.page import write_report
+    from pipeloom.train.export import export
+
+    _draw(config, folder, result)
+    if config.checkpoint.final == "safetensors":
+        export(folder / FOLDER / name_of(result.summary.steps), folder)
+    write_report(folder)
 
 
 def _patience(config: RunConfig) -> str:
@@ -182,6 +187,9 @@ def _announce(config: RunConfig) -> None:
         f"dtype      {config.training.known_dtype}{_dtype_note(config)}{_crowd(config)}",
         flush=True,
     )
+    may_differ = why_schedules_may_differ(config)
+    if may_differ is not None:
+        print(f"note       {may_differ}", flush=True)
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
         print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
@@ -246,6 +254,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
         names.METRICS: "a line for each step",
+        names.WARNINGS: "checkpoints that could not be written",
         names.SCHEDULE: "what each rank did, in order",
         f"{names.TIMELINE}.png, .svg": "the traced step as a picture, measured and predicted",
         names.TRACE: "the traced step for ui.perfetto.dev",

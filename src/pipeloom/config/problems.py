@@ -65,6 +65,8 @@ _AT_LEAST: dict[str, float] = {
     "training.sample_tokens": 0,
     "training.stall_timeout_s": 1,
     "checkpoint.every": 1,
+    "checkpoint.every_s": 0,
+    "checkpoint.grace_s": 0,
     "checkpoint.keep": 1,
     "output.trace_step": 1,
 }

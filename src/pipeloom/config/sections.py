@@ -262,9 +262,18 @@ class CheckpointConfig:
     """When the state of the run is written, and from which one it goes on."""
 
     every: int | None = None
-    """Steps between checkpoints, which are written to checkpoints/ in the run folder. None: only what final says."""
+    """Steps between checkpoints, which are written to checkpoints/ in the run folder. None: checkpoints come by
+    every_s only."""
+    every_s: float = 1800.0
+    """Seconds without a checkpoint after which one is written, also with every; 0 for never. The clock of rank 0
+    decides."""
     keep: int | None = None
-    """How many checkpoints are kept, the newest ones. None: all."""
+    """How many checkpoints are kept, the newest ones. None: all that every or final say, and the others as long as they
+    are among the two newest."""
+    grace_s: float = 25.0
+    """Seconds after Ctrl-C, SIGTERM or SIGHUP in which the run ends its step, writes a checkpoint and ends; 0 to end at
+    once, without a checkpoint. Less than what the launcher grants: torchrun kills after 30 s, Slurm after its KillWait,
+    30 s by default."""
     final: Literal["none", "checkpoint", "safetensors"] = "safetensors"
     """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Path | None = None

@@ -25,7 +25,7 @@ def run_rank(
         inputs: the first stage's input for each micro-batch.
         objective: applied to the last stage's output.
         timeout_s: longest wait for one tensor.
-        positions: tells where all ranks stand, for the message of a stall.
+        positions: returns where all ranks are, for the message of a stall.
 
     Raises:
         StallError: a tensor did not come in time.
@@ -50,9 +50,14 @@ def _wait_through(
             transfer = next(steps)
         except StopIteration as end:
             return end.value
+        except StallError as error:  # in the middle of an action
+            raise StallError(f"{error}{_everyone(positions)}") from error
         if not transfer.wait(timeout_s):
-            everyone = f"\nevery rank's position:\n{positions()}" if positions is not None else ""
-            raise StallError(f"waited {timeout_s:g} s in vain: {executor.position()}{everyone}")
+            raise StallError(f"waited {timeout_s:g} s in vain: {executor.position()}{_everyone(positions)}")
+
+
+def _everyone(positions: Callable[[], str] | None) -> str:
+    return "" if positions is None else f"\nevery rank's position:\n{positions()}"
 
 
 def run_in_process(

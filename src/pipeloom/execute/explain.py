@@ -1,6 +1,6 @@
 """What went wrong on a rank, with the place in its row."""
 
-from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError
+from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.window import window
 
@@ -13,10 +13,10 @@ def explained(schedule: Schedule, rank: int, slot: int, what: str, error: Except
         rank: of the row.
         slot: place in it, or behind it.
         what: was done there.
-        error: that came of it; a ``PeerLostError`` or ``BoundaryError`` stays one.
+        error: that came of it; a ``PeerLostError``, ``StallError`` or ``BoundaryError`` stays one.
     """
     place = f"rank {rank}, slot {slot}, {what}"
     rows = window(schedule.rows, rank, slot)
-    if isinstance(error, (PeerLostError, BoundaryError)):
+    if isinstance(error, (PeerLostError, StallError, BoundaryError)):
         return type(error)(f"{place}: {error}\n{rows}")
     return ActionError(f"{place} failed: {type(error).__name__}: {error}\n{rows}")

@@ -5,18 +5,17 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import PeerLostError, PipeloomError, StallError, UserError, WorkerError
+from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
+from pipeloom.execute.signals import STOPS, PassedOn
 from pipeloom.temporary import temporary_folder
 
 Work = Callable[[Path, int, int], Any]
@@ -38,6 +37,8 @@ class Failure:
         is_consequence: only saw that another worker went away.
         is_stall: waited too long, perhaps for a worker that failed.
         traceback: of the worker, where the error is not one of ours.
+        number: of the signal that ended the worker in order, or as soon as it noticed the signal.
+        was_killed: a signal killed the process.
     """
 
     rank: int
@@ -46,28 +47,33 @@ class Failure:
     is_consequence: bool = False
     traceback: str = ""
     is_stall: bool = False
+    number: int | None = None
+    was_killed: bool = False
 
 
-def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
+def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0) -> list[Any]:
     """Run ``work`` in ``num_ranks`` processes of this host and return their results by rank.
 
     Workers are forked where that is possible, since they then need not import anything again. The first
-    failure ends them all; so does an interrupt, and on Linux the end of this process, however it comes.
+    failure ends them all; so does a signal of ``STOPS``, and on Linux the end of this process, whatever ends it.
 
     Args:
         work: what each process does.
         num_ranks: how many.
         threads: CPU threads of each.
+        grace_s: seconds that the workers have to end in order once such a signal was passed on to them; 0: none.
 
     Raises:
         UserError: a worker found the input wrong.
         WorkerError: a worker failed or was killed.
+        Interrupted: a signal ended the workers.
     """
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     with temporary_folder() as folder:
         workers: list[tuple[BaseProcess, Connection]] = []
-        with _terminated_like_interrupted():
+        passed_on = PassedOn(grace_s)
+        with passed_on.handled():
             try:
                 for rank in range(num_ranks):
                     reader, writer = context.Pipe(duplex=False)
@@ -76,32 +82,15 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1) -> list[Any]:
                     process.start()
                     writer.close()
                     workers.append((process, reader))
-                return _supervise(workers)
+                return _supervise(workers, passed_on)
             finally:
                 _stop([process for process, _ in workers])
 
 
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Let a SIGTERM, which cluster schedulers send, end a run in the same orderly way as an interrupt."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
     """What a worker process runs: sends its result, or why there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
+        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -112,7 +101,7 @@ def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, r
     status = 0
     try:
         writer.send(work(rendezvous, rank, num_ranks))
-    except BaseException as error:  # whatever it is, the parent has to hear of it
+    except BaseException as error:  # whatever it is, the parent reports it
         writer.send(describe(rank, error))
         status = 1
     sys.stdout.flush()
@@ -127,16 +116,19 @@ def describe(rank: int, error: BaseException) -> Failure:
     is_ours = isinstance(error, PipeloomError)
     message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
+    if isinstance(error, Interrupted):
+        return Failure(rank, str(error), number=error.number)
     return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
 
 
-def _supervise(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
+def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: PassedOn) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[Failure] = []
     open_ranks = set(range(len(workers)))
     deadline: float | None = None
     while open_ranks and (deadline is None or time.monotonic() < deadline):
         ready = wait([workers[rank][1] for rank in open_ranks], timeout=0.2)
+        passed_on.check([process for process, _ in workers])
         for rank in [rank for rank in open_ranks if workers[rank][1] in ready]:
             open_ranks.remove(rank)
             answer = _answer(rank, *workers[rank])
@@ -146,7 +138,9 @@ def _supervise(workers: Sequence[tuple[BaseProcess, Connection]]) -> list[Any]:
             else:
                 results[rank] = answer
     if failures:
-        raise _error(failures)
+        raise _error(failures, passed_on.number)
+    if passed_on.number is not None:
+        raise Interrupted(passed_on.number)
     return [results[rank] for rank in range(len(workers))]
 
 
@@ -156,15 +150,27 @@ def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
     except (EOFError, OSError):  # it ended without a word, or in the middle of one
         process.join()
         code = process.exitcode or 0
-        how = (
-            f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
-        )
-        return Failure(rank, f"rank {rank} {how}")
+        if code < 0:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return Failure(rank, f"rank {rank} {how}", was_killed=True)
+        number = next((number for number in STOPS if code == 128 + number), None)  # as StopSignals ends a rank at once
+        return Failure(rank, f"rank {rank} ended with status {code}", number=number)
 
 
-def _error(failures: Sequence[Failure]) -> PipeloomError:
-    """The error to show: the first failure that is not merely a consequence of another one, nor a wait for it."""
-    cause = min(failures, key=lambda failure: (failure.is_consequence, failure.is_stall))
+def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError | Interrupted:
+    """The error to show: the first failure that is not merely a consequence of another one, nor a wait for it.
+
+    Args:
+        failures: of ranks, at least one.
+        passed_on: the signal that this process has passed on to them.
+    """
+    cause = min(failures, key=lambda failure: (failure.number is None, failure.is_consequence, failure.is_stall))
+    number = cause.number if passed_on is None else passed_on
+    if number is not None:
+        interrupted = Interrupted(number)
+        if cause.number is None and not cause.is_consequence and not cause.was_killed:
+            interrupted.add_note(cause.message)
+        return interrupted
     if cause.is_user_error:
         return UserError(cause.message)
     others = len({failure.rank for failure in failures} - {cause.rank})
@@ -177,13 +183,9 @@ def _error(failures: Sequence[Failure]) -> PipeloomError:
 
 
 def _stop(processes: Sequence[BaseProcess]) -> None:
-    """End all workers that still run: politely, then by force."""
+    """End all workers that still run; by force, since they may be waiting for each other."""
     for process in processes:
-        if process.is_alive():
-            process.terminate()
-    deadline = time.monotonic() + 1.0
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
-            process.join()
+    for process in processes:
+        process.join()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import PeerLostError
+from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.blocking_group import BlockingGroup
 from pipeloom.execute.collectives import Alone, Finish, Group, Groups, Reduction
 from pipeloom.execute.world import World
@@ -41,14 +41,16 @@ def make_tensor_group(layout: Layout, world: World, timeout: timedelta | None = 
     Every rank calls it at the same place among those that make groups.
 
     Args:
-        layout: tells the groups.
+        layout: has the groups.
         world: this process among the others.
         timeout: longest wait for the other ranks in the middle of a stage; ``None`` for the world's.
 
     Raises:
         PeerLostError: another rank went away meanwhile.
     """
-    return BlockingGroup(_own_group(layout.tensor_groups(), world, timeout))
+    groups = layout.tensor_groups()
+    own = next(ranks for ranks in groups if world.rank in ranks)
+    return BlockingGroup(_own_group(groups, world, timeout), tuple(own))
 
 
 def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta | None = None) -> Group:
@@ -61,7 +63,7 @@ def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta
         if world.rank in ranks:
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup
-            own = kind(group, len(ranks), ranks.index(world.rank))
+            own = kind(group, ranks, ranks.index(world.rank))
     own.all_reduce(torch.zeros(1, device=world.device))()
     return own
 
@@ -71,29 +73,31 @@ class NcclGroup:
 
     Args:
         group: of ``torch.distributed``.
-        size: its ranks.
-        index: this rank's place in it.
+        ranks: its processes.
+        index: this rank's place among them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
-        self.size = size
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
+        self.size = len(ranks)
         self.index = index
         self._group = group
+        self._ranks = ranks
+        self._peers = [rank for place, rank in enumerate(ranks) if place != index]
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """All-gather."""
-        with _peer_errors():
-            return _end_of(_all_gather(whole, shard, group=self._group, async_op=True))
+        with _peer_errors(self._peers):
+            return _end_of(_all_gather(whole, shard, group=self._group, async_op=True), self._peers)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         """Reduce-scatter."""
-        with _peer_errors():
-            return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True))
+        with _peer_errors(self._peers):
+            return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True), self._peers)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
         """All-reduce."""
-        with _peer_errors():
-            return _end_of(dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
+        with _peer_errors(self._peers):
+            return _end_of(dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True), self._peers)
 
 
 class GlooGroup(NcclGroup):
@@ -105,10 +109,10 @@ class GlooGroup(NcclGroup):
     reduce-scatter, which sends what an all-reduce sends.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
-        super().__init__(group, size, index)
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
+        super().__init__(group, ranks, index)
         self._received: Tensor | None = None
-        self._others = [(index + step) % size for step in range(1, size)]
+        self._others = [(index + step) % self.size for step in range(1, self.size)]
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """Send the shard to every other rank."""
@@ -132,10 +136,10 @@ class GlooGroup(NcclGroup):
 
     def _exchange(self, received: Tensor, sent: Sequence[Tensor]) -> Finish:
         """Start to receive a part from each other rank, then to send it one."""
-        with _peer_errors():
+        with _peer_errors(self._peers):
             works = [dist.irecv(received[other], group=self._group, group_src=other) for other in self._others]
             works += [dist.isend(sent[other], group=self._group, group_dst=other) for other in self._others]
-        finishes = [_end_of(work) for work in works]
+        finishes = [_end_of(work, [self._ranks[other]]) for work, other in zip(works, 2 * self._others, strict=True)]
         return lambda: all(finish() for finish in finishes)
 
     def _room_for(self, whole: Tensor) -> Tensor:
@@ -145,11 +149,11 @@ class GlooGroup(NcclGroup):
         return self._received[: whole.numel()]
 
 
-def _end_of(work: dist.Work | None) -> Finish:
+def _end_of(work: dist.Work | None, peers: Sequence[int]) -> Finish:
     assert work is not None, "this rank is not in the group"
 
     def finish() -> bool:
-        with _peer_errors():
+        with _peer_errors(peers):
             work.wait()
         return True
 
@@ -157,8 +161,16 @@ def _end_of(work: dist.Work | None) -> Finish:
 
 
 @contextmanager
-def _peer_errors() -> Iterator[None]:
+def _peer_errors(peers: Sequence[int]) -> Iterator[None]:
+    """Errors of a collective, as ours: gloo has one type for all of them.
+
+    Args:
+        peers: the processes of which one is missing.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"a rank of a collective went away, or did not come in time: {error}") from error
+        one = f"process {peers[0]}" if len(peers) == 1 else f"one of processes {', '.join(map(str, peers))}"
+        if "timed out" in str(error).lower():
+            raise StallError(f"{one} did not come in time: {str(error).rpartition('] ')[2]}") from error
+        raise PeerLostError(f"{one} went away: {error}") from error

@@ -14,7 +14,7 @@ class Watch:
     Args:
         store: shared by all ranks.
         rank, size: this process and how many there are.
-        position: tells where this rank stands; called from a thread.
+        position: returns where this rank is; called from a thread.
         quiet_s: standstill after which the position is published.
     """
 
@@ -39,7 +39,9 @@ class Watch:
             elif self._store.check([str(rank)]):
                 lines.append(self._store.get(str(rank)).decode())
             else:
-                lines.append(f"rank {rank} has told no position: it is stopped, or it was at work until a moment ago")
+                lines.append(
+                    f"process {rank} has published no position: it is stopped, or it was at work until a moment ago"
+                )
         return "\n".join(f"  {line}" for line in lines)
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """Slurm: a script for sbatch that starts the script for torchrun once on each node."""
 
+import math
 from dataclasses import replace
 
 from pipeloom.launch.job import Draft, Job, Target
@@ -9,7 +10,9 @@ from pipeloom.launch.torchrun import TARGET as TORCHRUN
 SCRIPT = "pipeloom.sbatch"
 
 _SECONDS_BEFORE_LIMIT = 120
-"""When a job hears that its time is almost over: time enough to end in order, and to be queued again."""
+"""How long before the time limit the batch script gets its signal: time to end in order, and to be queued again."""
+_TO_QUEUE_S = 60
+"""What of that is kept to queue the job again; Slurm itself may be that late with the signal."""
 _MAX_RESTARTS = 3
 
 
@@ -32,11 +35,12 @@ def _make(job: Job) -> Draft:
         "--output=slurm-%j.out",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:USR1@{_SECONDS_BEFORE_LIMIT}",
+        f"--signal=B:USR1@{_seconds_before_limit(job)}",
     ]
     about = [
         (
-            "A run that fails, or comes near the time limit, is queued again and goes on from its latest checkpoint. "
+            "Near the time limit the run ends its step and writes a checkpoint. A run that ended so, or failed, is "
+            "queued again and goes on from its latest checkpoint. "
             "Add what your site asks for: --partition, --account."
         )
     ]
@@ -52,10 +56,17 @@ def _make(job: Job) -> Draft:
     return replace(notes, files={**started.files, SCRIPT: script})
 
 
+def _seconds_before_limit(job: Job) -> int:
+    return max(_SECONDS_BEFORE_LIMIT, math.ceil(job.config.checkpoint.grace_s) + _TO_QUEUE_S)
+
+
 def _differences(job: Job) -> tuple[str, ...]:
     found: list[str] = []
-    if job.config.checkpoint.every is None:
-        found.append("checkpoint.every is not set: a run that ends early has no checkpoint and begins anew")
+    if job.config.checkpoint.every is None and not job.config.checkpoint.every_s:
+        found.append(
+            "checkpoint.every is not set and checkpoint.every_s is 0: a run that fails has no checkpoint and "
+            "begins anew"
+        )
     kinds = [kind.name for kind, _ in job.cluster.kinds(job.config.layout.num_ranks)]
     if len(kinds) > 1:
         order = ", then ".join(kinds)

@@ -9,6 +9,8 @@ from pipeloom.launch.job import Draft, Job, Target, training_problems
 from pipeloom.launch.text import MARK, body, comment, needs_array
 from pipeloom.words import count
 
+_KILLS_AFTER_S = 30
+"""How long torchrun waits for its processes once it has passed a signal on."""
 SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
 
 
@@ -23,7 +25,7 @@ def _make(job: Job) -> Draft:
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment("torchrun of PyTorch 2.11 or newer", notes, about, job.config),
+            comment("torchrun of PyTorch 2.11 or newer", notes, [*about, *_about_signals(job)], job.config),
             *variables(job, notes, RUN_FILE),
             f"threads={job.config.training.threads}",
             body("start.sh") + body("torchrun.sh"),
@@ -91,9 +93,24 @@ def about_ranks(job: Job) -> list[str]:
     return found
 
 
+def _about_signals(job: Job) -> list[str]:
+    """What a signal to torchrun does; sentences for a comment."""
+    grace_s = job.config.checkpoint.grace_s
+    if grace_s <= 0:
+        return ["Ctrl-C and SIGTERM end the run at once, without a checkpoint (checkpoint.grace_s 0)."]
+    return [
+        f"Ctrl-C or SIGTERM ends the run after its step, with a checkpoint, within {grace_s:g} s (checkpoint.grace_s)."
+    ]
+
+
 def _differences(job: Job) -> tuple[str, ...]:
     config = job.config
     found: list[str] = []
+    if config.checkpoint.grace_s >= _KILLS_AFTER_S:
+        found.append(
+            f"checkpoint.grace_s is {config.checkpoint.grace_s:g}, but torchrun kills processes {_KILLS_AFTER_S} s "
+            "after the signal; where yours has it, add --shutdown-timeout"
+        )
     training = config.training
     if job.has_gpus and training.device == "cpu":
         found.append(

@@ -87,7 +87,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
             shard = -(-wanted // (4 * num_ranks))
             sample: Sample = _nothing
             if world.rank < num_ranks:
-                group = (NcclGroup if world.device.type == "cuda" else GlooGroup)(handle, num_ranks, world.rank)
+                group = (NcclGroup if world.device.type == "cuda" else GlooGroup)(handle, range(num_ranks), world.rank)
                 run = _collective(kind, shard, num_ranks, world.device, group)
                 num_cores = num_devices("cpu")
                 is_shared = world.device.type == "cpu" and per_host > num_cores

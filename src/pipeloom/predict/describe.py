@@ -13,6 +13,7 @@ from pipeloom.cost.software import Software
 from pipeloom.dtypes import Dtype, Precision, precision_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.fast import FAMILY_OF
+from pipeloom.predict.stage_swaps import with_alike_stages
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -78,7 +79,10 @@ def describe(config: RunConfig) -> Described:
         raise ConfigError(problems)
     precision = precision_of(_dtype(config, cluster))
     assert precision is not None, "the problems name a type without costs"
-    return Described(described_run(config, precision), cluster, software, config.training.dtype is None)
+    run = described_run(config, precision)
+    if config.schedule.budget_bytes is not None and software.partition == "balanced":
+        run = with_alike_stages(run, software)
+    return Described(run, cluster, software, config.training.dtype is None)
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:

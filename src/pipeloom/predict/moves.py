@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moves import evict_seconds, offload_seconds
@@ -14,6 +15,24 @@ from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.held import KeptBytes
+
+
+def why_schedules_may_differ(config: RunConfig) -> str | None:
+    """Why ``train`` may run another schedule than ``simulate``; ``None`` where both make the same one.
+
+    Everything else of a schedule comes from the configuration alone (``tests/train/test_same_schedule.py``).
+    """
+    schedule = config.schedule
+    moved = [f"schedule.{name}" for name in ("balance", "offload") if getattr(schedule, name)]
+    reasons: list[str] = []
+    if moved:
+        reasons.append(
+            f"with {' and '.join(moved)} train counts the bytes that PyTorch keeps and has no seconds, simulate "
+            "takes both from closed forms"
+        )
+    if config.layout.token_slices == "auto":
+        reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    return f"the trained schedule may differ from the simulated one: {'; '.join(reasons)}" if reasons else None
 
 
 class Placed(NamedTuple):

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, replace
 from operator import add
 
-from pipeloom.cost.analytic import stage_layers, stage_parameters
+from pipeloom.cost.analytic import layers_of_pieces, stage_layers, stage_parameters
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
+from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.ranks import placement_of
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Schedule
@@ -37,6 +39,16 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
         lent = state_bytes(run, run.shape.embedding_parameters, software)
         found[head] = replace(found[head], borrowed=lent.weights_bytes, lent_gradient=lent.gradients_bytes)
     return tuple(found)
+
+
+def with_alike_stages(run: Run, software: Software) -> Run:
+    """The run with its pieces in stages that are as alike in bytes as can be, where it does not name its layers."""
+    if run.layers_by_stage is not None:
+        return run
+    pieces = (0, *[1] * run.shape.layers, 0)
+    alone = replace(run, loops=len(pieces), layers_by_stage=pieces, placement="looped")
+    sizes = [int(amounts.total) for amounts in swapped_amounts(alone, software)]
+    return replace(run, layers_by_stage=layers_of_pieces(fastest_partition(sizes, placement_of(run))))
 
 
 def _vector_parameters(run: Run, software: Software) -> tuple[int, ...]:

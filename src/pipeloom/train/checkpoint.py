@@ -7,7 +7,7 @@ them out, and each rank reads what it needs, whatever layout wrote it.
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -24,6 +24,7 @@ from pipeloom.checkpoint_folder import (
     FOLDER,
     METADATA,
     TOKENIZER,
+    Cause,
     CheckpointInfo,
     StoredFile,
     damage,
@@ -54,6 +55,10 @@ MODEL = "model."
 """What keys of parameters begin with."""
 _PATIENCE = timedelta(minutes=30)
 """How long ranks wait for the slowest one to write or read."""
+_PASSING: tuple[Cause, ...] = ("clock", "signal")
+"""Causes of checkpoints that later ones make superfluous."""
+_NEWEST = 2
+"""How many of the newest checkpoints stay in any case: if the last one is damaged, the one before may be whole."""
 
 States = Mapping[Tensor, Mapping[str, Tensor]]
 """AdamW's state of each of its parameters."""
@@ -98,10 +103,10 @@ class Checkpoints:
         self._run = Path(paths[0])
 
     def save(self, info: CheckpointInfo) -> None:
-        """Write a checkpoint after a step; when rank 0 returns, it is there, and no more old ones than are kept.
+        """Write a checkpoint after a step; when a rank returns, it is there, and no more old ones than are kept.
 
         Raises:
-            RunError: a rank could not write.
+            RunError: a rank could not write; on all ranks.
             PeerLostError: another rank went away.
         """
         path = self._run / FOLDER / name_of(info.step)
@@ -113,11 +118,8 @@ class Checkpoints:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
                 planner = IntervalSavePlanner(intervals)
                 dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
-                files = self._measure(draft)
+                self._complete(draft, path, info, self._measure(draft))
                 if self._is_writer:
-                    write_info(draft, info, files)
-                    _remove(path)
-                    draft.rename(path)
                     self._prune()
         finally:
             if self._is_writer:
@@ -148,6 +150,20 @@ class Checkpoints:
         for parameter in parameters:
             states[parameter]["step"].fill_(info.step)
         return info
+
+    def _complete(self, draft: Path, path: Path, info: CheckpointInfo, files: dict[str, StoredFile]) -> None:
+        """Give a draft its name on rank 0; all ranks wait for that, and all raise an ``OSError`` if it fails."""
+        problem = [""]
+        if self._is_writer:
+            try:
+                write_info(draft, info, files)
+                _remove(path)
+                draft.rename(path)
+            except OSError as error:
+                problem = [f"rank 0: {error}"]
+        dist.broadcast_object_list(problem, 0, group=self._group)
+        if problem[0]:
+            raise OSError(problem[0])
 
     def _measure(self, draft: Path) -> dict[str, StoredFile]:
         """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all.
@@ -215,9 +231,12 @@ class Checkpoints:
         return tensors, intervals
 
     def _prune(self) -> None:
+        """Remove old checkpoints, without ``keep`` only those that no setting in steps has asked for."""
         keep = self._config.checkpoint.keep
-        for old in list_checkpoints(self._run)[:-keep] if keep is not None else []:
-            _remove(old)
+        for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
+            with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
+                if keep is not None or read_info(old).cause in _PASSING:
+                    _remove(old)
 
 
 def refuse_damaged(path: Path, problems: Iterable[str]) -> None:

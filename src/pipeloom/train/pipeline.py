@@ -125,7 +125,8 @@ class Pipeline:
         self._is_cold = config.training.compile
         self._as_written = as_written if config.training.compile else nullcontext
         self._running = self._trainer
-        self._watch = Watch(world.store, world.rank, world.size, self._position)
+        quiet_s = min(2.0, config.training.stall_timeout_s / 4)  # published twice before anyone gives up
+        self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s)
 
     @property
     def is_first_replica(self) -> bool:
@@ -294,9 +295,14 @@ class Pipeline:
         return nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device)
 
     def _position(self) -> str:
-        layout, place = self._config.layout, self._running.position()
-        place = place if layout.tp == 1 else f"tensor rank {self._place.tensor}: {place}"
-        return place if layout.dp == 1 else f"replica {self._place.data}: {place}"
+        """Where this rank is, for people; pipeline ranks of several pipelines have the same numbers."""
+        layout, exchange = self._config.layout, self._tensor_group.position()
+        place = ", ".join([self._running.position(), *([exchange] if exchange else [])])
+        if layout.dp == layout.tp == 1:
+            return place
+        others = [f"replica {self._place.data}"] if layout.dp > 1 else []
+        others += [f"tensor rank {self._place.tensor}"] if layout.tp > 1 else []
+        return f"process {self._world.rank} ({', '.join(others)}): {place}"
 
     def _loss_of(self, batch: Batch) -> Objective:
         return partial(batch.loss, cross_entropy=self._vocabulary.summed_cross_entropy)

@@ -45,6 +45,7 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
 
     Raises:
         WorkerError: a process of its own failed.
+        Interrupted: a signal ended the run.
     """
     if long_start(config) is not None:
         patience_s += _RANK_0_PATIENCE_S
@@ -58,7 +59,8 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
         import torch._inductor.compile_fx  # noqa: F401
 
     work = partial(_work, config, job, patience_s=patience_s)
-    return run_workers(work, config.layout.num_ranks, config.training.threads)[0]
+    grace_s = config.checkpoint.grace_s
+    return run_workers(work, config.layout.num_ranks, config.training.threads, grace_s=grace_s)[0]
 
 
 def long_start(config: RunConfig) -> str | None:

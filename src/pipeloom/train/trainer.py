@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from pipeloom import run_folder
-from pipeloom.checkpoint_folder import TOKENIZER, CheckpointInfo, run_of
+from pipeloom.checkpoint_folder import TOKENIZER, Cause, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
@@ -31,6 +31,7 @@ from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
+from pipeloom.train.saving import Saving
 from pipeloom.train.stage_updates import StageUpdates
 
 _PROMPT_TOKENS = 40
@@ -126,6 +127,7 @@ class Trainer:
         self._checkpoints = Checkpoints(
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
         )
+        self._saving = Saving(config, world, folder, self._save)
         self._done = self._restore()
         self._prediction: Prediction | None = None
         self._earlier: Earlier | None = None
@@ -135,7 +137,16 @@ class Trainer:
         self._live_bytes: tuple[int, ...] = ()
 
     def run(self) -> RunResult:
-        """Train, validate, sample, and write everything down."""
+        """Train, validate, sample, and write everything down.
+
+        Raises:
+            RunError: the run failed.
+            Interrupted: a signal ended it.
+        """
+        with self._saving.signals:
+            return self._run()
+
+    def _run(self) -> RunResult:
         config, is_writer = self._config, self._world.rank == 0
         if is_writer:
             self._folder.write_config(config)  # with what the ranks have decided
@@ -147,6 +158,7 @@ class Trainer:
             self._predict()
         with StepProgress(config.training.known_steps) if is_writer else _Silent() as progress:
             for step in range(self._done.step + 1, config.training.known_steps + 1):
+                self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
                 times.append(time.perf_counter() - begin)
@@ -161,9 +173,8 @@ class Trainer:
                     self._keep_trace(result)
                     self._keep_live(result.held.live_bytes)
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
-                if self._is_saved(step):
-                    self._settle()
-                    self._checkpoints.save(self._info(step))
+                self._saving.after_step(step)
+        self._saving.end()
         self._settle()
         self._folder.close()
         summary = self._finish(times, loss) if times else self._finish(*self._end_again())
@@ -180,7 +191,7 @@ class Trainer:
         run = run_of(resume)
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
         if config.checkpoint.final != "none" and not is_own:
-            self._checkpoints.save(self._info(config.training.known_steps))
+            self._save(config.training.known_steps, "end")
         if self._world.rank > 0:
             return (), None
         self._earlier = earlier = read_earlier(self._folder, config)
@@ -198,9 +209,9 @@ class Trainer:
             return checkpoint_info(self._config, self._data, 0, 0, 0)
         return self._checkpoints.restore(resume)
 
-    def _is_saved(self, step: int) -> bool:
-        settings, is_last = self._config.checkpoint, step == self._config.training.known_steps
-        return (settings.every is not None and step % settings.every == 0) or (is_last and settings.final != "none")
+    def _save(self, step: int, cause: Cause) -> None:
+        self._settle()
+        self._checkpoints.save(replace(self._info(step), cause=cause))
 
     def _info(self, step: int) -> CheckpointInfo:
         sequences = (step - self._done.step) * self._config.layout.batch_size
@@ -231,7 +242,9 @@ class Trainer:
             squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
         else:
             squares = self._updates.squares
-        loss, squares = self._world.sum([self._pipeline.counted_loss(result), squares])
+        own = [self._pipeline.counted_loss(result), squares]
+        loss, squares, *votes = self._world.sum([*own, *self._saving.votes()])
+        self._saving.count(votes)
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "

@@ -1,0 +1,230 @@
+"""``pipeloom train`` that ends early: signals, launchers, full disks; what is safe, and that it goes on from there."""
+
+import errno
+import json
+import os
+import resource
+import shlex
+import signal
+import socket
+import time
+from functools import partial
+
+import pytest
+from forked import Forked
+from small_run import write_text
+
+from pipeloom.checkpoint_folder import list_checkpoints, read_info
+from pipeloom.cli import train
+from pipeloom.train import checkpoint
+from pipeloom.train.saving import Saving
+from pipeloom.train.trainer import Trainer
+
+MODEL = ["--model.num-layers", "2", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
+LAYOUT = ["--layout.pp", "2", "--layout.num-microbatches", "2"]
+BRIEF = ["--training.no-predict", "--training.validation-batches", "1", "--training.sample-tokens", "2"]
+STEPS = 6
+
+
+def words(folder, *more):
+    data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder / "cache")]
+    output = ["--output.folder", str(folder / "run"), "--output.trace-step", "1"]
+    return ["train", *MODEL, *LAYOUT, *BRIEF, *data, *output, "--training.steps", str(STEPS), *more]
+
+
+def trained(folder, prepare=lambda: None, *more):
+    """Exit status, standard output and errors of a run with something changed; takes no more than 60 s."""
+    run = Forked(folder, words(folder, *more), prepare)
+    return run.end(), run.stdout, run.stderr
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder):
+    return [(line["loss"], line["grad_norm"]) for line in metrics(folder)]
+
+
+def saved(folder):
+    """Steps and causes of the checkpoints; no draft of one is left."""
+    assert [path.name for path in (folder / "run" / "checkpoints").glob(".*")] == []
+    infos = [read_info(path) for path in list_checkpoints(folder / "run")]
+    return {info.step: info.cause for info in infos}
+
+
+def calls_in_step(do):
+    """Let each rank call ``do(rank, step)`` when a step has begun; steps are counted from 1."""
+    begin_step, num_steps = Saving.begin_step, 0
+
+    def begin(self):
+        nonlocal num_steps
+        num_steps += 1
+        begin_step(self)
+        do(self._world.rank, num_steps)
+
+    Saving.begin_step = begin
+
+
+def signals(number, at, target=os.getppid):
+    """Let the rank and step ``at`` send a signal: to the process that started the ranks, or to another."""
+
+    def do(rank, step):
+        if (rank, step) == at:
+            os.kill(target(), number)
+            time.sleep(0.5)
+
+    calls_in_step(do)
+
+
+def stands_still(owner, name, number, target):
+    """Let a function send a signal and then take very long."""
+
+    def stand_still(*_):
+        os.kill(target(), number)
+        time.sleep(90)
+
+    setattr(owner, name, stand_still)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses and gradient norms of a run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    status, _, errors = trained(folder, lambda: None, "--checkpoint.final", "none")
+    assert status == 0, errors
+    assert "warning" not in errors
+    assert not (folder / "run" / "checkpoints").exists()
+    return curve(folder)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGINT, STEPS - 1), (signal.SIGTERM, 2), (signal.SIGHUP, 1)])
+def test_a_signal_ends_a_run_with_a_checkpoint_and_the_printed_command_goes_on_to_the_bit(
+    tmp_path, uninterrupted, number, step
+):
+    status, _, errors = trained(tmp_path, partial(signals, number, (0, step)))
+    assert status == 128 + number, errors
+    assert saved(tmp_path) == {step: "signal"}
+    *_, first, safe, how = errors.splitlines()
+    assert first == f"pipeloom train: interrupted by {number.name}"
+    assert safe.startswith(f"{step} of {STEPS} steps are safe, in {tmp_path}/run/checkpoints/step-00000{step}.")
+    program, *printed = shlex.split(how.removeprefix("To go on: "))
+    assert program == "pipeloom"
+    on = Forked(tmp_path, printed)
+    assert on.end() == 0, on.stderr
+    assert curve(tmp_path) == uninterrupted
+    assert saved(tmp_path) == {step: "signal", STEPS: "end"}
+
+
+def test_a_signal_in_the_last_step_leaves_the_last_checkpoint(tmp_path):
+    status, _, errors = trained(tmp_path, partial(signals, signal.SIGTERM, (1, STEPS)))
+    assert status == 143
+    assert saved(tmp_path) == {STEPS: "end"}
+    assert f"{STEPS} of {STEPS} steps are safe" in errors
+
+
+def test_a_signal_before_the_first_step_ends_at_once(tmp_path):
+    status, _, errors = trained(tmp_path, partial(stands_still, Trainer, "_predict", signal.SIGTERM, os.getppid))
+    assert status == 143
+    assert f"interrupted by SIGTERM\nNo step was done; {tmp_path}/run is as it was.\n" in errors
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "target"),
+    [(Trainer, "_validate", signal.SIGINT, os.getppid), (train, "_draw", signal.SIGHUP, os.getpid)],
+    ids=["ranks", "parent"],
+)
+def test_a_signal_after_the_last_step_ends_at_once_and_what_is_saved_stays(tmp_path, owner, name, number, target):
+    status, _, errors = trained(tmp_path, partial(stands_still, owner, name, number, target))
+    assert status == 128 + number
+    assert saved(tmp_path) == {STEPS: "end"}
+    assert f"interrupted by {number.name}\n{STEPS} of {STEPS} steps are safe" in errors
+
+
+def test_a_second_interrupt_ends_a_run_at_once(tmp_path):
+    run = Forked(tmp_path, words(tmp_path), partial(calls_in_step, lambda _, step: time.sleep(90 if step == 2 else 0)))
+    while run.is_running and (not (tmp_path / "run" / "metrics.jsonl").exists() or len(metrics(tmp_path)) < 1):
+        time.sleep(0.05)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    while run.is_running and "the run ends after this step, with a checkpoint" not in run.stderr:
+        time.sleep(0.05)
+    time.sleep(0.7)
+    begin = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert time.monotonic() < begin + 10
+    assert "No checkpoint was written" in run.stderr
+
+
+def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    prepare = partial(signals, signal.SIGTERM, (1, 3), os.getpid)
+    ranks = [
+        Forked(tmp_path, words(tmp_path), prepare, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [rank.end() for rank in ranks] == [143, 143], [rank.stderr for rank in ranks]
+    assert saved(tmp_path) == {3: "signal"}
+    assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are safe" in ranks[0].stderr
+    assert "To go on, with the same launcher: pipeloom train" in ranks[0].stderr
+    assert "interrupted" not in ranks[1].stderr
+
+
+def fills_disks(no_room, too_large=()):
+    """Rank 0 finds the disk full at the end of some checkpoints; rank 1 may not write large files at others."""
+    save, write_info = checkpoint.Checkpoints.save, checkpoint.write_info
+
+    def save_or_not(self, info):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if info.step in too_large and not self._is_writer:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            save(self, info)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    def write_or_not(draft, info, files):
+        if info.step in no_room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_info(draft, info, files)
+
+    checkpoint.Checkpoints.save, checkpoint.write_info = save_or_not, write_or_not
+
+
+def test_a_checkpoint_that_one_rank_cannot_write_is_a_warning_and_the_next_one_is_written(tmp_path, uninterrupted):
+    prepare = partial(fills_disks, no_room=[4], too_large=[2])
+    status, printed, errors = trained(tmp_path, prepare, "--checkpoint.every", "1")
+    assert status == 0, errors
+    assert saved(tmp_path) == {1: "steps", 3: "steps", 5: "steps", STEPS: "end"}
+    lines = [line for line in errors.splitlines() if "warning" in line]
+    assert len(lines) == 2
+    assert "warning: step 2: cannot write the checkpoint" in lines[0]
+    assert "rank 1: " in lines[0]
+    assert "File too large" in lines[0]
+    assert "rank 0: [Errno 28] No space left on device" in lines[1]
+    assert "are free on its disk); the run goes on without this checkpoint" in lines[1]
+    noted = (tmp_path / "run" / "warnings.txt").read_text().splitlines()
+    assert [line.partition("  ")[2] for line in noted] == [line.partition("warning: ")[2] for line in lines]
+    assert "warnings.txt" in printed
+    assert curve(tmp_path) == uninterrupted
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error_that_says_what_is_safe(tmp_path):
+    status, _, errors = trained(tmp_path, partial(fills_disks, no_room=[STEPS]), "--checkpoint.every", "3")
+    assert status == 1
+    assert saved(tmp_path) == {3: "steps"}
+    assert "No space left on device" in errors
+    assert f"3 of {STEPS} steps are safe" in errors
+    assert "Traceback" not in errors
+
+
+def test_the_clock_writes_checkpoints_of_which_only_the_newest_stay(tmp_path):
+    clock = ["--checkpoint.every-s", "1e-9", "--checkpoint.every", "2"]
+    status, _, errors = trained(tmp_path, lambda: None, *clock)
+    assert status == 0, errors
+    assert saved(tmp_path) == {2: "steps", 4: "steps", 5: "clock", 6: "end"}
