@@ -161,7 +161,8 @@ def test_what_this_host_cannot_hold_is_refused_before_text_is_read(monkeypatch, 
     there(monkeypatch, 8e9)
     monkeypatch.setattr("pipeloom.train.data.load_data", None)
     folder = tmp_path / "run"
-    assert main([command, "--model.preset", "llama-3-70b", "--layout.pp", "4", "--output.folder", str(folder)]) == 2
+    model = ["--model.num-layers", "80", "--model.hidden-size", "8192", "--model.num-heads", "64"]
+    assert main([command, *model, "--output.folder", str(folder)]) == 2
     captured = capsys.readouterr()
     assert "EQUAL" not in captured.out
     (line,) = captured.err.splitlines()
