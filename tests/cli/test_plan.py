@@ -114,7 +114,7 @@ def test_limits_are_kept(model, capsys):
 
 def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys):
     out = tmp_path / "run.toml"
-    assert main([*words(model), "--out", str(out), "--no-explain"]) == 0
+    assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
     config, problems = read_run_file(out)
     assert problems == []
     assert config.layout.num_ranks == 4
@@ -133,6 +133,14 @@ RECIPE = {
     "optimizer.lr_warmup_steps": "3",
     "training.steps": "20",
 }
+
+
+def test_a_run_that_train_cannot_compute_has_its_reason_in_place_of_a_start(model, tmp_path, capsys):
+    out = tmp_path / "run.toml"
+    assert main([*words(model, dtype="float16"), "--out", str(out), "--no-explain"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "refused by pipeloom train: training.dtype float16" in said
+    assert f"start pipeloom train {out}" not in said
 
 
 def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsys, monkeypatch):
@@ -170,11 +178,16 @@ def test_a_run_file_with_a_model_of_its_own_keeps_its_recipe(tmp_path, capsys):
 
 def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys):
     out = tmp_path / "run.toml"
-    asked = [*words(model, devices=16, **{"global-batch": 16}), "--families", "1f1b", "--no-explain"]
+    asked = [
+        *words(model, devices=16, cluster="dgx-a100", dtype="bfloat16", **{"global-batch": 16}),
+        "--families",
+        "1f1b",
+        "--no-explain",
+    ]
     assert main([*asked, "--ways", "none", "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert f"start pipeloom launch {out} --out FOLDER" in said
-    assert "16 processes on 2 nodes of dgx-1-v100" in said
+    assert "16 processes on 2 nodes of dgx-a100" in said
     assert f"start pipeloom train {out}" not in said
 
 

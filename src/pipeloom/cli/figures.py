@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from pipeloom.console import make_console
 from pipeloom.dtypes import dtype_of
-from pipeloom.terminal import raw
+from pipeloom.terminal import printable, raw
 
 _WIDE = 210
 """Columns of an output that is no terminal: enough for every table."""
@@ -50,7 +50,7 @@ def _blocks(rows: Table, width: int) -> Iterator[Table]:
 
 
 def _width(column: Column) -> int:
-    return max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return max(cell_len(printable(str(cell))) for cell in (column.header, *column.cells))
 
 
 def _part(rows: Table, columns: Sequence[Column]) -> Table:

@@ -13,7 +13,8 @@ from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.launch import HandedOver, hand_over
-from pipeloom.predict.describe import machine_problems
+from pipeloom.launch.job import training_problems
+from pipeloom.predict.describe import machine_problems, with_model_sizes
 
 _SUMMARY = (
     "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "
@@ -63,6 +64,11 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
         _print_item("", "What is to set has a line `# SET` in the file; flags of `pipeloom train` do as well.")
     num_ranks = config.layout.num_ranks
     num_nodes = cluster.node_of(num_ranks - 1)[0] + 1
+    refused = training_problems(with_model_sizes(config)[0])
+    for reason in refused:
+        _print_item("refused", f"by pipeloom train: {reason}")
+    if refused:
+        return
     if num_nodes == 1:
         _print_item("start", f"pipeloom train {file}")
     else:
