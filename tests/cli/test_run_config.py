@@ -138,3 +138,11 @@ def test_a_schedule_that_fits_is_not_refused(monkeypatch):
     assert choice.problems() == []
     there(monkeypatch, choice.least_bytes - 1)
     assert len(choice.problems()) == 1
+
+
+def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
+    with pytest.raises(ConfigError, match="model.vocab_size must be at least 257, the number of tokens of the bytes"):
+        parse_run_config(["--model.vocab-size", "100"], "train", "Train.")
+    assert parse_run_config(["--model.vocab-size", "257"], "train", "Train.").model.vocab_size == 257
+    bpe = ["--data.tokenizer", "bpe", "--model.vocab-size", "256"]
+    assert parse_run_config(bpe, "train", "Train.").model.vocab_size == 256

@@ -388,3 +388,8 @@ def test_memory_is_that_of_families_in_its_unit(capsys, name):
     assert told.endswith("(by rank), in what a rank keeps of one micro-batch")
     assert main(["families"]) == 0
     assert "in what a rank keeps of one micro-batch" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_is_wrong_with_a_file_names_it(capsys, tmp_path):
+    (tmp_path / "mine.txt").write_text("0F0 0X0\n")
+    assert f"{tmp_path / 'mine.txt'}: row 0, cell 1: '0X0' is no action" in refusal(capsys, str(tmp_path / "mine.txt"))

@@ -112,14 +112,14 @@ train --schedule.activation-budget 1GB                          | activation_bud
 train --schedule.device-budget 1KB                              | device_budget
 train --schedule.balance true                                   | --schedule.balance; --schedule.no-balance
 train --model.num-layers 0                                      | num_layers
-train --model.num-layers 10000000                               | memory
+train --model.num-layers 10000000                               | num_layers; 100,000
 train --model.hidden-size 193                                   | hidden_size; num_heads
 train --model.hidden-size 6000000                               | memory
 train --model.num-heads 7                                       | num_heads
 train --model.num-kv-heads 4                                    | num_kv_heads
 train --model.family bert                                       | bert
 train --model.preset llama-3-9b                                 | llama-3-8b
-train --model.preset llama-3-70b                                | memory
+train --model.preset llama-3-70b                                | recipe; data.path
 train --model.vocab-size 10                                     | vocab_size
 train --model.norm-eps -1                                       | norm_eps
 train --model.file missing.json                                 | missing.json

@@ -286,7 +286,10 @@ def _start(options: Options) -> Choice | Schedule:
         return choice
     _refuse_family_options(options, file)
     text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
-    schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    try:
+        schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 

@@ -27,6 +27,8 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     found += [*_data_parallel_problems(config), *_swap_problems(config), *_budget_problems(config)]
     found += _place_problems(config)
     if trains:
+        if config.data.known_tokenizer == "bytes":  # text decides how many tokens another one has
+            found += vocabulary_problems(config, config.data.vocab_size)
         found += [*_text_problems(config), *_checkpoint_problems(config), *_token_problems(config)]
         found += [*_compile_problems(config), *_dtype_problems(config)]
     return found
@@ -314,6 +316,20 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
     if sum(partition) != pieces:
         problems.append(f"layout.partition must add up to {pieces} (embedding, layers, head), found {sum(partition)}")
     return problems
+
+
+def vocabulary_problems(config: "RunConfig", num_tokens: int) -> list[str]:
+    """What is wrong with a model of fewer tokens than its tokenizer has.
+
+    Args:
+        config: with the model.
+        num_tokens: of the tokenizer.
+    """
+    given = config.model.vocab_size
+    if given is None or given >= num_tokens or given < _AT_LEAST["model.vocab_size"]:
+        return []
+    which = f"the number of tokens of the {config.data.known_tokenizer} tokenizer"
+    return [f"model.vocab_size must be at least {num_tokens}, {which}, found {given}; leave it out to use {num_tokens}"]
 
 
 def _text_problems(config: "RunConfig") -> list[str]:

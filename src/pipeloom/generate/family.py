@@ -224,8 +224,8 @@ class Choice:
         return [
             (
                 f"pp {self.pp:,} x loops {self.loops:,} x {self.num_microbatches:,} micro-batches{slices} make "
-                f"{self.num_actions:,} actions, which take at least {needed}; {there} are {available.source}; "
-                "choose smaller numbers"
+                f"{self.num_actions:,} actions, which take at least {needed} of memory; "
+                f"{there} are {available.source}; choose smaller numbers"
             )
         ]
 

@@ -11,6 +11,7 @@ import torch
 
 from pipeloom.checkpoint_folder import find_checkpoint, read_tokenizer
 from pipeloom.config import RunConfig, with_demo_recipe
+from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.errors import UserError
 from pipeloom.execute.launch import run_workers
@@ -113,12 +114,9 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     Raises:
         UserError: the model has fewer tokens than the tokenizer.
     """
-    needed, given = data.tokenizer.vocab_size, config.model.vocab_size
-    if given is not None and given < needed:
-        raise UserError(
-            f"model.vocab_size must be at least {needed}, the number of tokens of the {config.data.known_tokenizer} "
-            f"tokenizer, found {given}; leave it out to use {needed}"
-        )
+    needed = data.tokenizer.vocab_size
+    for problem in vocabulary_problems(config, needed):
+        raise UserError(problem)
     config = with_demo_recipe(config)
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
