@@ -74,6 +74,17 @@ def test_a_run_that_never_begins_leaves_neither_files_nor_folders(tmp_path):
     assert (tmp_path / "mine").is_dir()
 
 
+def test_a_run_without_a_folder_of_its_own_that_never_begins_leaves_no_outputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with take_run_folder(config_of(None)) as lock:
+        assert lock.folder.parent.name == "outputs"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "outputs").mkdir()
+    with take_run_folder(config_of(None)):
+        pass
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
+
+
 def test_nothing_of_a_finished_run_changes_before_the_first_step_of_the_next(finished):
     before = contents(finished)
     config = config_of(finished, finished / FOLDER / "step-000003")

@@ -18,6 +18,9 @@ from pipeloom.errors import RunError, UserError, reason_of
 from pipeloom.folder_lock import FolderLock, lock_folder
 from pipeloom.run_folder import CONFIG, DRAFTS, METRICS, RunFolder, weight_files
 
+_OUTPUTS = Path("outputs")
+"""Where run folders without a name go, in the current folder."""
+
 
 @contextmanager
 def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
@@ -33,8 +36,9 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
     made: list[Path] = []
     try:
         if path is None:
+            has_parent = _OUTPUTS.exists()
             path = _new_default_folder()
-            made = [path]
+            made = [path] if has_parent else [path, _OUTPUTS]
         else:
             made = [one for one in (path, *path.parents) if not one.exists()]
             path.mkdir(parents=True, exist_ok=True)
@@ -125,10 +129,10 @@ def _new_default_folder() -> Path:
     """``outputs/`` and the time, made; two runs that start in the same second get two folders."""
     name = datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
     for number in range(100):
-        path = Path("outputs") / (f"{name}-{number}" if number else name)
+        path = _OUTPUTS / (f"{name}-{number}" if number else name)
         try:
             path.mkdir(parents=True)
         except FileExistsError:
             continue
         return path
-    raise UserError(f"cannot find a free name below outputs/ for {name}; give one as --output.folder")
+    raise UserError(f"cannot find a free name below {_OUTPUTS}/ for {name}; give one as --output.folder")

@@ -122,6 +122,12 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
         line += "; all steps are done, only the end of the run is left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
     line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
+    data_config, num_tokens = config.data, data.tokenizer.vocab_size
+    if data_config.known_tokenizer == "bpe" and data_config.bpe_vocab_size != num_tokens:
+        line += (
+            f"\n           with the {num_tokens:,} tokens of its own tokenizer; "
+            f"data.bpe_vocab_size {data_config.bpe_vocab_size:,} has no effect"
+        )
     changed = new_order(config, data, info)
     return (
         f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
