@@ -38,7 +38,7 @@ runs = st.builds(
     ),
     data=st.builds(DataConfig, path=paths, cache=paths, validation_fraction=finite),
     layout=st.builds(Layout, partition=st.none() | st.lists(whole, max_size=4).map(tuple)),
-    schedule=st.builds(ScheduleConfig, family=st.text(st.characters(codec="utf-8"))),
+    schedule=st.builds(ScheduleConfig, family=st.text(st.characters(codec="utf-8", exclude_characters="\n"))),
     optimizer=st.builds(
         OptimizerConfig,
         lr=finite,

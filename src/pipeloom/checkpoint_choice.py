@@ -42,7 +42,7 @@ def choose_checkpoint(path: Path) -> Choice:
     path = path.absolute()
     if is_checkpoint(path):
         if _problem(path) is not None:
-            raise UserError(_refusal(path))
+            raise UserError(refusal(path))
         return Choice(path)
     find_checkpoint(path)  # raises where there is none
     damaged: list[tuple[Path, str]] = []
@@ -104,7 +104,8 @@ def _problem(checkpoint: Path) -> str | None:
     return "; ".join(found) or None
 
 
-def _refusal(checkpoint: Path) -> str:
+def refusal(checkpoint: Path) -> str:
+    """Why a damaged checkpoint is refused, with the whole ones of its run."""
     run = run_of(checkpoint)
     others = [one for one in step_folders(run) if one != checkpoint] if run is not None else []
     whole = [one.name for one in others if _problem(one) is None]

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
 from pipeloom.config.paths import place_paths, with_absolute_paths
 from pipeloom.files import parse_toml, read_text
-from pipeloom.words import did_you_mean
+from pipeloom.words import did_you_mean, has_line_break
 
 RETIRED = {
     "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
@@ -134,6 +134,9 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
         elif key not in known:
             hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
             problems.append(f"there is no setting '{prefix}{key}'; {hint}")
+            del tree[key]
+        elif isinstance(tree[key], str) and has_line_break(tree[key]):
+            problems.append(f"{prefix}{key} must be one line, found {tree[key]!r}")
             del tree[key]
         elif is_dataclass(hints[key]) and isinstance(tree[key], dict):
             problems += _drop_unknown(tree[key], hints[key], f"{prefix}{key}.")

@@ -9,6 +9,11 @@ _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enu
                             for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
 
 
+def has_line_break(text: str) -> bool:
+    """Whether a text would begin a new line of a message; other characters that would are escaped when printed."""
+    return "\n" in text
+
+
 def count(number: int, noun: str) -> str:
     """A number with its noun: ``1 stage``, ``2 stages``, ``3 micro-batches``."""
     plural = f"{noun}es" if noun.endswith(("ch", "s", "x")) else f"{noun}s"

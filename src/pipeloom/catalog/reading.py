@@ -14,7 +14,7 @@ from pipeloom.cost.hardware import Curve
 from pipeloom.cost.shape import ModelShape, model_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.files import parse_toml, read_text
-from pipeloom.words import did_you_mean, same_name
+from pipeloom.words import did_you_mean, has_line_break, same_name
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ class Reader:
     def text(self, key: str, default: str | None = None, *, among: tuple[str, ...] = ()) -> str:
         """A text, one of ``among`` if that is given."""
         value = self._find(key, default)
-        if not isinstance(value, str) or (among and value not in among):
-            wanted = f"one of {', '.join(among)}" if among else "a text"
+        if not isinstance(value, str) or has_line_break(value) or (among and value not in among):
+            wanted = f"one of {', '.join(among)}" if among else "a text of one line"
             self.complain(f"{key} must be {wanted}, found {value!r}")
             return among[0] if among else ""
         return value

@@ -68,12 +68,23 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
+def _refuse_line_breaks(words: list[str]) -> None:
+    """Refuse arguments with which a message could not be told from its parts: every line of one is this program's."""
+    from pipeloom.errors import UserError
+    from pipeloom.words import has_line_break
+
+    broken = [word for word in words if has_line_break(word)]
+    if broken:
+        raise UserError(f"expected arguments of one line, found {', '.join(map(repr, broken))}; rename the file")
+
+
 def _run(command: str, words: list[str]) -> int:
     from pipeloom.errors import HostError, Interrupted, UserError
     from pipeloom.schedule.compiled import start_lean
 
     start_lean()
     try:
+        _refuse_line_breaks(words)
         return importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host

@@ -132,6 +132,8 @@ def run(words: list[str]) -> int:
         print_plan(plan)
     if plan.best is not None:
         _write(options, asked, plan.best)
+    elif not options.json and (options.out or options.export):
+        print("\nnothing is written: there is no layout to write")
     if plan.stopped == "interrupt":
         return 130
     return 1 if plan.best is None else 0

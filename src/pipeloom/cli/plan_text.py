@@ -246,6 +246,9 @@ def _print_nothing(console: Console, plan: Plan) -> None:
     if near is None and plan.open_bound_s is None:
         console.print(headed("\nnothing fits", "; the search ended before it found what would", _BAD))
         return
+    if near is None and plan.stopped == "interrupt":
+        console.print(headed("\nnothing that fits was found before the interrupt", style=_BAD))
+        return
     if near is None:
         more = ": give it more with --budget-s, or fewer choices with flags such as --tp and --pp"
         console.print(headed("\nnothing that fits was found in that time", more, _BAD))
@@ -259,13 +262,16 @@ def _print_nothing(console: Console, plan: Plan) -> None:
         f"{_AGAIN[near.leaf.cut.arrangement.kept]} recomputed) needs "
         f"{short(near.least_bytes / unit)} {name} of {short((near.least_bytes - near.missing_bytes) / unit)}: "
         + (
-            f"{near.missing_bytes:,.0f} bytes are missing on the fullest device{_for_sequences(plan, near)}"
+            f"{short(near.missing_bytes / unit)} {name} are missing on the fullest device{_for_sequences(plan, near)}"
             if near.missing_bytes > 0
             else "by a bound it would fit, but no schedule of it does"
         )
     )
     console.print(headed("\nnothing fits", needs, _BAD))
-    if not near.ways_out:
+    if not near.ways_out and plan.stopped is not None:
+        why = "the interrupt came" if plan.stopped == "interrupt" else "the time was up"
+        console.print(f"{why} before more devices and shorter sequences were all tried")
+    elif not near.ways_out:
         console.print(
             f"neither {2**MOST_DOUBLINGS} times as many devices nor shorter sequences are enough; choose a smaller "
             "model, or devices with more memory"

@@ -64,7 +64,9 @@ def _run_in(path: Path, config: RunConfig) -> None:
     if folder.damaged:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
     print(f"text       {data.description}{moved}\nrun        {path}{goes_on}", flush=True)
-    print(f"starting   {count(config.layout.num_ranks, 'process')}; {_patience(config)}\n", flush=True)
+    has_steps = choice is None or read_info(choice.path).step < resolved.training.known_steps
+    patience = f"; {_patience(config)}" if has_steps else ""
+    print(f"starting   {count(config.layout.num_ranks, 'process')}{patience}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
         with raised_signals():

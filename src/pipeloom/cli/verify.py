@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig, TrainingConfig
 from pipeloom.errors import UserError
+from pipeloom.words import count
 
 if TYPE_CHECKING:
     from pipeloom.execute.world import World
@@ -42,9 +43,9 @@ def run(words: list[str]) -> int:
         if layout.tp > 1:
             replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
         print(
-            f"{schedule.family} ({config.choice().placement_name}) over {layout.pp} pipeline ranks x "
-            f"{layout.loops} stages, "
-            f"{replicas}{layout.num_microbatches} micro-batches, {config.training.known_dtype}, {_NUM_BATCHES} batches",
+            f"{schedule.family} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
+            f"{count(layout.loops, 'stage')}, {replicas}{count(layout.num_microbatches, 'micro-batch')}, "
+            f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )
         load_data(config.data, config.training.seed)

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from pipeloom.checkpoint_choice import refusal
 from pipeloom.checkpoint_folder import TOKENIZER, damage, read_info, read_tokenizer
 from pipeloom.errors import RunError, UserError
 from pipeloom.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.train.checkpoint import MODEL, refuse_damaged
+from pipeloom.train.checkpoint import MODEL
 from pipeloom.train.checkpoint_storage import CheckpointReader
 
 _DRAFTS = ".weights.part"
@@ -51,7 +52,8 @@ def export(
         UserError: the checkpoint cannot be read or is damaged, or the folder holds weights or another tokenizer.
         RunError: the files cannot be written; none is left.
     """
-    refuse_damaged(checkpoint, damage(checkpoint))
+    if damage(checkpoint):
+        raise UserError(refusal(checkpoint))
     reader = CheckpointReader(checkpoint)
     stored = {
         key.removeprefix(MODEL): found

@@ -132,6 +132,8 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     return replace(
         config,
         model=model,
+        # what the text or a checkpoint has, so that the run folder says what was used
+        data=replace(config.data, bpe_vocab_size=needed) if config.data.known_tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),
         schedule=replace(schedule, group_size=group_size) if is_grouped else schedule,
