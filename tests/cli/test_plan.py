@@ -256,8 +256,9 @@ def test_ctrl_c_prints_the_answer_so_far(capsys):
     question = ["--model", "llama-3-8b", "--cluster", "dgx-h100", "--global-batch", "1000000", "--seq", "2048"]
     assert main(["plan", *question, "--devices", "1000000"]) == 130
     printed = capsys.readouterr()
-    assert "interrupted: " in printed.out
-    assert "a step may be among them" in printed.out
+    out = " ".join(printed.out.split())
+    assert "interrupted: " in out
+    assert "a step may be among them" in out or "nothing that fits was found before the interrupt" in out
     assert re.match(r"planning: [\d,]+ of [\d,]+ layouts decided, \d s\n", printed.err)
 
 
