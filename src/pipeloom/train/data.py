@@ -19,6 +19,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -285,9 +286,12 @@ def _write_entry(
     draft.mkdir(parents=True)
     try:
         summary = _fill_entry(draft, documents, config, given, num_skipped)
+        _check_length(summary, config)  # text that is refused leaves nothing
         return _move_entry(draft, folder, summary)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):  # the folder has other entries
+            folder.parent.rmdir()
 
 
 def _move_entry(draft: Path, folder: Path, summary: _Summary) -> _Summary:
