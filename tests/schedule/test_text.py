@@ -148,8 +148,8 @@ def test_an_overlapped_cell_is_refused_with_a_clear_message():
         ("0F0 0B0.1999999999", "token slices that count up from 0, found number 1999999999 in rows of 1 forward"),
         ("0F0 0B99999999999999999999", "more than 10 digits"),
         ("0F0 0B" + "9" * 5000, r"'0B9{58}\.\.\.' has a number of more than 10 digits"),
-        (" ".join(f"{stage}F0" for stage in range(300)) + " 0F300", None),
-        (" ".join(f"{stage}F0" for stage in range(4000)) + " 0F4000", r"4,000 x 4,001 x 1 = 16,004,000, found 4,001"),
+        (" ".join(f"{stage}F0" for stage in range(60)) + " 0F60", None),
+        (" ".join(f"{stage}F0" for stage in range(1000)) + " 0F1000", r"1,000 x 1,001 x 1 = 1,001,000, found 1,001"),
     ],
 )
 def test_numbers_beyond_what_the_rows_hold_are_refused_before_there_is_room_for_them(monkeypatch, text, message):

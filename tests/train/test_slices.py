@@ -68,7 +68,7 @@ def test_points_are_at_both_ends_of_sequences(tmp_path):
     ("slices", "compiles", "minutes"), [(None, False, 0), (4, False, 0), ("auto", False, 30), (None, True, 30)]
 )
 def test_ranks_wait_longer_for_one_that_measures_or_compiles(tmp_path, monkeypatch, slices, compiles, minutes):
-    monkeypatch.setattr(session, "run_workers", lambda work, *_: [work.keywords["patience_s"]])
+    monkeypatch.setattr(session, "run_workers", lambda work, *_, **__: [work.keywords["patience_s"]])
     layout = Layout(pp=2, loops=1, num_microbatches=2, token_slices=slices)
     training = TrainingConfig(compile=compiles, compile_backend="eager")
     assert (
