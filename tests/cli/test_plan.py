@@ -246,7 +246,7 @@ def test_a_model_that_fits_nowhere_is_told_what_is_missing(capsys):
     assert main(["plan", "--model", "gpt-52b", *asked]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "nothing fits" in out
-    assert "bytes are missing on the fullest device" in out
+    assert "GB are missing on the fullest device" in out
     assert "devices it fits" in out
 
 
