@@ -69,7 +69,7 @@ def _complain(command: str, message: str, error: BaseException) -> None:
 
 
 def _refuse_line_breaks(words: list[str]) -> None:
-    """Refuse arguments with which a message could not be told from its parts: every line of one is this program's."""
+    """Refuse arguments with line breaks: printed in a message, they would look like lines of this program."""
     from pipeloom.errors import UserError
     from pipeloom.words import has_line_break
 

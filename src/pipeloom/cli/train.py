@@ -58,7 +58,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
     data = load_text(config)
     resolved = resolve(config, data)
-    goes_on = _check_checkpoint(resolved, data, choice)
+    goes_on = _check_checkpoint(resolved, data, choice) + _unused_size(config, data, choice)
     moved = _check_schedule(resolved)
     folder = draft_start(path, resolved)
     if folder.damaged:
@@ -124,18 +124,20 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
         line += "; all steps are done, only the end of the run is left"
     line += "" if can_be_checked(choice.path) else f"\n           {UNCHECKED}"
     line += "".join(f"\n           not from {path.name}: {problem}" for path, problem in choice.damaged)
-    data_config, num_tokens = config.data, data.tokenizer.vocab_size
-    if data_config.known_tokenizer == "bpe" and data_config.bpe_vocab_size != num_tokens:
-        line += (
-            f"\n           with the {num_tokens:,} tokens of its own tokenizer; "
-            f"data.bpe_vocab_size {data_config.bpe_vocab_size:,} has no effect"
-        )
     changed = new_order(config, data, info)
     return (
         f"{line}\n           other batches than its run would have read, since {', '.join(changed)} changed"
         if changed
         else line
     )
+
+
+def _unused_size(config: RunConfig, data: "Data", choice: Choice | None) -> str:
+    """A line where the checkpoint's tokenizer has another size than was set; the resolved run has the size it uses."""
+    wanted, used = config.data.bpe_vocab_size, data.tokenizer.vocab_size
+    if choice is None or config.data.known_tokenizer != "bpe" or wanted == used:
+        return ""
+    return f"\n           with the {used:,} tokens of its own tokenizer; data.bpe_vocab_size {wanted:,} has no effect"
 
 
 _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.RECOMPUTE, "swapped in": Kind.SWAP_IN}

@@ -15,7 +15,7 @@ from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.generate import Choice
-from pipeloom.layout import even_slices
+from pipeloom.layout import Shard, even_slices
 from pipeloom.passes import Moves
 from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
@@ -255,10 +255,14 @@ def _receive_buffers(software: Software, order: Order) -> int:
 
 
 def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    if not software.has_reduction_lane:
+    if not software.has_reduction_lane or _shared_state(run) is None:
         return costs
     unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
     return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
+
+
+def _shared_state(run: Run) -> Shard | None:
+    return shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
 
 
 def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
@@ -269,14 +273,13 @@ def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
         software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
         order: family and knobs.
     """
-    shared = shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
     has_lane = software.has_reduction_lane and not software.is_blocking
     swapping = order.swapping
     return run_recipe(
         order.choice,
         receive_buffers=None if software.is_blocking else order.receive_buffers,
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
-        shard=shared if has_lane else None,
+        shard=_shared_state(run) if has_lane else None,
         residency=order.residency,
         prefetch=order.prefetch,
         gradient_buffers=order.gradient_buffers,
