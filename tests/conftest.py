@@ -10,6 +10,8 @@ settings.register_profile("explore", deadline=None)  # a loop may be compiled in
 settings.register_profile("pipeloom", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("pipeloom")  # the same examples everywhere; others: pytest --hypothesis-profile explore
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _name in ("COLUMNS", "LINES"):  # a terminal's size changes the lines that a test compares
+    os.environ.pop(_name, None)
 for _number, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(_number) is signal.SIG_IGN:  # as below nohup, or behind an & of a script; runs inherit it
         signal.signal(_number, _handler)

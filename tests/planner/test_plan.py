@@ -172,7 +172,8 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
 def test_a_short_time_is_enough_for_an_answer_and_a_bound_below_it(ask):
     plan = make_plan(ask(**MILLION, global_batch=1_000_000), budget_s=6.0)
     assert plan.stopped == "time"
-    assert plan.question.least_s < plan.open_bound_s < plan.best.prediction.step_time_s
+    # A fast machine may have proved the best layout in that time, with others of the answer still undecided.
+    assert plan.question.least_s < min(plan.open_bound_s, plan.best.prediction.step_time_s)
 
 
 def test_a_million_devices_that_nothing_divides_are_answered_at_once(ask):
