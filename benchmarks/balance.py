@@ -20,21 +20,21 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from pipeloom.analysis.memory import HeldBytes, memory_over_time
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.move_lanes import ProcessMoveLanes
 from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.wires import make_wires
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, join_forked
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
-from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.held import KeptBytes

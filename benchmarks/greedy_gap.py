@@ -7,7 +7,7 @@ from itertools import product
 
 from exact import Exact
 
-from pipeloom.generate.greedy import Task, best_schedule
+from pipeloom.families.greedy import Task, best_schedule
 from pipeloom.schedule import Placement
 
 SECONDS = ((1, 1, 1), (2, 2, 1), (3, 2, 1), (2, 3, 2))

@@ -21,10 +21,10 @@ import tomli_w
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.validate.compare import cluster_of, compare, program_of
-from pipeloom.validate.fit import first_guess, fit
-from pipeloom.validate.measures import Outcome, measure, rankings
-from pipeloom.validate.rows import Row, read_rows
+from pipeloom.accuracy.compare import cluster_of, compare, program_of
+from pipeloom.accuracy.fit import first_guess, fit
+from pipeloom.accuracy.measures import Outcome, measure, rankings
+from pipeloom.accuracy.rows import Row, read_rows
 
 ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"
 

@@ -22,7 +22,7 @@ from pipeloom.cost.analytic import layers_of_stages, stage_costs, with_fastest_l
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.shape import Run
 from pipeloom.cost.uneven import SAME, Uneven
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import PLACEMENTS, Placement
 

@@ -33,6 +33,7 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.cost.shape import shape_of
+from pipeloom.data.text import Data
 from pipeloom.execute.world import World
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
@@ -41,8 +42,7 @@ from pipeloom.planner.search import search
 from pipeloom.planner.settle import settle
 from pipeloom.planner.space import Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.run_folder import RunFolder
-from pipeloom.train.data import Data
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import Trainer
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.data.text import Data
 from pipeloom.execute.world import World
-from pipeloom.layout import Layout
-from pipeloom.run_folder import RunFolder
-from pipeloom.train.data import Data
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import RunSummary, Trainer
+from pipeloom.workload.layout import Layout
 
 LAYOUTS = [
     ("breadth-first", Layout(pp=4, loops=2, num_microbatches=8)),

@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
 from pipeloom.passes.lower_stage_swaps import add_stage_swaps, add_updates
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeloom.cli.families import COLUMNS, lines
-from pipeloom.plot import plot_timeline
+from pipeloom.plot.draw import plot_timeline
 from pipeloom.simulate import simulate
 from reproduction.tables import fill
 from schedule_pictures import PICTURES

@@ -26,11 +26,11 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.model import KeyValueCache
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, Slicing, best_slices

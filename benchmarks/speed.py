@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
+from pipeloom.analysis.bubble import account_bubble
+from pipeloom.analysis.summary import communication, summarize
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
-from pipeloom.report.bubble import account_bubble
-from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace

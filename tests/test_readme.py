@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeloom.analysis.summary import summarize
 from pipeloom.cli import main
-from pipeloom.config_file import read_run_file
+from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
-from pipeloom.report.summary import summarize
 from pipeloom.simulate import simulate
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

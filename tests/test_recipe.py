@@ -8,8 +8,7 @@ import pytest
 from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
-from pipeloom.generate import FAMILIES, Choice, make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import (
     Moves,
     add_moves,
@@ -27,6 +26,7 @@ from pipeloom.recipe import Recipe, Residence, build, communicating, without_mes
 from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.workload.layout import Layout
 
 BREADTH_FIRST = Choice(family="breadth-first", pp=2, loops=2, num_microbatches=4)
 ONE_RANK = Choice(family="breadth-first", pp=1, loops=4, num_microbatches=2)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.generate import FAMILIES
+from pipeloom.families import FAMILIES
 from schedule_pictures import PICTURES
 from schedules import FOLDER, PAGE, SIZES, table_of
 

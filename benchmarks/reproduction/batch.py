@@ -6,9 +6,9 @@ from itertools import product
 
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Recompute, Shard
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import axes, divisors
+from pipeloom.workload.layout import Recompute, Shard
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import (
     CLUSTER,

@@ -6,6 +6,7 @@ Every step is simulated with costs that were fixed on other runs; nothing here w
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeloom.analysis.memory import HeldBytes, MemoryCurve, memory_over_time
 from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
@@ -14,15 +15,14 @@ from pipeloom.cost.moves import evict_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
-from pipeloom.layout import paired_order
+from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.predict.memory import held_bytes
-from pipeloom.report.memory import HeldBytes, MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
+from pipeloom.workload.layout import paired_order
 from reproduction.bpipe_cases import CLUSTER, RECOMPUTE, SEQ, Case, Setting, program_of
 from reproduction.machine import Row
 

@@ -7,7 +7,7 @@ from itertools import product
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.shape import Attention, Mlp, ModelShape
 from pipeloom.cost.software import Software
-from pipeloom.layout import Recompute
+from pipeloom.workload.layout import Recompute
 from reproduction.machine import MEGATRON, with_efficiency
 
 CLUSTER = load_cluster("dgx-a100")

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise, product
 
+from pipeloom.analysis.summary import summarize
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
-from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.simulate import simulate
 from reproduction.machine import Row

@@ -7,7 +7,7 @@ from typing import Any
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.predict.step import Order, SimulatedStep
 

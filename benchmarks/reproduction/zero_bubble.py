@@ -14,19 +14,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from pipeloom.accuracy.rows import Row as Measured
+from pipeloom.accuracy.rows import read_rows
+from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
-from pipeloom.generate import make_schedule
-from pipeloom.generate.greedy import INPUTS_BY_RANKS, Task, best_schedule
+from pipeloom.families import make_schedule
+from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
 from pipeloom.passes import lower
 from pipeloom.predict.fast import FAMILY_OF, pending_share, predict
-from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.simulate import simulate
-from pipeloom.validate.rows import Row as Measured
-from pipeloom.validate.rows import read_rows
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, percent, table
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from pipeloom.execute.launch import run_workers
+from pipeloom.analysis.summary import communication
 from pipeloom.execute.process_collectives import make_groups
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, join_forked
-from pipeloom.layout import Layout
-from pipeloom.report.summary import communication
 from pipeloom.trace import Trace, merge
+from pipeloom.workload.layout import Layout
 from side_by_side.case import Case, Contender, Gradient, Measured, Plan
 from side_by_side.hosts import INTERFACE, enter, shaped_hosts
 from side_by_side.orders import compute_order

@@ -4,7 +4,7 @@ from functools import cache
 
 from torch.distributed.pipelining import _schedule_visualizer as visualizer
 
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.schedule import Schedule, parse_schedule
 from side_by_side.case import ONE_STAGE, Case, Contender
 

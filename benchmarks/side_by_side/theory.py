@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pipeloom.analysis.summary import summarize
 from pipeloom.passes import add_data_parallel, lower
-from pipeloom.report.summary import summarize
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.action import SEND_KINDS
 from pipeloom.simulate import Sharing, simulate

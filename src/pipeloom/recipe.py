@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.passes import (
     Moves,
     add_moves,

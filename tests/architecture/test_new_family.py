@@ -7,14 +7,14 @@ import pytest
 
 from pipeloom.cli import main
 from pipeloom.errors import ScheduleError
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Level
 
 FILE = '''
 """One micro-batch after the other."""
 
-from pipeloom.generate.family import Request, Rows, backward, family, forward
+from pipeloom.families.family import Request, Rows, backward, family, forward
 
 
 @family("one-by-one", is_looped=True)

@@ -13,8 +13,8 @@ FILES = sorted(SOURCES.rglob("*.py"))
     ("words", "only_in"),
     [
         (r"\bConsole\(", None),
-        (r"_PrintableConsole\(", "console.py"),
-        (r"\brich\.print\(|\bProgress\(|\brich\.live", "progress.py"),
+        (r"_PrintableConsole\(", "terminal/console.py"),
+        (r"\brich\.print\(|\bProgress\(|\brich\.live", "terminal/progress.py"),
         (r"\[[a-z ]+\][^\n]*\[/[a-z ]*\]", None),
         (r"\bsys\.__std(?:out|err)__|os\.write\([12]", None),
     ],

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from held_out import Held, Split, errors_of, general, main, programs, write
+from pipeloom.accuracy.measures import Outcome, measure
+from pipeloom.accuracy.rows import read_rows
 from pipeloom.catalog.accuracy import load_accuracy
-from pipeloom.validate.measures import Outcome, measure
-from pipeloom.validate.rows import read_rows
 
 ROWS = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")
 

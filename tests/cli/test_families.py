@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.cli import main
 from pipeloom.cli.families import COLUMNS, by_rank
-from pipeloom.generate import FAMILIES
+from pipeloom.families import FAMILIES
 
 
 @pytest.mark.parametrize(

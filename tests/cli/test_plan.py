@@ -14,7 +14,7 @@ from pipeloom.cli import main
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, recipe_problems, unset
-from pipeloom.config_file import read_run_file
+from pipeloom.config.file import read_run_file
 
 MODEL = """
 name = "small"

@@ -5,7 +5,7 @@ import json
 import pytest
 from machines import findings
 
-import pipeloom.machine
+import pipeloom.measure
 import pipeloom.train.pieces
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
@@ -47,7 +47,7 @@ def measured(monkeypatch):
         return findings(**found)
 
     found = {}
-    monkeypatch.setattr(pipeloom.machine, "measure_machine", answer)
+    monkeypatch.setattr(pipeloom.measure, "measure_machine", answer)
     return asked, found
 
 

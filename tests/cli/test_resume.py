@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from small_run import write_text
 
-from pipeloom.checkpoint_folder import measure, read_info, write_info
+from pipeloom.checkpoint.checkpoint_folder import measure, read_info, write_info
 from pipeloom.cli import main
 
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]

@@ -8,8 +8,8 @@ import pytest
 from pipeloom.cli import main
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.errors import ConfigError
-from pipeloom.generate import Choice
-from pipeloom.host_memory import Available
+from pipeloom.families import Choice
+from pipeloom.system.host_memory import Available
 
 FILE = "[model]\nnum_layers = 6\n[layout]\npp = 2\nloops = 2\npartition = [1, 3, 3, 1]\n"
 
@@ -89,7 +89,7 @@ def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
 
 def there(monkeypatch, size_bytes):
     """Let a host have so much memory; the module's name is also that of a function in its package."""
-    module = import_module("pipeloom.generate.family")
+    module = import_module("pipeloom.families.family")
     monkeypatch.setattr(module, "available_memory", lambda: Available(size_bytes, "free on this host"))
 
 

@@ -14,10 +14,10 @@ import pytest
 from forked import Forked
 from small_run import write_text
 
-from pipeloom.checkpoint_folder import list_checkpoints, read_info
+from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
 from pipeloom.cli import train
-from pipeloom.train import checkpoint
-from pipeloom.train.saving import Saving
+from pipeloom.train.checkpoints import checkpoint
+from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.trainer import Trainer
 
 MODEL = ["--model.num-layers", "2", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]

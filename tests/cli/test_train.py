@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from small_run import write_text
 
-from pipeloom.run_reading import read_run
+from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.schedule.action import TIED_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.trace import from_chrome

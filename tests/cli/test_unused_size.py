@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from pipeloom.checkpoint_choice import Choice
+from pipeloom.checkpoint.checkpoint_choice import Choice
 from pipeloom.cli.train import _unused_size
 from pipeloom.config import DataConfig, RunConfig
 

@@ -13,10 +13,10 @@ from replicas import groups_in_process
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups
 from pipeloom.execute.lanes import Neighborhood, ThreadLane
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_collectives import make_groups
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 HYBRID = Layout(pp=1, dp=4, replicate=2, shard="full")
 PAIR = Layout(pp=1, dp=2, shard="full")

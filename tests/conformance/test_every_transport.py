@@ -15,9 +15,9 @@ from toy import WIDTH
 
 from pipeloom.errors import BoundaryError
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_group import ProcessGroupTransport
 from pipeloom.execute.transport import Post
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
 
 SPEC = TensorSpec((WIDTH,), torch.float32)

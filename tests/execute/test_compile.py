@@ -10,10 +10,10 @@ from small_run import small_run
 from torch._dynamo.utils import counters
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
-from pipeloom.layout import Layout
 from pipeloom.model import build_stage
 from pipeloom.model.compile import as_written, compile_pieces
-from pipeloom.toolchain import toolchain_problems
+from pipeloom.system.toolchain import toolchain_problems
+from pipeloom.workload.layout import Layout
 
 LAYERS = 3
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on

@@ -8,6 +8,7 @@ from replicas import Cluster, adamw, cluster_of
 from torch import nn
 from toy import WIDTH, objective
 
+from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Alone, Groups
@@ -16,10 +17,9 @@ from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
-from pipeloom.layout import Layout
-from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Action, Kind, Level
 from pipeloom.trace import merge
+from pipeloom.workload.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 STEPS = 3

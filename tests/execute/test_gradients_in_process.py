@@ -10,19 +10,19 @@ from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.data.text import load_data
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.train.batch import Batch
-from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
 CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]

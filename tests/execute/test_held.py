@@ -7,10 +7,10 @@ from families import SOME, fitting
 from replicas import cluster_of
 from toy import ROWS, WIDTH
 
-from pipeloom.generate import FAMILIES
-from pipeloom.layout import Layout
+from pipeloom.families import FAMILIES
 from pipeloom.schedule import Kind
 from pipeloom.schedule.sharding import gathered_counts, unreduced_counts
+from pipeloom.workload.layout import Layout
 
 ELEMENTS = WIDTH * WIDTH + WIDTH
 LEVELS = {

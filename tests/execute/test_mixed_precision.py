@@ -13,8 +13,8 @@ from toy import WIDTH, objective
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.weights import StageWeights
-from pipeloom.layout import Layout
 from pipeloom.train.equivalence import TOLERANCES
+from pipeloom.workload.layout import Layout
 
 LEVELS = [("none", None), ("optimizer", None), ("gradients", None), ("full", None), ("full", 2)]
 ROUNDING = 2.0**-8

@@ -18,7 +18,7 @@ from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import MovePost
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import lower, split_backward
 from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.action import MOVE_KINDS

@@ -21,20 +21,20 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.move_lanes import ProcessMoveLanes
 from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.partner import Served
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.wires import make_wires
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind
 from pipeloom.trace import merge
 from pipeloom.train.pipeline import training_schedule
+from pipeloom.workload.layout import Layout
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 

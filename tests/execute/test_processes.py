@@ -23,15 +23,15 @@ from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.schedule import PLACEMENTS
+from pipeloom.workload.layout import Layout
 
 
 @pytest.mark.parametrize("pp", [2, 4])

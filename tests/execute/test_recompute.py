@@ -6,7 +6,7 @@ from gloo import differences_over_gloo
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, ScheduleConfig
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 MIXED = ("none", "full", "selective", "none", "full", "full")
 CHOICES = [{"recompute": "selective"}, {"recompute": "full"}, {"recompute_layers": MIXED}]

@@ -8,7 +8,7 @@ from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 
 

@@ -14,21 +14,21 @@ from small_run import small_run, write_text
 from toy import Toy, make_executor, objective, reference, worst_difference
 from transformers import TransformerCluster, complete, differences
 
-from pipeloom import run_folder
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
+from pipeloom.data.text import load_data
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower, split_backward
-from pipeloom.run_reading import read_run
+from pipeloom.runs import run_folder
+from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
-from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import TOLERANCES
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
 DELAYS = (0, 1, None)

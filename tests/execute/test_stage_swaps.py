@@ -13,7 +13,7 @@ from pipeloom.execute.clock import CudaClock, HostClock
 from pipeloom.execute.lanes import StreamLane, WaitingStreamLane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.stage_swaps import HostLanes, StageSwaps
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, lower
 from pipeloom.schedule import Kind
 from pipeloom.schedule.stage_swaps import Content

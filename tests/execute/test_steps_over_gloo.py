@@ -9,16 +9,16 @@ import torch._dynamo  # imported once here, not once in every process
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, OptimizerConfig, ScheduleConfig
-from pipeloom.execute.launch import run_workers
+from pipeloom.data.text import load_data
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
 from pipeloom.model import build_stage
 from pipeloom.train.batch import Batch
-from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, _joined, compare
 from pipeloom.train.optimizer import make_adamw
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 STEPS = 4
 """The last one computes with the parameters that three updates have made."""

@@ -10,11 +10,11 @@ from gloo import differences_over_gloo
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.data.text import load_data
 from pipeloom.errors import WorkerError
-from pipeloom.layout import Layout
-from pipeloom.train.data import load_data
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.session import run_on_all_ranks
+from pipeloom.workload.layout import Layout
 
 SHAPES = {
     "llama": ModelConfig(num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, ffn_size=20),

@@ -4,7 +4,7 @@ import pytest
 from families import SOME, fitting
 from transformers import TransformerCluster, differences, schedule_of
 
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 RECOMPUTE = ("none", "selective", "full")

@@ -7,15 +7,15 @@ import torch
 from families import SOME, fitting
 from transformers import TransformerCluster, differences, plain_steps, tied_schedule
 
+from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.tied import handover
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME
 from pipeloom.passes import lower
-from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.trace import from_chrome, merge, to_chrome
+from pipeloom.workload.layout import Layout
 
 LEVELS = ("none", "optimizer", "gradients", "full")
 

@@ -6,7 +6,7 @@ from gloo import differences_over_gloo
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, ScheduleConfig
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 TIED = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "tied": True}
 

@@ -11,6 +11,7 @@ from small_run import small_run
 from toy import make_executor
 
 from pipeloom.config import ModelConfig, ScheduleConfig
+from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
@@ -20,18 +21,17 @@ from pipeloom.execute.move_lanes import InProcessMoveLanes
 from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import MovePost
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.balance import balance
 from pipeloom.passes.offload import offload
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.train.batch import Batch
-from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)
 NUM_TOKENS = sum(UNEVEN)

@@ -12,7 +12,7 @@ from pipeloom.execute.stage import Part, Stage
 from pipeloom.model import build_stage
 from pipeloom.model.compile import compile_pieces
 from pipeloom.model.deferred import defer, filing, leaves_of
-from pipeloom.toolchain import toolchain_problems
+from pipeloom.system.toolchain import toolchain_problems
 
 LAYERS, HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 2, 16, 24, 4, 2, 30
 ROWS, NUM_TOKENS = 3, 8

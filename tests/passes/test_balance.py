@@ -10,7 +10,7 @@ from orders import any_schedules
 
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, balance, lower
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.schedule import Kind, Level, parse_schedule

@@ -9,7 +9,7 @@ from families import fitting, named_sizes
 from hypothesis import given, settings
 
 from pipeloom.errors import UserError
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS, Level, Placement, Schedule, parse_schedule
 

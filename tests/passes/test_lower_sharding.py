@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from orders import family_schedules, one_rank_schedules
 
 from pipeloom.errors import ScheduleError, UserError
-from pipeloom.generate import make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.sharding import fewest_stays

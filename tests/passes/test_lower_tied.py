@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleTextError, UserError
-from pipeloom.generate import make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_tied, add_unshard, lower
 from pipeloom.schedule import format_schedule, parse_schedule
 

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from moved import compute_rows, num_moved, peaks
 from orders import any_schedules
 
+from pipeloom.analysis.bubble import account_bubble
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import balance, offload
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves, add_moves
-from pipeloom.report.bubble import account_bubble
 from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate

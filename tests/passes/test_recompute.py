@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.analysis.memory import HeldBytes, memory_over_time
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
-from pipeloom.generate import make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv
+from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.report.memory import HeldBytes, memory_over_time
 from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeloom.analysis.summary import summarize
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, ScheduleTextError, UserError
-from pipeloom.generate import FAMILIES, Choice, make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv
+from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import add_data_parallel, add_slices, lower
-from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.action import COMPUTE_KINDS, Action
 from pipeloom.simulate import simulate

@@ -7,7 +7,7 @@ from orders import one_rank_schedules
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, lower, split_backward
 from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.simulate import simulate

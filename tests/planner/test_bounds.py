@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.shape import Run
-from pipeloom.generate import FAMILIES, Choice
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
 from pipeloom.planner.plan import with_memory

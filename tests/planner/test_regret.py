@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.generate import Choice
+from pipeloom.accuracy.compare import cluster_of, program_of
+from pipeloom.accuracy.measures import top1_regret
+from pipeloom.accuracy.rows import read_rows
+from pipeloom.families import Choice
 from pipeloom.predict.fast import FAMILY_OF
 from pipeloom.predict.step import Order, simulate_step
-from pipeloom.validate.compare import cluster_of, program_of
-from pipeloom.validate.measures import top1_regret
-from pipeloom.validate.rows import read_rows
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured.csv"
 

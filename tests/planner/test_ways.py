@@ -11,7 +11,6 @@ from pipeloom.config import ModelConfig, RunConfig, TrainingConfig
 from pipeloom.cost.hardware import Link
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
-from pipeloom.layout import Layout
 from pipeloom.planner.causes import causes
 from pipeloom.planner.goal import way_of
 from pipeloom.planner.plan import WITHOUT, make_plan
@@ -24,6 +23,7 @@ from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.stage_swaps import stage_amounts
+from pipeloom.workload.layout import Layout
 
 OURS = load_software("pipeloom")
 DEEP = ModelShape(

@@ -11,9 +11,9 @@ from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, S
 from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.shape import shape_of
 from pipeloom.errors import ConfigError
-from pipeloom.layout import Layout
 from pipeloom.planner.partition import default_partition
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
+from pipeloom.workload.layout import Layout
 
 LLAMA = {
     "model_type": "llama",

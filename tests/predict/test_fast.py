@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import layer_pending_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice, make_schedule
+from pipeloom.families import Choice, make_schedule
 from pipeloom.passes import lower
 from pipeloom.predict.fast import Ratios, found_schedule, in_flight, pending_share, pipeline_s, predict
 from pipeloom.predict.step import Order, simulate_step
-from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.simulate import simulate
 

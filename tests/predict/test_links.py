@@ -8,7 +8,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.cost.measured import MeasuredPieces, PieceKey
 from pipeloom.cost.shape import Run
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule

@@ -18,7 +18,7 @@ from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import rank_slowness
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.fast import predict
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.places import describe_places

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.ranks import are_near, first_device
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
-from pipeloom.layout import paired_order
+from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.step import Order, simulate_step
-from pipeloom.report.summary import communication
 from pipeloom.schedule import Action, Kind
+from pipeloom.workload.layout import paired_order
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

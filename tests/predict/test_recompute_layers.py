@@ -8,7 +8,7 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.memory import stage_kept_bytes, working_bytes
 from pipeloom.cost.shape import Run
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.memory import held_bytes
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from pipeloom.analysis.summary import communication, summarize
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.flops import mfu
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.fast import predict
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
-from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Kind
 from pipeloom.schedule.action import TIED_RECEIVE_KINDS
 

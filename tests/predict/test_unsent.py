@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from pipeloom.catalog import load_model, load_software
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.cost.shape import Run
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.predict.step import Order, lowered, unsent
 from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.clock import seconds_of_all

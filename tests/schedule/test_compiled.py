@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from unverified import unverified
 
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
 from pipeloom.schedule import Action, Kind, compiled, parse_schedule
 from pipeloom.schedule import verify as rules

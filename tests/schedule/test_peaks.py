@@ -5,7 +5,7 @@ import pytest
 from families import TRAINING, named_sizes
 from hypothesis import given, settings
 
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.schedule.peaks import Peaks
 

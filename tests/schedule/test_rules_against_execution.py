@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from pipeloom.errors import ScheduleError
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_tied, lower
 from pipeloom.schedule import Level
 

@@ -11,8 +11,8 @@ from orders import family_schedules, one_rank_schedules
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError, UserError
-from pipeloom.generate import make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
 from pipeloom.passes.lower_stage_swaps import UpdatePlace, num_swaps_in
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule

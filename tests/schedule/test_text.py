@@ -4,8 +4,8 @@ import pytest
 from families import fitting
 
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS, Kind, Level, format_schedule, parse_schedule
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pipeloom.checkpoint_folder import FOLDER, METADATA, CheckpointInfo, measure, name_of, write_info
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, METADATA, CheckpointInfo, measure, name_of, write_info
 
 
 def info_of(step: int) -> CheckpointInfo:

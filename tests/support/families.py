@@ -2,7 +2,7 @@
 
 import hypothesis.strategies as st
 
-from pipeloom.generate import FAMILIES
+from pipeloom.families import FAMILIES
 from pipeloom.schedule import PLACEMENTS
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]

@@ -2,9 +2,9 @@
 
 from functools import partial
 
-from pipeloom.execute.launch import run_workers
+from pipeloom.data.text import load_data
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.train.data import load_data
 from pipeloom.train.equivalence import compare_with_reference
 from pipeloom.train.session import resolve
 

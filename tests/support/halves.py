@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import hypothesis.strategies as st
 
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.generate.family import Rows, family
+from pipeloom.families import FAMILIES, make_schedule
+from pipeloom.families.family import Rows, family
 from pipeloom.passes import split_backward
 from pipeloom.schedule import Kind, Schedule
 

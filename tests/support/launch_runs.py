@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeloom.catalog import load_cluster
 from pipeloom.config import RunConfig
-from pipeloom.config_file import parse_run
-from pipeloom.launch import hand_over
+from pipeloom.config.file import parse_run
+from pipeloom.export import hand_over
 
 CLUSTER = replace(load_cluster("laptop"), name="small", devices_per_node=4)
 

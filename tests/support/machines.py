@@ -1,6 +1,6 @@
 """Findings as a machine could have given them."""
 
-from pipeloom.machine.findings import Collectives, Findings, Host, Messages, Product, Timing, Traffic
+from pipeloom.measure.findings import Collectives, Findings, Host, Messages, Product, Timing, Traffic
 
 
 def timing(seconds):

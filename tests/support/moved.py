@@ -1,6 +1,6 @@
 """Schedules that swap activations: what they compute, how much they move, what ranks hold."""
 
-from pipeloom.report.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import HeldBytes, memory_over_time
 from pipeloom.schedule.action import COMPUTE_KINDS
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.simulate import simulate

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from families import named_sizes
 
-from pipeloom.generate import FAMILIES, make_schedule
+from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import Action, Kind, Placement, Schedule

@@ -12,7 +12,7 @@ from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.train.optimizer import make_adamw
 

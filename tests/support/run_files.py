@@ -4,16 +4,16 @@ import json
 import math
 from pathlib import Path
 
-from pipeloom import run_folder
 from pipeloom.config import OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.config_file import format_run
+from pipeloom.config.file import format_run
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.passes import lower
+from pipeloom.runs import run_folder
 from pipeloom.schedule import format_schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import to_chrome
+from pipeloom.workload.layout import Layout
 
 
 def write_run(

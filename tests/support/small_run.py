@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.config import DataConfig, ModelConfig, OutputConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 
 def write_text(folder: Path) -> Path:

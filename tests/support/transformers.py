@@ -18,7 +18,7 @@ from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.tied import Tied
 from pipeloom.execute.transport import Post
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.passes import add_data_parallel, add_tied, lower

@@ -6,16 +6,16 @@ from functools import partial
 
 from small_run import small_run
 
-from pipeloom.checkpoint_folder import find_checkpoint
+from pipeloom.checkpoint.checkpoint_folder import find_checkpoint
 from pipeloom.config import CheckpointConfig
-from pipeloom.execute.launch import run_workers
+from pipeloom.data.text import load_data
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
-from pipeloom.run_folder import RunFolder
-from pipeloom.train.data import load_data
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.export import export
 from pipeloom.train.session import resolve
 from pipeloom.train.trainer import Trainer
+from pipeloom.workload.layout import Layout
 
 WITH_TIMES = {"metrics.jsonl", "summary.json", "trace.json", "trace-replica-001-tensor-0.json"}
 TIMES = {"tokens_per_s", "step_time_s", "bubble_fraction"}

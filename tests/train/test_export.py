@@ -12,18 +12,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from small_run import small_run
 
-from pipeloom.checkpoint_folder import FOLDER, INFO, find_checkpoint
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, find_checkpoint
 from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
+from pipeloom.data.text import load_data
 from pipeloom.errors import RunError, UserError
-from pipeloom.execute.launch import run_workers
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
-from pipeloom.run_folder import RunFolder
-from pipeloom.train.data import load_data
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.export import export
 from pipeloom.train.session import resolve
 from pipeloom.train.trainer import Trainer
+from pipeloom.workload.layout import Layout
 
 
 class Frozen(Trainer):

@@ -6,18 +6,18 @@ import pytest
 from small_run import small_run
 
 from pipeloom.config import ScheduleConfig, TrainingConfig
+from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.launch import run_workers
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
 from pipeloom.passes.budget import Sizes
 from pipeloom.schedule import Kind
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.train.data import load_data
 from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 LAYOUT = {"pp": 2, "loops": 1, "num_microbatches": 4}
 

@@ -8,22 +8,22 @@ from small_run import small_run
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.costs import StageCosts
+from pipeloom.data.text import load_data
 from pipeloom.execute.boundary import TokenSlices
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.profile import Profile, Times, most_held
 from pipeloom.execute.profile_slices import with_slices
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.generate import make_schedule
-from pipeloom.layout import Layout
+from pipeloom.families import make_schedule
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.train.data import load_data
 from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.prediction import simulate_profile
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)
 

@@ -9,13 +9,13 @@ import torch
 from pipeloom.cli import main
 from pipeloom.config import DataConfig, ModelConfig, RunConfig
 from pipeloom.errors import HostError
-from pipeloom.host_memory import Available
-from pipeloom.layout import Layout
 from pipeloom.predict.need import need_by_pipeline_rank, reference_bytes
+from pipeloom.system.host_memory import Available
 from pipeloom.train import room
 from pipeloom.train.room import check_memory, processes_here
 from pipeloom.train.stage_swaps import piece_bytes
 from pipeloom.train.stages import stage_of
+from pipeloom.workload.layout import Layout
 
 SMALL = RunConfig(
     model=ModelConfig(num_layers=4, hidden_size=32, num_heads=2, vocab_size=300),
@@ -159,7 +159,7 @@ def test_every_host_says_what_it_lacks_even_if_it_is_not_the_first(monkeypatch, 
 @pytest.mark.parametrize("command", ["train", "verify"])
 def test_what_this_host_cannot_hold_is_refused_before_text_is_read(monkeypatch, capsys, tmp_path, command):
     there(monkeypatch, 8e9)
-    monkeypatch.setattr("pipeloom.train.data.load_data", None)
+    monkeypatch.setattr("pipeloom.data.text.load_data", None)
     folder = tmp_path / "run"
     model = ["--model.num-layers", "80", "--model.hidden-size", "8192", "--model.num-heads", "64"]
     assert main([command, *model, "--output.folder", str(folder)]) == 2

@@ -11,10 +11,10 @@ from pipeloom.cli.simulate import simulate_config
 from pipeloom.cli.train import _announce
 from pipeloom.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.errors import UserError
-from pipeloom.layout import Layout
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
 
 DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
 LOOPS = {"1f1b": (1,), "gpipe": (1,), "zb-h1": (1,), "zb-v": (2,), "v-half": (2,), "dualpipe-v": (2,)}

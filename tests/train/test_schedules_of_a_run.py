@@ -10,13 +10,13 @@ from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
 from pipeloom.cost.analytic import replicated_parameters
-from pipeloom.layout import Layout
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
 from pipeloom.train.moves import _Rank
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.stages import stage_of
+from pipeloom.workload.layout import Layout
 
 
 @pytest.mark.parametrize("family", TRAINING)

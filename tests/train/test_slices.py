@@ -8,11 +8,11 @@ import torch
 from small_run import small_run
 
 from pipeloom.config import ModelConfig, TrainingConfig
-from pipeloom.layout import Layout
+from pipeloom.data.text import load_data
 from pipeloom.train import session
-from pipeloom.train.data import load_data
 from pipeloom.train.session import resolve
 from pipeloom.train.slices import fitted, measured, with_known_slices
+from pipeloom.workload.layout import Layout
 
 
 @pytest.mark.parametrize("expected", [(3e-3, 2e-5, 1e-8), (0.0, 2e-5, 1e-8), (3e-3, 0.0, 1e-8), (1e-3, 2e-5, 0.0)])

@@ -14,24 +14,24 @@ import torch._dynamo  # imported once here, not once in every process
 from safetensors.torch import load_file
 from small_run import small_run
 
-from pipeloom.checkpoint_folder import FOLDER, find_checkpoint
+from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.summary import communication
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, find_checkpoint
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
+from pipeloom.data.text import load_data
 from pipeloom.errors import UserError, WorkerError
-from pipeloom.execute.launch import run_workers
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.layout import Layout
-from pipeloom.report.memory import HeldBytes, memory_over_time
-from pipeloom.report.summary import communication
-from pipeloom.run_folder import RunFolder
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
-from pipeloom.train.data import load_data
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
 from pipeloom.train.stage_swaps import piece_bytes, stage_amounts
 from pipeloom.train.trainer import Trainer
+from pipeloom.workload.layout import Layout
 
 STEPS = 3
 

@@ -20,8 +20,8 @@ from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
 from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.generate import FAMILIES
-from pipeloom.layout import Recompute, Shard, Way
+from pipeloom.families import FAMILIES
+from pipeloom.workload.layout import Recompute, Shard, Way
 
 __all__ = ["find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 

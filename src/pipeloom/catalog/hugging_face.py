@@ -16,7 +16,7 @@ from pipeloom.config.heads import head_problems
 from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import UserError
-from pipeloom.files import parse_json, read_text
+from pipeloom.system.files import parse_json, read_text
 
 _WIDTH = 100
 """Most characters of a value in a message."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pipeloom.errors import PipeloomError
-from pipeloom.terminal import guarded_streams
+from pipeloom.terminal.guard import guarded_streams
 
 COMMANDS = {
     "train": "train a language model with a pipeline of processes",
@@ -51,7 +51,7 @@ def _main(words: list[str]) -> int:
         print(f"pipeloom {version('pipeloom')}")
         return 0
     if words[0] not in COMMANDS:
-        from pipeloom.words import did_you_mean
+        from pipeloom.terminal.words import did_you_mean
 
         hint = did_you_mean(words[0], COMMANDS)
         print(f"pipeloom: there is no command '{words[0]}'{'; ' if hint else ''}{hint}\n\n{_USAGE}", file=sys.stderr)
@@ -71,7 +71,7 @@ def _complain(command: str, message: str, error: BaseException) -> None:
 def _refuse_line_breaks(words: list[str]) -> None:
     """Refuse arguments with line breaks: printed in a message, they would look like lines of this program."""
     from pipeloom.errors import UserError
-    from pipeloom.words import has_line_break
+    from pipeloom.terminal.words import has_line_break
 
     broken = [word for word in words if has_line_break(word)]
     if broken:

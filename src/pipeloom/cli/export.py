@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from pipeloom.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, UNCHECKED, can_be_checked, find_checkpoint
 from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
-from pipeloom.words import and_finite
+from pipeloom.terminal.words import and_finite
 
 
 @dataclass(frozen=True, kw_only=True)

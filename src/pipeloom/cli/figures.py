@@ -8,9 +8,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 
-from pipeloom.console import make_console
-from pipeloom.dtypes import dtype_of
-from pipeloom.terminal import printable, raw
+from pipeloom.terminal.console import make_console
+from pipeloom.terminal.guard import printable, raw
+from pipeloom.workload.dtypes import dtype_of
 
 _WIDE = 210
 """Columns of an output that is no terminal: enough for every table."""

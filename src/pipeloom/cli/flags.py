@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipeloom.errors import ConfigError
-from pipeloom.words import did_you_mean
+from pipeloom.terminal.words import did_you_mean
 
 _Options = TypeVar("_Options")
 _KINDS: dict[Any, tuple[str, Callable[[str], Any]]] = {

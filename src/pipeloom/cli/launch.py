@@ -12,8 +12,8 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
-from pipeloom.launch import HandedOver, hand_over
-from pipeloom.launch.job import training_problems
+from pipeloom.export import HandedOver, hand_over
+from pipeloom.export.job import training_problems
 from pipeloom.predict.describe import machine_problems, with_model_sizes
 
 _SUMMARY = (

@@ -12,18 +12,18 @@ from pipeloom.catalog.writing import cluster_to_toml
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
+from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems
-from pipeloom.config_file import format_run, read_run_file
 from pipeloom.cost.shape import Attention, shape_of
-from pipeloom.dtypes import Dtype, dtype_of
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.layout import Recompute, Shard, Way
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.layout import Recompute, Shard, Way
 
 _NO_NUMBERS: tuple[int, ...] = ()
 _NO_NAMES: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
             print_run(config, best.cluster, options.out)
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
-        from pipeloom.launch import hand_over
+        from pipeloom.export import hand_over
 
         done = hand_over(config, best.cluster, options.export)
         if not options.json:

@@ -8,7 +8,7 @@ from typing import Self
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from pipeloom.progress import Bar
+from pipeloom.terminal.progress import Bar
 
 FIRST_S, EVERY_S = 1.0, 10.0
 """Seconds to the first line, and between lines; a bar is there at once."""

@@ -15,7 +15,6 @@ from pipeloom.cli.figures import (
     wide_console,
 )
 from pipeloom.cli.plan import dollars_per_billion_tokens
-from pipeloom.console import headed
 from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
@@ -23,7 +22,8 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.words import count, format_bytes
+from pipeloom.terminal.console import headed
+from pipeloom.terminal.words import count, format_bytes
 
 _SHARED = {
     "none": "nothing",

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError, UserError, reason_of
-from pipeloom.layout import Recompute
+from pipeloom.workload.layout import Recompute
 
 if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
-    from pipeloom.machine import Request
-    from pipeloom.machine.findings import Collectives, Findings, Messages, Product, Timing
+    from pipeloom.measure import Request
+    from pipeloom.measure.findings import Collectives, Findings, Messages, Product, Timing
     from pipeloom.train.pieces import PieceRequest
 
 
@@ -57,8 +57,8 @@ def run(words: list[str]) -> int:
     options = parse_flags(Options, words, "profile", Options.__doc__ or "")
     from pipeloom.catalog.writing import cluster_to_toml
     from pipeloom.execute.world import is_first
-    from pipeloom.machine import Request, describe_cluster, measure_machine
-    from pipeloom.progress import restore_terminal
+    from pipeloom.measure import Request, describe_cluster, measure_machine
+    from pipeloom.terminal.progress import restore_terminal
 
     share = 1.0 if options.model is None else _MACHINE
     request = Request.make(options.device, options.processes, options.budget_s * share)
@@ -95,7 +95,7 @@ def _asked(options: Options, request: "Request") -> "PieceRequest":
     """
     from pipeloom.catalog import find_name
     from pipeloom.config import DataConfig, ModelConfig, RunConfig
-    from pipeloom.machine.host import num_devices
+    from pipeloom.measure.host import num_devices
     from pipeloom.predict.describe import with_model_sizes
     from pipeloom.train.pieces import PieceRequest
 
@@ -177,7 +177,7 @@ def check_writable(path: Path) -> None:
 def _print_table(cluster: Cluster, findings: "Findings") -> None:
     from rich.table import Table
 
-    from pipeloom.console import make_console
+    from pipeloom.terminal.console import make_console
 
     table = Table(title=f"{findings.host.device_name}, {findings.host.devices}", box=None, pad_edge=False)
     table.add_column("what")
@@ -252,7 +252,7 @@ def _size(size: float) -> str:
 
 
 def _print_end(path: Path, findings: "Findings") -> None:
-    from pipeloom.machine.describe import crowding
+    from pipeloom.measure.describe import crowding
 
     if crowding(findings):
         print(f"busy       {crowding(findings)}")

@@ -25,9 +25,9 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the page, say where it is."""
     options = parse_flags(Options, words, "report", Options.__doc__ or "")
-    from pipeloom.page import write_page
-    from pipeloom.page.unfinished import unfinished_contents
-    from pipeloom.run_reading import read_run
+    from pipeloom.report import write_page
+    from pipeloom.report.unfinished import unfinished_contents
+    from pipeloom.runs.run_reading import read_run
 
     found = read_run(options.folder)
     print(f"report     {write_page(found, options.output)}")

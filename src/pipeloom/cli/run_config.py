@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from pipeloom.cli.flags import parse_flags
 from pipeloom.config import RunConfig
+from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
-from pipeloom.config_file import RETIRED, read_run_file
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import with_model_sizes
 

@@ -10,25 +10,25 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
+from pipeloom.analysis.bubble import account_bubble
+from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
+from pipeloom.analysis.summary import summarize
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.files import MOST_SCHEDULE_BYTES, read_text
-from pipeloom.generate import FAMILIES, Choice
-from pipeloom.launch.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves, add_slices
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.recipe import PlacedBy, Recipe, Residence, build
-from pipeloom.report.bubble import account_bubble
-from pipeloom.report.comparison import MEMORY_UNIT, memory_in_microbatches
-from pipeloom.report.summary import summarize
 from pipeloom.schedule import Kind, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.held import KeptBytes, all_changes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
+from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
+from pipeloom.terminal.words import and_finite, count, told_passes
 from pipeloom.trace import Trace
-from pipeloom.words import and_finite, count, told_passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +326,7 @@ def _title(options: Options, schedule: Schedule) -> str:
 
 
 def _plot(options: Options, schedule: Schedule, trace: Trace) -> None:
-    from pipeloom.plot import plot_timeline
+    from pipeloom.plot.draw import plot_timeline
 
     assert options.plot is not None
     plot_timeline(trace, [options.plot], title=_title(options, schedule), unit="units of cost")

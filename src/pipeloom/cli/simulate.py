@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipeloom.analysis.summary import communication
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.swap_plan import ToldPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
-from pipeloom.dtypes import dtype_of
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
-from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
+from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
     "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
@@ -60,8 +60,8 @@ def run(words: list[str]) -> int:
     if options.trace is not None:
         _write_trace(step, options.trace)
     if options.plot is not None:
-        from pipeloom.plot import plot_timeline
-        from pipeloom.report.excerpt import excerpt
+        from pipeloom.analysis.excerpt import excerpt
+        from pipeloom.plot.draw import plot_timeline
 
         part = excerpt(step.trace)
         plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
+from pipeloom.analysis.summary import communication
 from pipeloom.cli.figures import (
     amount,
     print_table,
@@ -18,14 +19,13 @@ from pipeloom.cli.figures import (
     unit_s,
     wide_console,
 )
-from pipeloom.console import headed
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
-from pipeloom.report.summary import communication
 from pipeloom.schedule import Level
 from pipeloom.schedule.action import LOAD_OF
 from pipeloom.schedule.depend import DATA_PARALLEL_LANE, OWN_LANES
-from pipeloom.words import count, told_passes
+from pipeloom.terminal.console import headed
+from pipeloom.terminal.words import count, told_passes
 
 _PARTS = {
     "compute_s": "compute",

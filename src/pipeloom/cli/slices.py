@@ -9,11 +9,11 @@ from pipeloom.cli.figures import told_dtype, unit_bytes
 from pipeloom.cli.run_config import parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
-from pipeloom.dtypes import dtype_of
 from pipeloom.planner.slice_plan import SlicePlan, plan_slices
 from pipeloom.predict.describe import describe, machine_problems
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.words import count
+from pipeloom.terminal.words import count
+from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
     "Say into which token slices a run's sequences are best cut on a described cluster: by dynamic programming over "

@@ -15,7 +15,6 @@ from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Attention, ModelShape
 from pipeloom.cost.software import Software
-from pipeloom.dtypes import Dtype, dtype_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.question import Question
 from pipeloom.planner.tradeoff import (
@@ -32,8 +31,9 @@ from pipeloom.planner.tradeoff import (
     whole_batches,
 )
 from pipeloom.predict.describe import asked_precision, load_or_note
-from pipeloom.progress import Bar
-from pipeloom.words import unknown_name
+from pipeloom.terminal.progress import Bar
+from pipeloom.terminal.words import unknown_name
+from pipeloom.workload.dtypes import Dtype, dtype_of
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
@@ -87,7 +87,7 @@ def run(words: list[str]) -> int:
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "tradeoff")
     options = parse_flags(Options, words, "tradeoff", Options.__doc__ or "")
     if options.plot is not None:
-        from pipeloom.plot import check_formats
+        from pipeloom.plot.draw import check_formats
 
         check_formats([options.plot])
     asked = asked_by(options)
@@ -223,7 +223,7 @@ def _training(
 
 
 def _draw(curves: Curves, file: Path) -> None:
-    from pipeloom.plot import plot_tradeoff
+    from pipeloom.plot.draw import plot_tradeoff
 
     asked = curves.asked
     plot_tradeoff(

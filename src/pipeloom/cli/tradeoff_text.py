@@ -4,8 +4,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.figures import print_table, table, told_dtype, wide_console
-from pipeloom.console import headed
 from pipeloom.planner.tradeoff import Curves, Point
+from pipeloom.terminal.console import headed
 
 
 def print_curves(curves: Curves, *, has_default_batch: bool) -> None:

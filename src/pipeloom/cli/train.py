@@ -6,18 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeloom.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
-from pipeloom.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
+from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, recipe_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
-from pipeloom.words import count, format_bytes, told_passes
+from pipeloom.terminal.words import count, format_bytes, told_passes
 
 if TYPE_CHECKING:
+    from pipeloom.data.text import Data
     from pipeloom.execute.world import World
-    from pipeloom.run_folder import RunFolder
-    from pipeloom.train.data import Data
+    from pipeloom.runs.run_folder import RunFolder
     from pipeloom.train.trainer import RunResult, RunSummary
 
 _SUMMARY = "Train a language model with a pipeline of processes."
@@ -27,8 +27,8 @@ def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_config(words, "train", _SUMMARY, RunConfig(), _problems)
     from pipeloom.execute.world import is_first
-    from pipeloom.run_folder import RunFolder
-    from pipeloom.run_start import take_run_folder
+    from pipeloom.runs.run_folder import RunFolder
+    from pipeloom.runs.run_start import take_run_folder
     from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
@@ -48,9 +48,9 @@ def run(words: list[str]) -> int:
 def _run_in(path: Path, config: RunConfig) -> None:
     """The run from start to end, in a folder that this process has locked."""
     from pipeloom.execute.signals import raised_signals
-    from pipeloom.progress import restore_terminal
-    from pipeloom.run_start import draft_start
-    from pipeloom.train.safe_steps import safe_steps
+    from pipeloom.runs.run_start import draft_start
+    from pipeloom.terminal.progress import restore_terminal
+    from pipeloom.train.checkpoints.safe_steps import safe_steps
     from pipeloom.train.session import load_text, resolve, run_on_all_ranks
 
     choice = _choose_checkpoint(config, path)
@@ -94,7 +94,7 @@ def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
 
 def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
     """What one process writes when all ranks are done."""
-    from pipeloom.page import write_report
+    from pipeloom.report import write_report
     from pipeloom.train.export import export
 
     _draw(config, folder, result)
@@ -115,7 +115,7 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
     """Refuse a checkpoint of another model; else lines that say how the run goes on, empty without checkpoint."""
     if choice is None:
         return ""
-    from pipeloom.train.checkpoint import check_resumable, new_order
+    from pipeloom.train.checkpoints.checkpoint import check_resumable, new_order
 
     check_resumable(config)
     info = read_info(choice.path)
@@ -163,8 +163,8 @@ def _check_schedule(config: RunConfig) -> str:
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
-    from pipeloom.plot import plot_timelines
-    from pipeloom.run_folder import TIMELINE
+    from pipeloom.plot.draw import plot_timelines
+    from pipeloom.runs.run_folder import TIMELINE
 
     if result.measured is None:
         return
@@ -214,7 +214,7 @@ def _dtype_note(config: RunConfig) -> str:
 def _crowd(config: RunConfig) -> str:
     """A line where a run on CPUs has more processes on this host than there are cores; empty elsewhere."""
     from pipeloom.execute.world import is_launched
-    from pipeloom.machine.host import num_devices
+    from pipeloom.measure.host import num_devices
 
     num_ranks = config.layout.num_ranks
     if is_launched() or config.training.device != "cpu" or (cores := num_devices("cpu")) >= num_ranks:
@@ -248,7 +248,7 @@ def _replicas(config: RunConfig) -> str:
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
-    from pipeloom import run_folder as names
+    from pipeloom.runs import run_folder as names
 
     sample = folder / names.SAMPLE
     if sample.exists():

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import tyro
 
+from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
+from pipeloom.accuracy.measures import Measures, measure, rankings
+from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
-from pipeloom.validate.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
-from pipeloom.validate.measures import Measures, measure, rankings
-from pipeloom.validate.rows import Row, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ def run(words: list[str]) -> int:
     if not answer.outcomes:
         raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
     if options.plot is not None:
-        from pipeloom.plot import plot_accuracy
-        from pipeloom.validate.compare import parts_of
+        from pipeloom.accuracy.compare import parts_of
+        from pipeloom.plot.draw import plot_accuracy
 
         points = {
             name: [(o.row.step_time_s, o.step_time_s) for o in part if o.row.step_time_s is not None]
@@ -99,7 +99,7 @@ def _compare(options: Options, rows: Sequence[Row]) -> Comparison:
 
 
 def _fit(options: Options, chosen: list[Row]) -> int:
-    from pipeloom.validate.fit import first_guess, fit, write
+    from pipeloom.accuracy.fit import first_guess, fit, write
 
     assert options.fit is not None
     if options.software:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 from pipeloom.cli.run_config import parse_run_config
 from pipeloom.config import RunConfig, TrainingConfig
 from pipeloom.errors import UserError
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 if TYPE_CHECKING:
+    from pipeloom.data.text import Data
     from pipeloom.execute.world import World
-    from pipeloom.train.data import Data
 
 _SUMMARY = (
     "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
@@ -25,8 +25,8 @@ def run(words: list[str]) -> int:
     """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
     default = RunConfig(training=TrainingConfig(dtype="float64"))
     config = parse_run_config(words, "verify", _SUMMARY, default)
+    from pipeloom.data.text import load_data
     from pipeloom.execute.world import is_first
-    from pipeloom.train.data import load_data
     from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 

@@ -5,14 +5,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeloom.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
+from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
 from pipeloom.config.heads import head_problems
 from pipeloom.config.sections import MOST_LAYERS
-from pipeloom.dtypes import TRAINED
 from pipeloom.errors import UserError, reason_of
-from pipeloom.layout import Layout, Shard
-from pipeloom.toolchain import toolchain_problems
-from pipeloom.words import and_finite, count, parse_bytes
+from pipeloom.system.toolchain import toolchain_problems
+from pipeloom.terminal.words import and_finite, count, parse_bytes
+from pipeloom.workload.dtypes import TRAINED
+from pipeloom.workload.layout import Layout, Shard
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig

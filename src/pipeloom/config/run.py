@@ -15,10 +15,10 @@ from pipeloom.config.sections import (
     ScheduleConfig,
     TrainingConfig,
 )
-from pipeloom.generate import Choice
-from pipeloom.layout import Layout
+from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Recipe, run_recipe, shared_state
+from pipeloom.workload.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

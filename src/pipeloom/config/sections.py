@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from pipeloom.config.paths import NameOrFile
-from pipeloom.dtypes import Dtype, default_dtype
-from pipeloom.words import parse_bytes
+from pipeloom.terminal.words import parse_bytes
+from pipeloom.workload.dtypes import Dtype, default_dtype
 
 MOST_LAYERS = 100_000
 """Layers of a model: there are lists with a number for each, whatever is done with it."""

@@ -24,7 +24,7 @@ from pipeloom.cost.ranks import (
 )
 from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
-from pipeloom.layout import Recompute
+from pipeloom.workload.layout import Recompute
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:

@@ -11,8 +11,8 @@ from math import log
 from typing import Literal
 
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
-from pipeloom.dtypes import Dtype, default_dtype
 from pipeloom.errors import UserError
+from pipeloom.workload.dtypes import Dtype, default_dtype
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Curve = tuple[tuple[float, float], ...]

@@ -8,7 +8,7 @@ the cores out (``pipeloom.predict.links``).
 from dataclasses import dataclass, fields
 
 from pipeloom.cost.shape import ModelShape, Precision, Run
-from pipeloom.layout import Recompute
+from pipeloom.workload.layout import Recompute
 
 Both = tuple[float, float]
 """Seconds of a forward and of a backward."""

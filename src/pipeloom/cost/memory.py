@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Shard
+from pipeloom.workload.layout import Shard
 
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""

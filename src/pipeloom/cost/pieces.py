@@ -9,7 +9,7 @@ from pipeloom.cost.layers import Parts, Pieces
 from pipeloom.cost.measured import Both, MeasuredPieces, PieceKey
 from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Recompute
+from pipeloom.workload.layout import Recompute
 
 
 @dataclass(frozen=True)

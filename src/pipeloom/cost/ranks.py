@@ -1,8 +1,8 @@
 """Where the ranks of a run stand: what each of them sees of the cluster, and what is between two of them.
 
-Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.layout``), so that a pipeline
-rank has ``dp x tp`` devices that follow each other. They work in lock-step, tensor-parallel ranks at each exchange and
-replicas at the end of a step, so that the slowest of them counts.
+Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
+pipeline rank has ``dp x tp`` devices that follow each other. They work in lock-step, tensor-parallel ranks at each
+exchange and replicas at the end of a step, so that the slowest of them counts.
 """
 
 from dataclasses import replace
@@ -12,8 +12,8 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.layout import Recompute, place_of
 from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.workload.layout import Recompute, place_of
 
 
 @lru_cache(maxsize=512)

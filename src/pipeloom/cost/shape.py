@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.config import ModelConfig
-from pipeloom.dtypes import Precision
-from pipeloom.layout import Recompute, Shard
+from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.layout import Recompute, Shard
 
 Mlp = Literal["gelu", "swiglu"]
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeloom.layout import Shard, Way
+from pipeloom.workload.layout import Shard, Way
 
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 

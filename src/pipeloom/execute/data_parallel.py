@@ -13,9 +13,9 @@ from pipeloom.execute.collectives import Groups, Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.weights import StageWeights
-from pipeloom.layout import Shard
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.stage_swaps import Content
+from pipeloom.workload.layout import Shard
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.blocking_group import BlockingGroup
 from pipeloom.execute.collectives import Alone, Finish, Group, Groups, Reduction
 from pipeloom.execute.world import World
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

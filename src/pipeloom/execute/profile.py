@@ -23,9 +23,9 @@ from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
-from pipeloom.layout import Layout
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.action import OUT_OF
+from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
 _MOST_HELD = 4

@@ -14,7 +14,7 @@ from pipeloom.execute.profile import Profile, Times, time_backward, timed
 from pipeloom.execute.stage import Objective, Part, Stage
 from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
-from pipeloom.layout import Layout
+from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeloom.errors import RunError
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule.stage_swaps import NOTHING, Amounts, Content
-from pipeloom.words import format_bytes
+from pipeloom.terminal.words import format_bytes
 
 
 def _take_room(file: int, size: int, folder: Path) -> None:

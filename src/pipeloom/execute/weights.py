@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipeloom.layout import Shard
+from pipeloom.workload.layout import Shard
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,7 +8,7 @@ from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import Bytes, Changes, KeptBytes, all_changes
 from pipeloom.schedule.schedule import Schedule
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 
 class Sizes(NamedTuple):

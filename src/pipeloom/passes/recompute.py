@@ -9,7 +9,7 @@ from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 _ENDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 

@@ -14,7 +14,7 @@ from pipeloom.planner.question import MOST, Question, axes, divisors
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 
 @dataclass(frozen=True)

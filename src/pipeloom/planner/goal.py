@@ -5,11 +5,11 @@ from heapq import heappush, nsmallest
 from typing import Literal, NamedTuple
 
 from pipeloom.cost.shape import Run
-from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits
 from pipeloom.planner.space import Arrangement, Cut, Leaf
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.layout import Way
 
 
 class Kind(NamedTuple):

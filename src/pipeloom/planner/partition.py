@@ -6,8 +6,8 @@ from pipeloom.config import ModelConfig
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.shape import shape_of
-from pipeloom.layout import Recompute
 from pipeloom.schedule import Placement
+from pipeloom.workload.layout import Recompute
 
 
 def default_partition(

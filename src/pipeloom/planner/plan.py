@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeloom.cost.hardware import Cluster, Link
-from pipeloom.layout import Way
 from pipeloom.planner.advice import Closest, closest, no_layout, ways_out
 from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
@@ -15,7 +14,8 @@ from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Counts, Found, Progress, Search, search
 from pipeloom.planner.swap_ways import hint
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.stopping import Reason, Stop
+from pipeloom.system.stopping import Reason, Stop
+from pipeloom.workload.layout import Way
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop
 
-from pipeloom.layout import Way
 from pipeloom.planner.dive import first_of, likely
 from pipeloom.planner.goal import Entry, Goal, Kind, Node, Rank, Settled, admits, settled_kind
 from pipeloom.planner.question import Limits, Question
@@ -22,6 +21,7 @@ from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
 from pipeloom.planner.swap_ways import Swapped, swappable
 from pipeloom.planner.ways import Relief, reliefs
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.layout import Way
 
 Progress = Callable[[int, int], None]
 """Told how many layouts are decided, of how many."""

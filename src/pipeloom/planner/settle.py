@@ -11,14 +11,14 @@ from itertools import accumulate
 
 from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
-from pipeloom.generate import Choice
-from pipeloom.layout import Recompute, Shard
+from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
 from pipeloom.predict.step import Order, compute_schedule, unsent
 from pipeloom.schedule.peaks import Peaks
+from pipeloom.workload.layout import Recompute, Shard
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.layout import even_slices
+from pipeloom.workload.layout import even_slices
 
 Seconds = NDArray[np.float64]
 Latency = Callable[[Seconds, Seconds], Seconds]

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from pipeloom.layout import Way
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import settle
 from pipeloom.planner.slice_lengths import best_slices, default_unit
 from pipeloom.planner.slice_plan import modelled_table
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.layout import Way
 
 NUMBERS = (2, 4, 8)
 """Even slices that are tried."""

@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from pipeloom.analysis.summary import communication, summarize
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.errors import UserError
-from pipeloom.generate import make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_updates
 from pipeloom.predict.describe import Described
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs
-from pipeloom.report.summary import communication, summarize
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
 from pipeloom.simulate import simulate
+from pipeloom.terminal.words import format_bytes
 from pipeloom.trace import Trace
-from pipeloom.words import format_bytes
 
 _WEIGHTS = Content.WEIGHTS | Content.BORROWED
 _MOST_SIMULATED = 120

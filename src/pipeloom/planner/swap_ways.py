@@ -13,8 +13,7 @@ import numpy as np
 from pipeloom.config import OptimizerConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
-from pipeloom.layout import Way
+from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Arrangement, Leaf
@@ -24,6 +23,7 @@ from pipeloom.predict.memory import kept_logits
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
 from pipeloom.schedule.stage_swaps import NOTHING, Content
+from pipeloom.workload.layout import Way
 
 FAMILY = "breadth-first"
 """The order that visits each stage twice a step, however many micro-batches there are."""

@@ -19,7 +19,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.planner.question import Question
 from pipeloom.planner.search import search
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.words import unknown_name
+from pipeloom.terminal.words import unknown_name
 
 Progress = Callable[[int, int], None]
 """Told how many points are done, of how many."""

@@ -14,8 +14,7 @@ import numpy as np
 
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
-from pipeloom.layout import Way, paired_order
+from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
@@ -24,6 +23,7 @@ from pipeloom.planner.settle import TRIES, free_bytes, orders_of
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
 from pipeloom.predict.step import Order, compute_schedule
+from pipeloom.workload.layout import Way, paired_order
 
 MOST_MOVED = 200
 """Stage inputs of a rank in a step, up to which things are moved: finding when takes longer than anybody waits."""

@@ -10,10 +10,10 @@ from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
-from pipeloom.dtypes import Dtype, Precision, precision_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.fast import FAMILY_OF
 from pipeloom.predict.stage_swaps import with_alike_stages
+from pipeloom.workload.dtypes import Dtype, Precision, precision_of
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from statistics import median_high
 from typing import NamedTuple
 
+from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
@@ -13,10 +14,9 @@ from pipeloom.cost.ranks import placement_of, rank_device_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.generate import FAMILIES, make_schedule
-from pipeloom.generate.greedy import INPUTS_BY_RANKS, Aim, Found, Task, best_schedule
+from pipeloom.families import FAMILIES, make_schedule
+from pipeloom.families.greedy import INPUTS_BY_RANKS, Aim, Found, Task, best_schedule
 from pipeloom.passes import lower
-from pipeloom.report.summary import longest_rank_s
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.schedule.held import KeptBytes, most_in_row
 from pipeloom.simulate import simulate

@@ -5,6 +5,8 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from pipeloom.analysis.matching import match_spans
+from pipeloom.analysis.memory import HeldBytes
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
@@ -20,8 +22,6 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.report.matching import match_spans
-from pipeloom.report.memory import HeldBytes
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.clock import nominal_s, times

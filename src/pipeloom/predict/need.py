@@ -14,8 +14,8 @@ from pipeloom.cost.analytic import rank_parameters, stage_layers
 from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
-from pipeloom.dtypes import precision_of
 from pipeloom.predict.describe import described_run
+from pipeloom.workload.dtypes import precision_of
 
 _TOKEN_BYTES = 8
 _PROCESS_BYTES = 8e6

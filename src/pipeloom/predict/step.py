@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
 
+from pipeloom.analysis.bubble import BubbleAccount, account_bubble
+from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
@@ -14,8 +16,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceCosts, SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.generate import Choice
-from pipeloom.layout import Shard, even_slices
+from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
@@ -24,14 +25,13 @@ from pipeloom.predict.moves import MovePrices, Placed
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
 from pipeloom.recipe import Recipe, build, communicating, run_recipe, shared_state, without_messages
-from pipeloom.report.bubble import BubbleAccount, account_bubble
-from pipeloom.report.memory import MemoryCurve, memory_over_time
 from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
+from pipeloom.workload.layout import Shard, even_slices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,56 @@
-"""What a trace says, whether it was simulated or measured: times, bubbles, communication, memory over time."""
+"""A run as one self-contained HTML page: no request leaves it, and it computes nothing but where the ink goes."""
+
+import html
+import json
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from pipeloom.errors import UserError
+from pipeloom.report.contents import page_contents
+from pipeloom.runs.run_folder import REPORT
+from pipeloom.runs.run_reading import Run, read_run
+
+__all__ = ["format_page", "write_page", "write_report"]
+
+
+def write_report(folder: Path, file: Path | None = None) -> Path:
+    """Write the page of a run: all of a finished one, and of another what there is.
+
+    Args:
+        folder: the run folder.
+        file: where to; ``None`` for ``report.html`` in the run folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        UserError: there is no run, its folder is broken, or the file cannot be written.
+    """
+    return write_page(read_run(folder), file)
+
+
+def write_page(run: Run, file: Path | None = None) -> Path:
+    """The same of a run that is read already."""
+    file = file or run.folder / REPORT
+    page = format_page(run)
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the report {file}: {error.strerror}; choose another --output") from error
+    return file
+
+
+def format_page(run: Run) -> str:
+    """The page as text."""
+    contents = page_contents(run)
+    here = files(__name__)
+    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
+        title=html.escape(contents["title"]),
+        version=html.escape(version("pipeloom")),
+        style=(here / "page.css").read_text(encoding="utf-8"),
+        script=(here / "page.js").read_text(encoding="utf-8"),
+        # whatever the run wrote, nothing in it can end the element or begin another
+        contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from pipeloom.stopping import shielded
+from pipeloom.system.stopping import shielded
 
 P = ParamSpec("P")
 R = TypeVar("R")

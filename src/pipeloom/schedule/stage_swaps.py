@@ -17,7 +17,7 @@ from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.row import CODE, KINDS, Ints, Row
 from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
-from pipeloom.words import format_bytes
+from pipeloom.terminal.words import format_bytes
 
 USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
 """Kinds that take the stage's weights or gradient on the device."""

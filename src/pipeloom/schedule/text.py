@@ -13,7 +13,7 @@ from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 _MOST_PROBLEMS = 20
 _MOST_MISSING = 100_000

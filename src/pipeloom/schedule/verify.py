@@ -38,7 +38,7 @@ from pipeloom.schedule.verify_stage_swaps import on_device_when_used, resident_b
 from pipeloom.schedule.verify_tied import tied_gradient_in_time, tied_messages_complete, tied_weights_in_time
 from pipeloom.schedule.violation import Violation, Violations
 from pipeloom.schedule.window import window
-from pipeloom.words import count
+from pipeloom.terminal.words import count
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule

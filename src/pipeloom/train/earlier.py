@@ -4,13 +4,13 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom import run_folder
-from pipeloom.checkpoint_folder import step_of
+from pipeloom.checkpoint.checkpoint_folder import step_of
 from pipeloom.config import RunConfig
+from pipeloom.config.file import read_run_file
 from pipeloom.config.paths import with_absolute_paths
-from pipeloom.config_file import read_run_file
 from pipeloom.errors import UserError
-from pipeloom.run_folder import RunFolder
+from pipeloom.runs import run_folder
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.trace import Trace, from_chrome
 
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipeloom.checkpoint_choice import refusal
-from pipeloom.checkpoint_folder import TOKENIZER, damage, read_info, read_tokenizer
+from pipeloom.checkpoint.checkpoint_choice import refusal
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, damage, read_info, read_tokenizer
 from pipeloom.errors import RunError, UserError
-from pipeloom.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.train.checkpoint import MODEL
-from pipeloom.train.checkpoint_storage import CheckpointReader
+from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
+from pipeloom.train.checkpoints.checkpoint import MODEL
+from pipeloom.train.checkpoints.storage import CheckpointReader
 
 _DRAFTS = ".weights.part"
 FILE_BYTES = 5_000_000_000

@@ -22,19 +22,19 @@ from pipeloom.config import ModelConfig, OptimizerConfig
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
 from pipeloom.cost.shape import Run, shape_of
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.launch import run_workers
 from pipeloom.execute.process_collectives import make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport
 from pipeloom.execute.stage import Part, Stage
 from pipeloom.execute.transport import Transfer
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, join_forked
-from pipeloom.layout import Layout, Recompute
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
 from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.train.batch import Batch
 from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
+from pipeloom.workload.layout import Layout, Recompute
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
 _MOST_LAYERS = 4

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 
-from pipeloom.progress import Bar
+from pipeloom.terminal.progress import Bar
 
 _LINES, _LINES_WITHOUT_TERMINAL = 10, 15
 """How many lines a run leaves, about."""

@@ -2,9 +2,9 @@
 
 import torch
 
+from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.execute.world import World
 from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.tokenizer import Tokenizer
 
 _TEMPERATURE = 0.8
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from pipeloom.checkpoint_folder import find_checkpoint, read_tokenizer
+from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, read_tokenizer
 from pipeloom.config import RunConfig, with_demo_recipe
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import fastest_partition
+from pipeloom.data.text import Data, load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.launch import run_workers
+from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
-from pipeloom.generate import FAMILIES
+from pipeloom.families import FAMILIES
 from pipeloom.planner.partition import default_partition
-from pipeloom.train.data import Data, load_data
 from pipeloom.train.slices import with_known_slices
 from pipeloom.train.stage_swaps import piece_bytes
 

@@ -12,7 +12,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
-from pipeloom.generate import Choice
+from pipeloom.families import Choice
 from pipeloom.model import KeyValueCache, Transformer, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices

@@ -10,28 +10,28 @@ from typing import Any
 
 from torch import nn
 
-from pipeloom import run_folder
-from pipeloom.checkpoint_folder import TOKENIZER, Cause, CheckpointInfo, run_of
+from pipeloom.analysis.summary import communication, summarize
+from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, Cause, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
+from pipeloom.data.text import Data, TokenWindows, unigram_loss
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
-from pipeloom.report.summary import communication, summarize
-from pipeloom.run_folder import RunFolder
+from pipeloom.runs import run_folder
+from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import format_schedule
 from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch
-from pipeloom.train.checkpoint import Checkpoints, checkpoint_info
-from pipeloom.train.data import Data, TokenWindows, unigram_loss
+from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
+from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
 from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
-from pipeloom.train.saving import Saving
 from pipeloom.train.stage_updates import StageUpdates
 
 _PROMPT_TOKENS = 40

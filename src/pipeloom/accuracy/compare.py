@@ -1,0 +1,216 @@
+"""Predictions for a table of measurements, and for measured stage times."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pipeloom.accuracy.measures import Measures, Outcome, measure, rankings
+from pipeloom.accuracy.rows import Row, read_table
+from pipeloom.catalog import load_cluster, load_software, names
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.software import Software
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.predict.fast import FAMILY_OF, pipeline_s, predict
+
+DEFAULT_SOFTWARE = "megatron-2021"
+"""The program of a set that nobody calibrated, unless another one was calibrated on the row's device."""
+
+
+@lru_cache(maxsize=1)
+def _programs() -> tuple[tuple[str, Software], ...]:
+    return tuple((name, load_software(name)) for name in names("software"))
+
+
+@lru_cache(maxsize=1)
+def _clusters() -> tuple[Cluster, ...]:
+    return tuple(load_cluster(name) for name in names("clusters"))
+
+
+def program_of(row: Row) -> tuple[str, Software]:
+    """The program that the row's set was measured with, by name and as a value.
+
+    For a set that no program names: ``DEFAULT_SOFTWARE`` if it was calibrated on the row's device, otherwise the first
+    program that was, whose runs had the row's attention kernel; otherwise ``DEFAULT_SOFTWARE`` all the same.
+    """
+    named = [(name, software) for name, software in _programs() if _is_for(software, row.run.attention)]
+    for name, software in named:
+        if any(row.set_name.startswith(begin) for begin in software.sets):
+            return name, software
+    default = dict(_programs())[DEFAULT_SOFTWARE]
+    for name, software in ((DEFAULT_SOFTWARE, default), *named):
+        if _device_of(software) == row.device:
+            return name, software
+    return DEFAULT_SOFTWARE, default
+
+
+def _is_for(software: Software, attention: str) -> bool:
+    return not software.attentions or attention in software.attentions
+
+
+def _device_of(software: Software) -> str:
+    """Device that a program of the catalog was calibrated on."""
+    return next((cluster.device.name for cluster in _clusters() if cluster.name == software.cluster), "")
+
+
+def _known_cluster(row: Row, software: Software) -> Cluster | None:
+    """The program's own cluster if it has the row's device, otherwise the first that has, if any."""
+    own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
+    return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
+
+
+def cluster_of(row: Row, software: Software) -> Cluster:
+    """The program's own cluster if it has the row's device, otherwise the first that has.
+
+    Raises:
+        UserError: no cluster has the device.
+    """
+    cluster = _known_cluster(row, software)
+    if cluster is None:
+        devices = ", ".join(sorted({known.device.name for known in _clusters()}))
+        raise UserError(f"no cluster of the catalog has the device '{row.device}'; known: {devices}; or give --cluster")
+    return cluster
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table and what was predicted for it.
+
+    Attributes:
+        outcomes: in the order of the table, without the rows that could not be predicted.
+        skipped: why rows were not predicted -> how many.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    skipped: dict[str, int]
+
+    @property
+    def by_set(self) -> dict[str, Measures]:
+        """``SET`` and ``SET/MODEL`` -> measures."""
+        parts: dict[str, list[Outcome]] = defaultdict(list)
+        for outcome in self.outcomes:
+            row = outcome.row
+            parts[row.set_name].append(outcome)
+            parts[f"{row.set_name}/{row.run.shape.name}"].append(outcome)
+        return {name: measure(part) for name, part in sorted(parts.items())}
+
+    def to_json(self) -> dict[str, Any]:
+        """``summary``, the same under ``sets``, the ranking of each of the ``groups``, and what was skipped."""
+        return {
+            "summary": measure(self.outcomes).to_json(),
+            "sets": {name: part.to_json() for name, part in self.by_set.items()},
+            "groups": [ranking.to_json() for ranking in rankings(self.outcomes)],
+            "skipped": self.skipped,
+        }
+
+
+def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Software | None = None) -> Comparison:
+    """Predict every row.
+
+    Args:
+        rows: a table.
+        cluster: for every row; ``None`` chooses by the row's device.
+        software: for every row; ``None`` chooses by the row's set.
+    """
+    outcomes: list[Outcome] = []
+    skipped: dict[str, int] = defaultdict(int)
+    for row in rows:
+        program = software or program_of(row)[1]
+        machine = cluster or _known_cluster(row, program)
+        reason = _reason_to_skip(row, machine)
+        if machine is not None and reason is None:
+            try:
+                answer = predict(row.run, machine, program)
+            except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
+                reason = f"no family makes the schedule '{row.run.schedule}' in this size"
+            else:
+                outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
+        if reason is not None:
+            skipped[reason] += 1
+    return Comparison(tuple(outcomes), dict(skipped))
+
+
+def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
+    if row.run.pp > 1 and row.run.schedule not in FAMILY_OF:
+        return f"no family makes the schedule '{row.run.schedule}'"
+    if cluster is None:
+        return f"no cluster of the catalog has the device '{row.device}': give --cluster"
+    if row.run.precision not in cluster.device.peak_flops_per_s:
+        return f"the device '{cluster.device.name}' has no rate for {row.run.precision}"
+    return None
+
+
+EXCHANGE_S = 0.6e-3
+"""Seconds in which a rank stands still to exchange tensors with its neighbors, for each micro-batch; half of it with
+the forward, half with the backward. Published stage times leave it out. arXiv 2401.10241 profiled 0.53 to 0.76 ms
+(``T_comm``) on the same machines."""
+
+STAGE_COLUMNS = (
+    "schedule",
+    "pp",
+    "num_microbatches",
+    "measured_step_time_s",
+    "forward_s_by_stage",
+    "backward_s_by_stage",
+)
+
+
+def compare_stage_times(path: Path) -> dict[str, Any]:
+    """Feed measured stage times to the simulator; the step time it expects beside the measured one.
+
+    Exchanges between stages block, as in the Megatron-LM that such tables come from: ``EXCHANGE_S``.
+
+    Returns:
+        ``summary`` with ``rows``, ``max_abs_error``, ``mean_abs_error`` and ``bias``, and ``rows``, one for each line.
+
+    Raises:
+        UserError: it is no such table.
+    """
+    problems: list[str] = []
+    answers: list[dict[str, float]] = []
+    for number, line in enumerate(read_table(path, STAGE_COLUMNS), start=2):
+        try:
+            answers.append(_stage_times(line))
+        except (ValueError, KeyError) as error:
+            problems.append(f"line {number}: {error}")
+    if problems:
+        raise ConfigError(problems, str(path))
+    errors = [answer["error"] for answer in answers]
+    summary = {
+        "rows": len(errors),
+        "max_abs_error": max(map(abs, errors)),
+        "mean_abs_error": sum(map(abs, errors)) / len(errors),
+        "bias": sum(errors) / len(errors),
+    }
+    return {"summary": summary, "rows": answers}
+
+
+def _stage_times(line: dict[str, str]) -> dict[str, float]:
+    pp, count = int(line["pp"]), int(line["num_microbatches"])
+    measured = float(line["measured_step_time_s"])
+    if pp < 1 or count < 1 or not measured > 0:
+        raise ValueError("expected pp, num_microbatches and measured_step_time_s above 0")
+    if line["schedule"] not in FAMILY_OF:
+        raise ValueError(f"no family makes the schedule '{line['schedule']}'; known: {', '.join(FAMILY_OF)}")
+    forward, backward = (_seconds(line[f"{side}_s_by_stage"]) for side in ("forward", "backward"))
+    if len(forward) != len(backward) or len(forward) % pp:
+        raise ValueError(f"expected seconds of each of {pp} stages, found {len(forward)} and {len(backward)}")
+    half_s = 0.0 if pp == 1 else EXCHANGE_S / 2
+    costs = StageCosts(tuple(value + half_s for value in forward), tuple(value + half_s for value in backward))
+    predicted = pipeline_s(FAMILY_OF[line["schedule"]], pp, len(forward) // pp, count, costs)
+    return {"measured_s": measured, "predicted_s": predicted, "error": predicted / measured - 1}
+
+
+def _seconds(text: str) -> tuple[float, ...]:
+    return tuple(float(word) for word in text.split())
+
+
+def parts_of(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """Outcomes by set, for a picture."""
+    parts: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        parts[outcome.row.set_name].append(outcome)
+    return dict(parts)

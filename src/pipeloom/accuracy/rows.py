@@ -1,0 +1,217 @@
+"""The table of measurements: one training step of one layout a row."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.system.files import read_text
+
+_SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
+_RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
+_COUNTS = (*_SHAPE_COUNTS, *_RUN_COUNTS, "devices", "devices_per_node")
+_RUN_CHOICES = ("shard", "recompute", "attention", "precision")
+_RUN_FLAGS = ("sequence_parallel", "fused_norm")
+_FLAGS = ("tied", *_RUN_FLAGS)
+_TEXTS = ("set", "status", "step_time_s", "memory_bytes", "model", "mlp", "device", "schedule", "note")
+COLUMNS = (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES)
+"""Columns that a table must have."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "status": ("ok", "oom"),
+    "mlp": get_args(Mlp),
+    "shard": get_args(Shard),
+    "recompute": get_args(Recompute),
+    "attention": get_args(Attention),
+    "precision": get_args(Precision),
+}
+_MOST_PROBLEMS = 20
+
+BLANKS: dict[str, str] = {
+    "loops": "1",
+    "devices_per_node": "8",
+    "mlp": "gelu",
+    "tied": "0",
+    "shard": "none",
+    "recompute": "none",
+    "sequence_parallel": "0",
+    "attention": "flash2",
+    "fused_norm": "1",
+    "precision": "bf16",
+}
+"""What a blank cell means. Others follow from the row: ``kv_heads`` is ``heads``, ``ffn`` four times ``hidden``,
+``devices`` dp x tp x pp, ``schedule`` 1f1b where there is a pipeline, ``status`` ok where something was measured."""
+
+
+class Group(NamedTuple):
+    """What layouts that compete with each other have in common.
+
+    Kernels are part of it: a faster attention kernel is no layout. Sequence parallelism, recomputation, sharding and
+    the schedule are not, since they are chosen with the axes.
+    """
+
+    set_name: str
+    model: str
+    seq: int
+    devices: int
+    global_batch: int
+    attention: str
+    fused_norm: bool
+    precision: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured layout.
+
+    Attributes:
+        set_name: where it comes from.
+        run: what was run.
+        device: the device's name.
+        is_ok: whether it ran; otherwise it was out of memory.
+        step_time_s: measured; ``None`` where it was not reported.
+        memory_bytes: measured peak of the fullest device; ``None`` where it was not reported.
+        note: what else matters.
+    """
+
+    set_name: str
+    run: Run
+    device: str
+    is_ok: bool
+    step_time_s: float | None
+    memory_bytes: float | None
+    note: str
+
+    @property
+    def group(self) -> Group:
+        """What stays the same while somebody looks for the best layout."""
+        run = self.run
+        return Group(
+            set_name=self.set_name,
+            model=run.shape.name,
+            seq=run.seq,
+            devices=run.num_devices,
+            global_batch=run.global_batch,
+            attention=run.attention,
+            fused_norm=run.fused_norm,
+            precision=run.precision,
+        )
+
+
+def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Lines of a CSV file that must have ``columns``.
+
+    Raises:
+        UserError: it cannot be read, is empty, or lacks a column.
+    """
+    text = read_text(path, "the table")
+    try:
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        names, lines = reader.fieldnames or [], list(reader)
+    except csv.Error as error:
+        raise UserError(f"cannot read the table {path}: {error}") from error
+    missing = [name for name in columns if name not in names]
+    if missing:
+        raise UserError(f"{path} lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    if not lines:
+        raise UserError(f"{path} has a header and no rows")
+    return [{key: (value or "").strip() for key, value in line.items() if key} for line in lines]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Read a table of measurements.
+
+    Raises:
+        UserError: it is no such table; a ``ConfigError`` lists what is wrong with its cells.
+    """
+    problems: list[str] = []
+    rows = [
+        row
+        for number, line in enumerate(read_table(path, COLUMNS), start=2)
+        if (row := _row(line, f"line {number}", problems)) is not None
+    ]
+    if problems:
+        rest = len(problems) - _MOST_PROBLEMS
+        more = [f"and {rest} more"] if rest > 0 else []
+        raise ConfigError(problems[:_MOST_PROBLEMS] + more, str(path))
+    return rows
+
+
+def _filled(line: dict[str, str]) -> dict[str, str]:
+    """The line with its blank cells filled; what cannot be known stays blank."""
+    filled = {name: text or BLANKS.get(name, "") for name, text in line.items()}
+    filled["kv_heads"] = filled["kv_heads"] or filled["heads"]
+    filled["schedule"] = filled["schedule"] or ("none" if filled["pp"] == "1" else "1f1b")
+    if not filled["status"] and (filled["step_time_s"] or filled["memory_bytes"]):
+        filled["status"] = "ok"
+    try:
+        filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
+        filled["devices"] = filled["devices"] or str(int(filled["dp"]) * int(filled["tp"]) * int(filled["pp"]))
+    except ValueError:
+        pass  # the cell that is no number is told when it is read
+    return filled
+
+
+def _row(told: dict[str, str], where: str, problems: list[str]) -> Row | None:
+    before, line = len(problems), _filled(told)
+
+    def cell(name: str, convert: Callable[[str], Any], wanted: str) -> Any:
+        try:
+            return convert(line[name])
+        except ValueError:
+            problems.append(f"{where}: {name} must be {wanted}, found '{line[name]}'")
+            return None
+
+    values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
+    values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
+    for name, among in _CHOICES.items():
+        values[name] = line[name]
+        if line[name] not in among:
+            problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")
+    for name in ("step_time_s", "memory_bytes"):
+        values[name] = cell(name, _positive, "a number above 0 or blank")
+    if len(problems) == before:
+        _check_sizes(values, where, problems)
+    return _make(line, values) if len(problems) == before else None
+
+
+def _check_sizes(values: dict[str, Any], where: str, problems: list[str]) -> None:
+    product = values["dp"] * values["tp"] * values["pp"]
+    if product != values["devices"]:
+        problems.append(f"{where}: dp x tp x pp is {product}, found devices {values['devices']}")
+    if values["hidden"] % values["heads"]:
+        problems.append(f"{where}: hidden {values['hidden']} does not divide by heads {values['heads']}")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
+
+
+def _positive(text: str) -> float | None:
+    if not text:
+        return None
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
+    shape = ModelShape(name=line["model"], **{name: values[name] for name in (*_SHAPE_COUNTS, "mlp", "tied")})
+    told = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
+    run = Run(shape=shape, schedule=line["schedule"], **told)
+    is_ok = line["status"] == "ok"
+    return Row(line["set"], run, line["device"], is_ok, values["step_time_s"], values["memory_bytes"], line["note"])

@@ -1,0 +1,93 @@
+"""What a schedule comes to, in the few numbers by which schedules are compared."""
+
+from dataclasses import dataclass
+
+from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.cost.costs import Costs
+from pipeloom.passes import add_unshard, lower
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.action import LOAD_OF, SEND_KINDS
+from pipeloom.schedule.held import KeptBytes
+from pipeloom.simulate import simulate
+from pipeloom.trace import Trace
+from pipeloom.trace.spans import Spans
+
+MEMORY_UNIT = "what a rank keeps of one micro-batch"
+"""The unit of ``memory_in_microbatches``, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A schedule in numbers.
+
+    Attributes:
+        bubble_overhead: idle / ideal, from the first action of any rank to the last one of any; what is recomputed
+            counts as idle.
+        own_overhead: the same from each rank's own first action to its own last one, of the rank with the most: what is
+            left where ranks begin the next step without waiting for each other.
+        memory: for each rank the most that it holds between forwards and backwards, in units of what a rank keeps of
+            one micro-batch: 1F1B holds ``P`` on the first rank, and 1 on the last.
+        gathers: of the rank that gathers most, with weights fully sharded and one stage gathered at once.
+        messages: tensors that change rank in a step: activations on the way forward, gradients on the way back.
+        sent: what they carry, in units of a micro-batch's activations at the border of a stage.
+        moves: transfers out and back of what ranks keep, to a partner or to the host.
+        moved: what they carry, in the unit of ``memory``.
+    """
+
+    bubble_overhead: float
+    own_overhead: float
+    memory: tuple[float, ...]
+    gathers: int
+    messages: int
+    sent: float
+    moves: int
+    moved: float
+
+
+def compare(schedule: Schedule, costs: Costs) -> Comparison:
+    """The numbers of a schedule.
+
+    Args:
+        schedule: before gathers and reductions are added.
+        costs: seconds of its actions.
+    """
+    trace = simulate(schedule, costs)
+    ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
+    loops = schedule.num_stages / schedule.num_ranks
+    lowered = lower(schedule)
+    gathered = add_unshard(lowered, residency=1, prefetch=0)
+    messages = _count(lowered, *SEND_KINDS)
+    moves = _count(lowered, *LOAD_OF, *LOAD_OF.values())
+    return Comparison(
+        bubble_overhead=trace.num_ranks * (trace.end_s - trace.start_s) / sum(map(_needed_s, ranks)) - 1,
+        own_overhead=max(
+            float(compute.end_s.max() - compute.start_s.min()) / _needed_s(compute) - 1 for compute in ranks
+        ),
+        memory=memory_in_microbatches(schedule, trace),
+        gathers=max(int(row.is_kind(Kind.UNSHARD).sum()) for row in gathered.rows),
+        messages=messages,
+        sent=messages / schedule.num_slices,
+        moves=moves,
+        moved=moves / loops / schedule.num_slices,
+    )
+
+
+def memory_in_microbatches(schedule: Schedule, trace: Trace) -> tuple[float, ...]:
+    """For each rank the most that it holds for backwards, in units of what a rank keeps of one micro-batch.
+
+    Args:
+        schedule: at any level.
+        trace: of it.
+    """
+    loops = schedule.num_stages / schedule.num_ranks
+    one_each = HeldBytes(always_bytes=(0.0,) * schedule.num_ranks, kept=KeptBytes([1 / loops] * schedule.num_stages))
+    return tuple(curve.peak_bytes for curve in memory_over_time(schedule, trace, one_each))
+
+
+def _needed_s(compute: Spans) -> float:
+    """Seconds of a rank's compute that recomputes nothing."""
+    return float(compute.duration_s[~compute.row.is_kind(Kind.RECOMPUTE)].sum())
+
+
+def _count(schedule: Schedule, *kinds: Kind) -> int:
+    return sum(int(row.is_kind(*kinds).sum()) for row in schedule.rows)

@@ -1,0 +1,155 @@
+"""Numbers from a trace. It does not matter whether the trace was simulated or measured."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeloom.schedule.action import Kind
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
+from pipeloom.trace import Trace
+from pipeloom.trace.spans import Seconds, Spans
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a trace says about a step.
+
+    Attributes:
+        makespan_s: from the first action's start to the last one's end.
+        busy_s: for each rank the seconds of compute.
+        bubble_overhead: idle / ideal: idle compute time over all ranks, by the time in which they compute.
+        bubble_fraction: idle / (ranks x makespan).
+        gradients_final_s: for each stage that trains, when the last addition to its gradient ended,
+            from the start of the step.
+    """
+
+    makespan_s: float
+    busy_s: tuple[float, ...]
+    bubble_overhead: float
+    bubble_fraction: float
+    gradients_final_s: dict[int, float]
+
+
+def summarize(trace: Trace) -> Summary:
+    """Makespan, bubble and gradient times of a step.
+
+    The bubble of a pipeline of P ranks, V stages on each and M >= P micro-batches has the overhead
+    (P - 1) / (M V) for every looped order (arXiv 2104.04473, section 2.2; arXiv 2211.05953, section 3).
+    """
+    makespan = trace.end_s - trace.start_s
+    compute = trace.compute()
+    busy = np.bincount(compute.rank, compute.duration_s, trace.num_ranks)
+    total, ideal = makespan * trace.num_ranks, float(busy.sum())
+    adds = compute.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    stages = compute.row.stage[adds]
+    final = np.full(stages.max(initial=-1) + 1, -np.inf)
+    np.maximum.at(final, stages, compute.end_s[adds] - trace.start_s)
+    return Summary(
+        makespan_s=makespan,
+        busy_s=tuple(busy.tolist()),
+        bubble_overhead=(total - ideal) / ideal if ideal else 0.0,
+        bubble_fraction=(total - ideal) / total if total else 0.0,
+        gradients_final_s={stage: float(final[stage]) for stage in np.flatnonzero(np.isfinite(final)).tolist()},
+    )
+
+
+def longest_rank_s(trace: Trace) -> float:
+    """The longest time from a rank's first compute action to the end of its last.
+
+    Steps follow each other as fast if no rank waits for all others between them, as where the optimizer checks
+    gradients afterwards (arXiv 2401.10241, section 4); the papers on zero-bubble schedules count bubbles in it.
+    """
+    spans = map(trace.compute, range(trace.num_ranks))
+    return max(float(own.end_s.max() - own.start_s.min()) for own in spans if len(own))
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    """How a rank used a lane of communication.
+
+    Attributes:
+        rank: the pipeline rank.
+        lane: one of its lanes.
+        num_actions: what ran there.
+        busy_s: seconds in which something was under way.
+        hidden_s: those of them in which the rank computed.
+    """
+
+    rank: int
+    lane: Lane
+    num_actions: int
+    busy_s: float
+    hidden_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which something was under way and the rank did not compute."""
+        return self.busy_s - self.hidden_s
+
+
+def communication(trace: Trace) -> list[LaneUse]:
+    """Every lane of communication of every rank: how long it was busy, and how much of that compute hid."""
+    spans = trace.spans
+    uses: list[LaneUse] = []
+    for rank in range(trace.num_ranks):
+        computing = _union(trace.compute(rank))
+        for lane in trace.lanes(rank):
+            if lane in (COMPUTE_LANE, HOST_LANE):
+                continue
+            here = spans.take(spans.by_lane[rank, lane])
+            begins, ends = _union(here)
+            hidden = _covered(computing, ends) - _covered(computing, begins)
+            uses.append(LaneUse(rank, lane, len(here), float((ends - begins).sum()), float(hidden.sum())))
+    return uses
+
+
+@dataclass(frozen=True)
+class PipelineUse:
+    """One pipeline of several beside the others: what its ranks did in a step, added up.
+
+    Attributes:
+        makespan_s: from the first action's start to the last one's end.
+        compute_s: seconds of compute.
+        p2p: seconds in which messages were under way, and those of them that compute hid.
+        data_parallel: the same of collectives.
+    """
+
+    makespan_s: float
+    compute_s: float
+    p2p: tuple[float, float]
+    data_parallel: tuple[float, float]
+
+
+def pipeline_use(trace: Trace) -> PipelineUse:
+    """A pipeline's step in a few numbers."""
+    uses = communication(trace)
+    edges = [use for use in uses if use.lane.peer is not None]
+    others = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
+    return PipelineUse(
+        makespan_s=trace.end_s - trace.start_s,
+        compute_s=float(trace.compute().duration_s.sum()),
+        p2p=(sum(use.busy_s for use in edges), sum(use.hidden_s for use in edges)),
+        data_parallel=(sum(use.busy_s for use in others), sum(use.hidden_s for use in others)),
+    )
+
+
+Stretches = tuple[Seconds, Seconds]
+"""Begins and ends of stretches of time, disjoint and ascending."""
+
+
+def _union(spans: Spans) -> Stretches:
+    """The stretches of time that the spans cover."""
+    order = np.argsort(spans.start_s, kind="stable")
+    begins, ends = spans.start_s[order], np.maximum.accumulate(spans.end_s[order])
+    is_first = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(begins)]
+    return begins[is_first], ends[np.append(is_first[1:], True)[: len(begins)]]
+
+
+def _covered(stretches: Stretches, times: Seconds) -> Seconds:
+    """How much of the stretches lies before each time."""
+    begins, ends = stretches
+    if not len(begins):
+        return np.zeros_like(times)
+    done = np.concatenate([[0.0], np.cumsum(ends - begins)])
+    edges = np.stack([begins, ends], axis=1).reshape(-1)
+    return np.interp(times, edges, np.repeat(done, 2)[1:-1])

@@ -1,0 +1,314 @@
+"""Where checkpoints lie, what their descriptions contain, and whether their files are whole; without the tensors.
+
+    RUN/checkpoints/step-000100/
+        checkpoint.json     what ``CheckpointInfo`` holds; size and SHA-256 of every other file; its own SHA-256
+        tokenizer.json      of the text, in the form of the tokenizers library
+        .metadata           of torch.distributed.checkpoint: which box of which tensor lies where
+        __0_0.distcp, ...   what each rank wrote
+
+A checkpoint is written under a hidden name and then renamed, so one with its name is complete.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pipeloom.errors import UserError, reason_of
+from pipeloom.system.files import parse_json, read_text
+
+FOLDER = "checkpoints"
+INFO = "checkpoint.json"
+METADATA = ".metadata"
+TOKENIZER = "tokenizer.json"
+UNCHECKED = "written without hashes of its files, so damage to them cannot be found"
+"""What a person should read about a checkpoint for which ``can_be_checked`` is false."""
+_FORMAT = 2
+_UNCHECKED_FORMAT = 1
+"""Without sizes and hashes of files."""
+_PREFIX = "step-"
+_READERS = 8
+"""Files that are read at once; hashing releases the interpreter's lock."""
+_SETTLED_S = 2.0
+"""A file that was written a shorter time ago could change once more without a change of its time of writing."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """What a checkpoint contains about one of its files.
+
+    Attributes:
+        num_bytes: its size.
+        sha256: of its content, as hexadecimal digits.
+    """
+
+    num_bytes: int
+    sha256: str
+
+
+Cause = Literal["steps", "clock", "signal", "end"]
+"""Why a checkpoint was written: after so many steps, after so many seconds, before a signal ended the run, or after the
+last step."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint contains beside its tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        sequences: that these steps have read, over all replicas; the next batch begins behind them.
+        tokens: in these sequences.
+        model: every size of the model, as ``ModelConfig`` names them.
+        data: what decides the order of the batches.
+        layout: that wrote it; any other may read it.
+        versions: of the programs that wrote it, by name.
+        cause: why it was written.
+    """
+
+    step: int
+    sequences: int
+    tokens: int
+    model: dict[str, Any]
+    data: dict[str, Any]
+    layout: dict[str, Any]
+    versions: dict[str, str]
+    cause: Cause = "steps"
+
+
+def name_of(step: int) -> str:
+    """A checkpoint's folder in ``checkpoints/``."""
+    return f"{_PREFIX}{step:06}"
+
+
+def draft_of(path: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return path.with_name(f".{path.name}.part")
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run folder, oldest step first."""
+    return [path for path in step_folders(run) if not missing_files(path)]
+
+
+def step_folders(run: Path) -> list[Path]:
+    """The folders of a run that are named as checkpoints, complete or not, oldest step first."""
+    found = [path for path in (run / FOLDER).glob(f"{_PREFIX}*") if step_of(path) is not None]
+    return sorted(found, key=lambda path: step_of(path) or 0)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in a folder's name; ``None`` where there is none."""
+    prefix, digits = checkpoint.name[: len(_PREFIX)], checkpoint.name[len(_PREFIX) :]
+    return int(digits) if prefix == _PREFIX and digits.isdecimal() else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, perhaps an incomplete one, rather than a run folder."""
+    return (path / INFO).exists() or (path / METADATA).exists()
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in; ``None`` where it was put elsewhere."""
+    folder = checkpoint.absolute().parent
+    return folder.parent if folder.name == FOLDER else None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a path means: itself, or the latest complete one of a run folder.
+
+    Raises:
+        UserError: there is none, or it is not complete.
+    """
+    if not path.is_dir():
+        raise UserError(
+            f"expected a run folder or a checkpoint, found {'a file' if path.exists() else 'nothing'} at {path}"
+        )
+    if is_checkpoint(path):
+        missing = missing_files(path)
+        if missing:
+            raise UserError(f"the checkpoint {path} is not complete: it lacks {' and '.join(missing)}; use another one")
+        return path
+    found = list_checkpoints(path)
+    if not found:
+        drafts = sorted(draft.name for draft in (path / FOLDER).glob(f".{_PREFIX}*.part"))
+        begun = f", only {', '.join(drafts)}, whose writing did not end" if drafts else ""
+        raise UserError(f"expected a run folder or a checkpoint, found no complete checkpoint in {path}{begun}")
+    return found[-1]
+
+
+def missing_files(checkpoint: Path) -> list[str]:
+    """Names of the files that are not there and without which a checkpoint is not complete."""
+    return [name for name in (METADATA, INFO) if not (checkpoint / name).is_file()]
+
+
+def read_info(checkpoint: Path) -> CheckpointInfo:
+    """The description of a complete checkpoint.
+
+    Raises:
+        UserError: it cannot be read, it has changed since it was written, or another version of pipeloom wrote it.
+    """
+    return _read(checkpoint)[0]
+
+
+def read_tokenizer(checkpoint: Path) -> str | None:
+    """The tokenizer of a complete checkpoint; ``None`` in those that older versions wrote.
+
+    Raises:
+        UserError: it cannot be read, or has changed since it was written.
+    """
+    files = _read(checkpoint)[1] or {}
+    if TOKENIZER not in files:
+        return None
+    file = checkpoint / TOKENIZER
+    problem = _wrong_size(file, files[TOKENIZER]) or _wrong_content(file, files[TOKENIZER])
+    if problem is not None:
+        raise UserError(f"{problem}; use another checkpoint")
+    return file.read_text(encoding="utf-8")
+
+
+def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, StoredFile]) -> None:
+    """Write the description of a checkpoint, on disk when the call returns.
+
+    Args:
+        checkpoint: the folder, with all of its other files.
+        info: what it describes.
+        files: every other file by name, as ``measure`` returns it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    with (checkpoint / INFO).open("w", encoding="utf-8") as file:
+        file.write(_sealed({"format": _FORMAT, **asdict(info), "files": listed}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(files: Iterable[Path]) -> dict[str, StoredFile]:
+    """Size and hash of each file, by its name.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    return {file.name: found for file, found in _at_once(_measured, list(files))}
+
+
+def can_be_checked(checkpoint: Path) -> bool:
+    """Whether a checkpoint contains the hashes of its files; those that older versions wrote do not.
+
+    Raises:
+        UserError: as ``read_info``.
+    """
+    return _read(checkpoint)[1] is not None
+
+
+def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
+    """What is wrong with the files of a complete checkpoint.
+
+    Every file is read. A process, and those that it forks afterwards, do not read a file again that has the size and
+    the time of writing with which it was read before.
+
+    Args:
+        checkpoint: its folder.
+        share: which part of the files is read and hashed, where several processes divide the work. Sizes are always
+            compared for all files.
+        num_shares: number of parts.
+
+    Returns:
+        A sentence about each file that is missing, cut short or changed. Where sizes are wrong, nothing is
+        hashed. Empty for a whole checkpoint, and for one for which ``can_be_checked`` is false.
+    """
+    try:
+        files = _read(checkpoint)[1] or {}
+    except UserError as error:
+        return [str(error)]
+    problems = [problem for name, one in files.items() if (problem := _wrong_size(checkpoint / name, one)) is not None]
+    if problems:
+        return problems
+    by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
+    mine = [checkpoint / name for name in by_size[share::num_shares]]
+    checked = _at_once(lambda file: _wrong_content(file, files[file.name]), mine)
+    return sorted(problem for _, problem in checked if problem is not None)
+
+
+def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | None]:
+    """The description of a checkpoint and its files, without those of the older format."""
+    path = checkpoint / INFO
+    text = read_text(path)
+    try:
+        tree = parse_json(text)
+        found = tree.pop("format", None) if isinstance(tree, dict) else None
+        if found not in (_FORMAT, _UNCHECKED_FORMAT):
+            raise UserError(f"expected a checkpoint of format {_UNCHECKED_FORMAT} or {_FORMAT}")
+        if found == _UNCHECKED_FORMAT:
+            return CheckpointInfo(**tree), None
+        tree.pop("sha256", None)
+        if text != _sealed({"format": found, **tree}):
+            raise UserError("it has changed since it was written, its hash is another; use another checkpoint")
+        files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
+        return CheckpointInfo(**tree), files
+    except (ValueError, TypeError) as error:  # a UserError is a ValueError
+        raise UserError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def _sealed(tree: dict[str, Any]) -> str:
+    """A tree as text with the hash of that text in it. Only one text has this form, so every changed byte shows."""
+    digest = hashlib.sha256(json.dumps(tree, indent=2).encode()).hexdigest()
+    return json.dumps({**tree, "sha256": digest}, indent=2) + "\n"
+
+
+def _plain(name: str) -> str:
+    """A name of a file of the folder itself."""
+    if Path(name).name != name:
+        raise UserError(f"expected names of files in its folder, found {name!r}")
+    return name
+
+
+def _at_once(work: Callable[[Path], _T], files: list[Path]) -> list[tuple[Path, _T]]:
+    """Each file with what ``work`` returns for it."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(zip(files, pool.map(work, files), strict=True))
+
+
+def _measured(path: Path) -> StoredFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return StoredFile(file.tell(), digest)
+
+
+@lru_cache(maxsize=1 << 16)
+def _measured_once(path: Path, *_: int) -> StoredFile:
+    """As ``_measured``; the other arguments change when the file does."""
+    return _measured(path)
+
+
+def _wrong_size(file: Path, stored: StoredFile) -> str | None:
+    """A sentence about a file that is missing or has another size."""
+    if not file.is_file():
+        return f"{file} is missing"
+    found = file.stat().st_size
+    if found == stored.num_bytes:
+        return None
+    what = "cut short" if found < stored.num_bytes else "too long"
+    return f"{file} is {what}: {found:,} bytes, {stored.num_bytes:,} were written"
+
+
+def _wrong_content(file: Path, stored: StoredFile) -> str | None:
+    """A sentence about a file whose content differs from what was written."""
+    try:
+        facts = file.stat()
+        is_settled = time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_S
+        version = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+        found = _measured_once(file.absolute(), *version) if is_settled else _measured(file)
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    return None if found == stored else f"{file} has changed since it was written: its SHA-256 is another"

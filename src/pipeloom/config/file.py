@@ -1,0 +1,151 @@
+"""Run files: TOML in, TOML out. Everything wrong with a file is reported at once."""
+
+import copy
+import json
+import textwrap
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pipeloom.config import RunConfig, to_dict, unset, usual_values
+from pipeloom.config.paths import place_paths, with_absolute_paths
+from pipeloom.system.files import parse_toml, read_text
+from pipeloom.terminal.words import did_you_mean, has_line_break
+
+RETIRED = {
+    "machine.precision": "use training.dtype = 'float32', 'bfloat16' or 'float16', which predictions and training share"
+}
+"""Settings that there were -> what to use instead."""
+
+
+def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
+    """Read a run file as far as it can be read. Its relative paths begin at its folder.
+
+    Args:
+        path: a TOML file with the sections and keys of ``RunConfig``.
+        default: where the file says nothing.
+
+    Returns:
+        The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
+
+    Raises:
+        UserError: there is no such file, or it is not TOML.
+    """
+    tree = parse_toml(read_text(path, "the configuration"), path)
+    return parse_run(place_paths(tree, RunConfig, path.parent), default)
+
+
+def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
+    """Build a configuration from nested dictionaries, with every unknown key and wrong type named."""
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(RunConfig)
+    tree = copy.deepcopy(tree)
+    problems = _drop_unknown(tree, RunConfig, "")
+    try:
+        return adapter.validate_json(_json(default, tree), strict=True), problems
+    except ValidationError as error:
+        for item in error.errors():
+            names = [str(part) for part in item["loc"]]
+            problems.append(f"{'.'.join(names[:2])} must be {_wanted(item)}, found {item['input']!r}")
+            _drop(tree, names)
+    return adapter.validate_json(_json(default, tree), strict=True), problems
+
+
+_WANTED = {
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "path_type": "text that names a path",
+    "tuple_type": "a list",
+    "missing": "a list of as many numbers as the default",
+    "too_long": "a list of as many numbers as the default",
+    "dataclass_type": "a section",
+    "value_error": "of its type",
+}
+
+
+def _wanted(error: Any) -> str:
+    """What pydantic expected, in the words of a configuration."""
+    if error["type"] == "literal_error":
+        return error["ctx"]["expected"]
+    return _WANTED.get(error["type"], error["msg"])
+
+
+def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
+    """The settings of ``tree``, with those of ``default`` where it has none.
+
+    As JSON, because only there pydantic is strict about types and still takes tables and lists.
+    """
+    merged = to_dict(default or RunConfig())
+    for section, values in tree.items():
+        merged[section] = {**merged[section], **values} if isinstance(values, dict) else values
+    return json.dumps(merged, default=str)
+
+
+def format_run(config: RunConfig) -> str:
+    """The configuration as a run file that repeats it, without defaults in whose place something else is said.
+
+    A line ``# SET`` stands for each setting without which the run cannot train (``pipeloom.config.unset``).
+    Paths are absolute, so that the file means the same in any folder.
+    """
+    import tomli_w
+
+    tree = to_dict(with_absolute_paths(config))
+    if config.model.preset is not None or config.model.file is not None:
+        defaults = to_dict(RunConfig())["model"]
+        tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}
+    if config.layout.recompute_layers is not None and config.layout.recompute == "none":
+        del tree["layout"]["recompute"]
+    return _with_comments(tomli_w.dumps(tree), config)
+
+
+def _with_comments(text: str, config: RunConfig) -> str:
+    """The text of a run file with what is still to be set, and what is a default and no recipe, in its sections."""
+    missing, usual = unset(config), usual_values(config)
+    if usual is not None:
+        comment = "\n".join(textwrap.wrap(usual, 118, initial_indent="# ", subsequent_indent="# "))
+        text = text.replace("[optimizer]\n", f"[optimizer]\n{comment}\n")
+    for name, what in reversed(missing.items()):
+        section, key = name.split(".")
+        text = text.replace(f"[{section}]\n", f"[{section}]\n# SET: {key} = ...    # {what}\n")
+    if missing:
+        text = (
+            "# SET marks what the user has to set: `pipeloom train` does not start without these settings, given here\n"
+            f"# or as flags.\n\n{text}"
+        )
+    return text
+
+
+def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list[str]:
+    """Remove keys that ``config_class`` does not have; a sentence for each, with a suggestion."""
+    hints = get_type_hints(config_class)
+    known = [item.name for item in fields(config_class)]
+    problems: list[str] = []
+    for key in list(tree):
+        if prefix + key in RETIRED:
+            problems.append(f"there is no setting '{prefix}{key}' any more; {RETIRED[prefix + key]}")
+            del tree[key]
+        elif key not in known:
+            hint = did_you_mean(key, known, prefix) or f"known: {', '.join(known)}"
+            problems.append(f"there is no setting '{prefix}{key}'; {hint}")
+            del tree[key]
+        elif isinstance(tree[key], str) and has_line_break(tree[key]):
+            problems.append(f"{prefix}{key} must be one line, found {tree[key]!r}")
+            del tree[key]
+        elif is_dataclass(hints[key]) and isinstance(tree[key], dict):
+            problems += _drop_unknown(tree[key], hints[key], f"{prefix}{key}.")
+    return problems
+
+
+def _drop(tree: dict[str, Any], names: list[str]) -> None:
+    """Remove the setting that ``names`` leads to, if it is still there."""
+    if len(names) > 1 and isinstance(tree.get(names[0]), dict):
+        tree[names[0]].pop(names[1], None)
+    else:
+        tree.pop(names[0], None)

@@ -1,0 +1,138 @@
+"""Writes a run down for others, and says why where that cannot be done."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeloom.config import RunConfig, usual_values
+from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import UserError
+from pipeloom.export import megatron, slurm, torch_schedule, torchrun, torchtitan
+from pipeloom.export.job import Target, make_job
+from pipeloom.export.text import MARK
+
+_ALL = (torchrun.TARGET, slurm.TARGET, torch_schedule.TARGET, torchtitan.TARGET, megatron.TARGET)
+TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
+"""Everything that a run can be handed over to, by name."""
+
+_TIME = re.compile(r"(\d+-\d{1,2}(:\d{2}){0,2}|\d+|\d+:\d{2}(:\d{2})?)")
+"""minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on, as ``sbatch --time`` reads them."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A target that the run was written for.
+
+    Attributes:
+        target: its name.
+        program: with its version.
+        files: that were written.
+        start: how it is started, one line.
+        left_out: settings that have no counterpart there.
+        differs: what runs in another way than here.
+        needs: what the user has to set before it starts: name of a variable, and what it is.
+    """
+
+    target: str
+    program: str
+    files: tuple[Path, ...]
+    start: str
+    left_out: tuple[str, ...]
+    differs: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A target that cannot express the run.
+
+    Attributes:
+        target: its name.
+        program: with its version.
+        reasons: all of them, a sentence each.
+    """
+
+    target: str
+    program: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """What became of a run, target by target.
+
+    Attributes:
+        folder: where the files are.
+        written: for whom.
+        refused: for whom not, and why.
+        usual: a sentence about settings that are defaults and no recipe of the model; ``None`` without.
+    """
+
+    folder: Path
+    written: tuple[Written, ...]
+    refused: tuple[Refused, ...]
+    usual: str | None = None
+
+
+def hand_over(
+    config: RunConfig, cluster: Cluster, folder: Path, targets: Sequence[str] = (), *, time_limit: str = "24:00:00"
+) -> HandedOver:
+    """Write what starts a run, for each target that can express it.
+
+    What an earlier call wrote for these targets is replaced, or removed where one refuses now.
+
+    Args:
+        config: the run.
+        cluster: whose nodes it is for.
+        folder: made if it is not there.
+        targets: keys of ``TARGETS``; none for all.
+        time_limit: of a Slurm job, as ``sbatch --time`` takes it.
+
+    Raises:
+        ConfigError: the configuration is wrong; all problems together.
+        UserError: a target is unknown, the time limit is no time, or the folder cannot be written to.
+    """
+    unknown = [name for name in targets if name not in TARGETS]
+    if unknown:
+        raise UserError(f"there is no target {', '.join(unknown)}; known: {', '.join(TARGETS)}")
+    if not _TIME.fullmatch(time_limit):
+        raise UserError(f"the time limit must be like 90, 24:00:00 or 2-12, as sbatch takes it, found {time_limit!r}")
+    job = make_job(config, cluster, time_limit)
+    chosen = [TARGETS[name] for name in dict.fromkeys(targets or TARGETS)]
+    reasons = {target.name: tuple(target.problems(job)) for target in chosen}
+    drafts = {target.name: target.make(job) for target in chosen if not reasons[target.name]}
+    texts = {name: text for draft in drafts.values() for name, text in draft.files.items()}
+    stale = {name for target in chosen for name in target.files} - set(texts)
+    _write(folder, texts, stale)
+    return HandedOver(
+        folder,
+        tuple(
+            Written(
+                name, TARGETS[name].program, tuple(folder / file for file in draft.files), draft.start,
+                draft.left_out, draft.differs, tuple((need.name, need.what) for need in draft.needs),
+            )
+            for name, draft in drafts.items()
+        ),
+        tuple(Refused(name, TARGETS[name].program, found) for name, found in reasons.items() if found),
+        usual_values(job.config),
+    )  # fmt: skip
+
+
+def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        foreign = [name for name in sorted({*texts, *stale}) if not _may_go(folder / name)]
+        if foreign:
+            raise UserError(f"{folder} has files that are not of an earlier call: {', '.join(foreign)}; choose another")
+        for name in stale:
+            (folder / name).unlink(missing_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; choose another folder") from error
+
+
+def _may_go(file: Path) -> bool:
+    """Whether nothing is lost with a file: it is not there, or an earlier call wrote it. A CSV has no comments."""
+    return not file.exists() or file.suffix == ".csv" or MARK in file.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,226 @@
+"""A run as those see it who start it: processes on nodes, layers in stages; and what a target makes of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+
+from pipeloom.config import ModelConfig, RunConfig, unset
+from pipeloom.cost.analytic import stage_layers
+from pipeloom.cost.hardware import Cluster
+from pipeloom.errors import ConfigError
+from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
+from pipeloom.schedule import Action, Kind, Schedule
+from pipeloom.workload.dtypes import precision_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run and where its processes go.
+
+    Attributes:
+        config: without problems; the sizes of its model and its type are in place.
+        model: resolved.
+        schedule: compute actions only.
+        layers_by_stage: layers of each stage; the first stage has the embedding as well.
+        head_stage: the stage that has the head.
+        cluster: whose nodes it runs on.
+        time_limit: of one job, as Slurm takes it.
+    """
+
+    config: RunConfig
+    model: ModelConfig
+    schedule: Schedule
+    layers_by_stage: tuple[int, ...]
+    head_stage: int
+    cluster: Cluster
+    time_limit: str
+
+    @property
+    def order(self) -> tuple[tuple[Action, ...], ...]:
+        """For each pipeline rank its forwards and backwards, without what is recomputed in between."""
+        return tuple(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) for row in self.schedule.rows)
+
+    def needs(self, flags: dict[str, str]) -> tuple["Need", ...]:
+        """What of the recipe the user has to set, for a program with these flags; nothing of what has no flag.
+
+        Args:
+            flags: flag by setting; ``-`` for one that the script uses otherwise.
+        """
+        missing = unset(self.config)
+        return tuple(Need(variable(name), missing[name], flag) for name, flag in flags.items() if name in missing)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the run needs."""
+        return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
+
+    @property
+    def processes_per_node(self) -> int:
+        """Processes on each node, where all nodes have the same number."""
+        return min(self.config.layout.num_ranks, self.cluster.devices_per_node)
+
+    @property
+    def dtype(self) -> str:
+        """Type of weights and activations as other programs call it: fp32, bf16, fp16 or fp64."""
+        return precision_of(self.config.training.known_dtype) or "fp64"
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether the cluster's devices are GPUs."""
+        return self.cluster.device.is_gpu
+
+    def pieces_of(self, stage: int) -> tuple[bool, range, bool]:
+        """What a stage holds: whether the embedding, which layers, whether the head."""
+        begin = sum(self.layers_by_stage[:stage])
+        return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
+
+    def head_problems(self) -> list[str]:
+        """Why other programs cannot have the head where it is: in a stage before the last one; empty if it is not."""
+        last = len(self.layers_by_stage) - 1
+        if self.head_stage == last:
+            return []
+        return [
+            (
+                f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
+                f"leaves stage {last} empty; name a layout.partition"
+            )
+        ]
+
+    def slice_problems(self) -> list[str]:
+        """Why other programs cannot cut sequences as the run does; empty if it does not."""
+        wanted = self.config.layout.token_slices
+        if wanted is None or wanted == 1:
+            return []
+        return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
+
+    def own_problems(self, program: str) -> list[str]:
+        """What only pipeloom does: recomputing some micro-batches, moving things away in between, an order of ranks."""
+        schedule, layout = self.config.schedule, self.config.layout
+        found = [
+            f"schedule.{name}: {program} does not move what backwards need; leave it out"
+            for name, is_on in (("balance", schedule.balance), ("offload", schedule.offload))
+            if is_on
+        ]
+        if schedule.keep is not None:
+            found.append(f"schedule.keep: {program} is not told which micro-batches to recompute; leave it out")
+        if schedule.device_budget is not None:
+            found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
+        if layout.pipeline_order is not None:
+            found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
+        return found
+
+    def node_problems(self) -> list[str]:
+        """Why one command cannot start the run on every node; empty if it can."""
+        num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node
+        lack = self.cluster.lack(num_ranks)
+        if lack is not None:
+            return [lack]
+        sizes = {kind.name: kind.devices_per_node for kind, _ in self.cluster.kinds(num_ranks)}
+        if len(set(sizes.values())) > 1:
+            found = ", ".join(f"{size} in {name}" for name, size in sizes.items())
+            problem = (
+                f"nodes have different numbers of devices ({found}), and one command for all nodes starts as many "
+            )
+            return [problem + f"processes on each; describe the larger ones with devices_per_node {per_node}"]
+        if num_ranks <= per_node or num_ranks % per_node == 0:
+            return []
+        return [
+            (
+                f"{num_ranks} processes do not fill nodes of {per_node} devices ({self.cluster.name}), and one command "
+                f"for all nodes starts as many on each; use a multiple of {per_node}, or fewer devices of a node"
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a target makes of a run.
+
+    Attributes:
+        files: text by file name.
+        start: how it is started, one line.
+        left_out: settings that have no counterpart there, a sentence each.
+        differs: what runs in another way than here, a sentence each.
+        needs: what the user has to set; its script does not start without.
+    """
+
+    files: dict[str, str]
+    start: str
+    left_out: tuple[str, ...] = ()
+    differs: tuple[str, ...] = ()
+    needs: tuple["Need", ...] = ()
+
+
+@dataclass(frozen=True)
+class Need:
+    """A variable that a script does not start without.
+
+    Attributes:
+        name: of the environment.
+        what: it is; for people.
+        flag: that passes its value on; ``-`` where the script uses it otherwise.
+    """
+
+    name: str
+    what: str
+    flag: str = "-"
+
+
+def variable(setting: str) -> str:
+    """The variable for a setting: ``OPTIMIZER_LR`` for ``optimizer.lr``."""
+    return setting.replace(".", "_").upper()
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that a run can be handed over to.
+
+    Attributes:
+        name: as the command line spells it.
+        program: with the version whose names and rules are used.
+        files: names of everything it may write.
+        problems: why a run cannot be expressed there, a sentence each; empty if it can.
+        make: the files, for a run without such problems.
+    """
+
+    name: str
+    program: str
+    files: tuple[str, ...]
+    problems: Callable[[Job], list[str]]
+    make: Callable[[Job], Draft]
+
+
+def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
+    """The run with everything that its start depends on.
+
+    Raises:
+        ConfigError: the configuration is wrong; all problems together.
+    """
+    plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
+    config, problems = with_model_sizes(plain)
+    problems += config.problems(trains=False, is_model_known=not problems)
+    if problems:
+        raise ConfigError(problems)
+    is_priced = config.training.dtype is None or precision_of(config.training.dtype) is not None
+    described = describe(config if is_priced else replace(config, training=replace(config.training, dtype=None)))
+    config = with_dtype(config, cluster)
+    layers, head_stage = stage_layers(described.run, described.software)
+    return Job(
+        config=config,
+        model=config.model.resolve(config.data.vocab_size),
+        schedule=config.choice().make(),
+        layers_by_stage=tuple(layers),
+        head_stage=head_stage,
+        cluster=cluster,
+        time_limit=time_limit,
+    )
+
+
+def training_problems(config: RunConfig) -> list[str]:
+    """Why ``pipeloom train`` would refuse the run on another machine, whose text and files are not known here."""
+    elsewhere = replace(
+        config,
+        data=replace(config.data, path=None),
+        checkpoint=replace(config.checkpoint, resume=None),
+        training=replace(config.training, compile=False),
+    )
+    return elsewhere.problems()

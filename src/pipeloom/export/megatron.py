@@ -1,0 +1,342 @@
+"""Megatron-LM: its flags, where it can express the run.
+
+Names and rules are those of Megatron-LM with Megatron Core 0.16 (``training/arguments.py``,
+``core/transformer/transformer_config.py``, ``core/transformer/pipeline_parallel_layer_layout.py``,
+``core/pipeline_parallel/schedules.py``).
+"""
+
+import math
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+from pipeloom.config import unset
+from pipeloom.export.job import Draft, Job, Need, Target, variable
+from pipeloom.export.megatron_order import group_problems, is_megatrons
+from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
+from pipeloom.export.torchrun import about_ranks, start_of, variables
+
+SCRIPT = "megatron.sh"
+PROGRAM = "Megatron-LM with Megatron Core 0.16"
+
+_NEEDS = (
+    Need("MEGATRON", "folder of Megatron-LM, with pretrain_gpt.py"),
+    Need("DATA", "flags of Megatron-LM for data and tokenizer, such as --data-path; or mock, for invented tokens"),
+)
+_FLAGS = {
+    "model.norm_eps": "--norm-epsilon",
+    "model.rope_theta": "--rotary-base",
+    "optimizer.lr": "--lr",
+    "optimizer.lr_warmup_steps": "--lr-warmup-iters",
+    "training.steps": "--train-iters",
+}
+"""Megatron-LM's flag for each setting of the recipe; text and tokenizer are in DATA."""
+
+
+def _problems(job: Job) -> list[str]:
+    return job.slice_problems() or [
+        *job.node_problems(),
+        *job.head_problems(),
+        *_order_problems(job),
+        *_shard_problems(job),
+        *_recompute_problems(job),
+        *job.own_problems("Megatron-LM"),
+        *_other(job),
+    ]
+
+
+def _group_size(job: Job) -> int:
+    """Micro-batches that go through one local stage before the next."""
+    layout, schedule = job.config.layout, job.config.schedule
+    if schedule.family == "breadth-first":
+        return layout.num_microbatches
+    return schedule.group_size or layout.pp
+
+
+def _order_problems(job: Job) -> list[str]:
+    layout, schedule = job.config.layout, job.config.schedule
+    if layout.pp == 1:
+        microbatches = [action.microbatch or 0 for action in job.order[0]]
+        if microbatches == sorted(microbatches):
+            return []
+        return [
+            (
+                f"layout.pp 1 with schedule.family {schedule.family}: without a pipeline Megatron-LM runs each "
+                "micro-batch forward and back before the next; use depth-first"
+            )
+        ]
+    if layout.loops == 1:
+        if is_megatrons(job.order, 1, layout.num_microbatches, layout.num_microbatches):
+            return []
+        return [
+            (
+                f"schedule.family {schedule.family} with layout.loops 1: Megatron-LM runs one stage on each rank as "
+                "1F1B; use 1f1b"
+            )
+        ]
+    found = group_problems(layout.pp, layout.num_microbatches, _group_size(job))
+    placement = job.config.choice().placement_name
+    if placement != "looped":
+        found.append(f"schedule.placement {placement}: stages go round the ranks in Megatron-LM; use looped")
+    elif not found and schedule.family != "breadth-first" and not _is_same_order(job):
+        found.append(
+            f"schedule.family {schedule.family}: layout.num_microbatches {layout.num_microbatches} is no multiple of "
+            f"its groups of {_group_size(job)}; Megatron-LM leaves the rest for the last group, pipeloom spreads it"
+        )
+    return found
+
+
+def _is_same_order(job: Job) -> bool:
+    layout = job.config.layout
+    return is_megatrons(job.order, layout.loops, layout.num_microbatches, _group_size(job))
+
+
+def _shard_problems(job: Job) -> list[str]:
+    layout = job.config.layout
+    found: list[str] = []
+    if layout.dp == 1 or layout.shard in ("none", "optimizer"):
+        return []
+    if layout.pp > 1:
+        what = "gradients" if layout.shard == "gradients" else "weights and gradients"
+        found.append(
+            f"layout.shard {layout.shard} with layout.pp {layout.pp}: Megatron-LM's FSDP exchanges {what} in shards "
+            "for every micro-batch, and its torch FSDP2 takes no pipeline; use layout.shard optimizer"
+        )
+    elif layout.shard_size < layout.dp:
+        found.append(
+            f"layout.replicate {layout.replicate} with layout.shard {layout.shard}: hybrid sharding is handed over "
+            "with layout.shard optimizer only"
+        )
+    return found
+
+
+def _recompute_problems(job: Job) -> list[str]:
+    kinds = job.config.layout.recompute_by_layer(job.model.num_layers)
+    if len(set(kinds)) == 1 or _first_layers_recomputed(job) is not None:
+        return []
+    return [
+        (
+            "layout.recompute_layers: Megatron-LM recomputes all layers, or in full the same number of first layers of "
+            "every stage and nothing else"
+        )
+    ]
+
+
+def _first_layers_recomputed(job: Job) -> int | None:
+    """The number of first layers that every stage recomputes in full, if that is what the run does."""
+    kinds = job.config.layout.recompute_by_layer(job.model.num_layers)
+    if not set(kinds) <= {"none", "full"}:
+        return None
+    stages = [kinds[begin:end] for begin, end in pairwise(accumulate(job.layers_by_stage, initial=0))]
+    number = max(stage.count("full") for stage in stages)
+    is_first = all(stage == ("full",) * min(number, len(stage)) + ("none",) * (len(stage) - number) for stage in stages)
+    return number if is_first else None
+
+
+def _other(job: Job) -> list[str]:
+    config = job.config
+    found: list[str] = []
+    if job.dtype == "fp64":
+        found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
+    if not job.model.known_rope_theta.is_integer() and job.model.family == "llama":
+        found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
+    rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
+    if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
+        found.append(f"optimizer.lr_warmup_steps {rising}: Megatron-LM wants fewer than training.steps, {steps}")
+    return found
+
+
+def _make(job: Job) -> Draft:
+    needs = (*_NEEDS, *job.needs(_FLAGS))
+    start = start_of(job, SCRIPT, "MEGATRON=... DATA=... ")
+    notes = Draft({}, start, _left_out(job), _differences(job), needs)
+    about = [*about_ranks(job), "Flags behind the script's name go over all."]
+    groups = {
+        "model": _model(job),
+        "parallel": [*_parallel(job), *_sharding(job)],
+        "memory": _recompute(job),
+        "training": _training(job),
+    }
+    script = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            comment(PROGRAM, notes, about, job.config),
+            *variables(job, notes),
+            *(bash_array(name, flags) for name, flags in groups.items()),
+            f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
+            f"connections={0 if _is_fsdp(job) else 1}",
+            body("start.sh") + "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh"),
+        ]
+    )
+    return replace(notes, files={SCRIPT: script})
+
+
+def _from_the_user(job: Job) -> list[str]:
+    """Lines for flags that follow from what the user has to set; the script has ended before them if it is missing."""
+    missing, optimizer, lines = unset(job.config), job.config.optimizer, list[str]()
+    if "optimizer.lr" in missing:
+        least = f'awk -v lr="${variable("optimizer.lr")}" "BEGIN {{ print lr * {optimizer.lr_min_fraction} }}"'
+        lines.append(f'training+=(--min-lr "$({least})")')
+    if "training.steps" in missing:
+        steps = f"${variable('training.steps')}"
+        lines.append(f'training+=(--eval-interval "{steps}" --save-interval "{job.config.checkpoint.every or steps}")')
+    return lines
+
+
+def _model(job: Job) -> list[Flag]:
+    model, seq_len, missing = job.model, job.config.data.seq_len, unset(job.config)
+    flags = [
+        flag("--num-layers", model.num_layers),
+        flag("--hidden-size", model.hidden_size),
+        flag("--ffn-hidden-size", model.ffn_size),
+        flag("--num-attention-heads", model.num_heads),
+        flag("--seq-length", seq_len),
+        flag("--max-position-embeddings", seq_len),
+        flag("--make-vocab-size-divisible-by", 1),
+        *given("model.norm_eps", _FLAGS["model.norm_eps"], model.known_norm_eps, missing),
+        flag("--attention-dropout", 0.0),
+        flag("--hidden-dropout", 0.0),
+        flag("--init-method-std", 0.02),
+    ]
+    if model.num_kv_heads != model.num_heads:
+        flags += [flag("--group-query-attention"), flag("--num-query-groups", model.num_kv_heads)]
+    if model.family == "llama":
+        flags += [
+            flag("--swiglu"),
+            flag("--normalization", "RMSNorm"),
+            flag("--position-embedding-type", "rope"),
+            *given("model.rope_theta", _FLAGS["model.rope_theta"], round(model.known_rope_theta), missing),
+            flag("--disable-bias-linear"),
+        ]
+    else:
+        flags += [flag("--normalization", "LayerNorm"), flag("--position-embedding-type", "learned_absolute")]
+    return flags if model.tied else [*flags, flag("--untie-embeddings-and-output-weights")]
+
+
+def _parallel(job: Job) -> list[Flag]:
+    layout = job.config.layout
+    flags = [flag("--tensor-model-parallel-size", layout.tp), flag("--pipeline-model-parallel-size", layout.pp)]
+    is_even = len(set(job.layers_by_stage)) == 1
+    if layout.pp > 1 and not is_even:
+        flags.append(flag("--pipeline-model-parallel-layout", layer_layout(job.layers_by_stage)))
+    elif layout.pp > 1 and layout.loops > 1:
+        flags.append(flag("--num-virtual-stages-per-pipeline-rank", layout.loops))
+    if layout.pp > 1 and layout.loops > 1:
+        flags.append(flag("--microbatch-group-size-per-virtual-pipeline-stage", _group_size(job)))
+    return [*flags, flag("--sequence-parallel")] if layout.sequence_parallel else flags
+
+
+def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
+    """Stages as Megatron-LM writes them: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
+    stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
+    return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
+
+
+def _is_fsdp(job: Job) -> bool:
+    return job.config.layout.dp > 1 and job.config.layout.shard in ("gradients", "full")
+
+
+def _sharding(job: Job) -> list[Flag]:
+    layout = job.config.layout
+    if layout.dp == 1:
+        return []
+    if layout.shard == "none":
+        return [flag("--overlap-grad-reduce")]
+    flags = [flag("--use-distributed-optimizer"), flag("--overlap-grad-reduce"), flag("--overlap-param-gather")]
+    if _is_fsdp(job):
+        strategy = {"gradients": "optim_grads", "full": "optim_grads_params"}[layout.shard]
+        flags += [
+            flag("--use-megatron-fsdp"),
+            flag("--data-parallel-sharding-strategy", strategy),
+            flag("--no-gradient-accumulation-fusion"),
+            flag("--ckpt-format", "fsdp_dtensor"),
+        ]
+    elif layout.shard_size < layout.dp:
+        flags.append(flag("--num-distributed-optimizer-instances", layout.dp // layout.shard_size))
+    return flags
+
+
+def _recompute(job: Job) -> list[Flag]:
+    kinds = set(job.config.layout.recompute_by_layer(job.model.num_layers))
+    if kinds == {"none"}:
+        return []
+    if kinds == {"selective"}:
+        return [flag("--recompute-granularity", "selective"), flag("--recompute-modules", "core_attn")]
+    method, number = ("uniform", 1) if kinds == {"full"} else ("block", _first_layers_recomputed(job))
+    return [
+        flag("--recompute-granularity", "full"),
+        flag("--recompute-method", method),
+        flag("--recompute-num-layers", number),
+    ]
+
+
+def _training(job: Job) -> list[Flag]:
+    config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
+    precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
+    clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm  # 0 clips nothing
+    return [
+        *precision.get(job.dtype, []),
+        flag("--micro-batch-size", layout.microbatch_size),
+        flag("--global-batch-size", layout.batch_size),
+        *_schedule(job),
+        flag("--lr-decay-style", "cosine"),
+        flag("--adam-beta1", optimizer.betas[0]),
+        flag("--adam-beta2", optimizer.betas[1]),
+        flag("--adam-eps", optimizer.eps),
+        flag("--weight-decay", optimizer.weight_decay),
+        flag("--clip-grad", clip),
+        flag("--eval-iters", config.training.validation_batches),
+        flag("--log-interval", 1),
+    ]
+
+
+def _schedule(job: Job) -> list[Flag]:
+    """Steps and rate, without what the user has to set and what follows from that (``_from_the_user``)."""
+    config, optimizer, missing = job.config, job.config.optimizer, unset(job.config)
+    steps, rate = config.training.known_steps, optimizer.known_lr
+    known = {
+        "training.steps": steps,
+        "optimizer.lr": rate,
+        "optimizer.lr_warmup_steps": optimizer.known_lr_warmup_steps,
+    }
+    flags = [item for name, value in known.items() for item in given(name, _FLAGS[name], value, missing)]
+    if "optimizer.lr" not in missing:
+        flags.append(flag("--min-lr", rate * optimizer.lr_min_fraction))
+    if "training.steps" not in missing:
+        flags += [flag("--eval-interval", steps), flag("--save-interval", config.checkpoint.every or steps)]
+    return flags
+
+
+def _left_out(job: Job) -> tuple[str, ...]:
+    config, schedule = job.config, job.config.schedule
+    found = [f"schedule.receive_buffers {schedule.receive_buffers}"] if config.layout.pp > 1 else []
+    if config.layout.shard == "full":
+        found.append(f"schedule.residency {schedule.known_residency} and schedule.prefetch {schedule.known_prefetch}")
+    if schedule.gradient_buffers is not None:
+        found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
+    if config.training.compile:
+        found.append("training.compile: layers are those of Transformer Engine, with kernels of its own")
+    found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
+    return (*found, "training.seed: weights and batches are drawn in another way")
+
+
+def _differences(job: Job) -> tuple[str, ...]:
+    layout = job.config.layout
+    found: list[str] = []
+    if layout.pp > 1 and layout.loops > 1 and not _is_same_order(job):
+        found.append(
+            "order: forwards are those of breadth-first; the last local stage of a rank begins its backward before all "
+            "forwards have ended, as with schedule.family hybrid and group_size "
+            f"{layout.num_microbatches}. Gradients of a stage are final in the same order"
+        )
+    if layout.pp > 1 and job.model.tied:
+        found.append("model.tied: both ends hold the matrix, and its gradients are summed after the pipeline")
+    if _is_fsdp(job):
+        found.append(
+            f"layout.shard {layout.shard}: gathers and reductions are for each micro-batch, not once in a step"
+        )
+    if (job.model.vocab_size or 0) % layout.tp:
+        found.append(f"model.vocab_size {job.model.vocab_size}: padded to a multiple of layout.tp {layout.tp}")
+    return tuple(found)
+
+
+TARGET = Target("megatron", PROGRAM, (SCRIPT,), _problems, _make)

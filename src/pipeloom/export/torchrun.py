@@ -1,0 +1,133 @@
+"""torchrun: one script that is started on every node."""
+
+from dataclasses import replace
+
+from pipeloom.config import RunConfig
+from pipeloom.config.file import format_run
+from pipeloom.config.recipe import RECIPE
+from pipeloom.export.job import Draft, Job, Target, training_problems
+from pipeloom.export.text import MARK, body, comment, needs_array
+from pipeloom.terminal.words import count
+
+_KILLS_AFTER_S = 30
+"""How long torchrun waits for its processes once it has passed a signal on."""
+SCRIPT, RUN_FILE = "torchrun.sh", "torchrun.toml"
+
+
+def _problems(job: Job) -> list[str]:
+    return [*training_problems(job.config), *job.node_problems()]
+
+
+def _make(job: Job) -> Draft:
+    needs = job.needs({name: f"--{name}" for name in RECIPE})
+    notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
+    about = [*about_ranks(job), *([f"What has to be set may stand in {RUN_FILE} as well."] if needs else [])]
+    script = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            comment("torchrun of PyTorch 2.11 or newer", notes, [*about, *_about_signals(job)], job.config),
+            *variables(job, notes, RUN_FILE),
+            f"threads={job.config.training.threads}",
+            body("start.sh") + body("torchrun.sh"),
+        ]
+    )
+    run_file = f"# {MARK} for `pipeloom train`; {SCRIPT} beside it starts it.\n{format_run(_elsewhere(job.config))}"
+    return replace(notes, files={RUN_FILE: run_file, SCRIPT: script})
+
+
+def _elsewhere(config: RunConfig) -> RunConfig:
+    """The run without its folder: the script says where that is."""
+    return replace(config, output=replace(config.output, folder=None))
+
+
+def start_of(job: Job, script: str, needs: str = "") -> str:
+    """How a person starts a script on the nodes of a run.
+
+    Args:
+        job: the run.
+        script: its name.
+        needs: variables that it takes in any case, each ``NAME=... `` with a space behind it.
+    """
+    if job.num_nodes == 1:
+        return f"{needs}bash {script}"
+    return f"on every node, with its own NODE_RANK: {needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}"
+
+
+def variables(job: Job, notes: Draft, settings: str = "") -> list[str]:
+    """What the common body of the scripts takes.
+
+    Args:
+        job: the run.
+        notes: what the user has to set.
+        settings: the run file in which that may be set, too.
+    """
+    sizes = [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}"]
+    return [*sizes, f"settings={settings}", needs_array(notes)]
+
+
+def about_ranks(job: Job) -> list[str]:
+    """Which ranks lie on which node; sentences for a comment."""
+    layout, per_node = job.config.layout, job.processes_per_node
+    where = f"{count(job.num_nodes, 'node')} of {job.cluster.name}, {count(per_node, 'process')} on each"
+    local = f"NODE_RANK x {per_node} + local rank" if job.num_nodes > 1 else "local rank"
+    place = "place" if layout.pipeline_order else "pipeline"
+    found = [
+        f"Runs on {where}.",
+        f"Ranks: {local} = ({place} x {layout.dp} + data) x {layout.tp} + tensor.",
+    ]
+    if layout.pipeline_order:
+        found.append(f"Pipeline ranks by place: {', '.join(map(str, layout.pipeline_order))}.")
+    elif 1 < job.num_nodes <= 8:
+        ends = [(node * per_node, (node + 1) * per_node - 1) for node in range(job.num_nodes)]
+        spans = [(layout.coordinates(first).pipeline, layout.coordinates(last).pipeline) for first, last in ends]
+        named = [str(first) if first == last else f"{first} to {last}" for first, last in spans]
+        found.append(f"Pipeline ranks by node: {', '.join(named)}.")
+    kinds, node = job.cluster.kinds(layout.num_ranks), 0
+    for kind, devices in kinds if len(kinds) > 1 else ():
+        last = node + -(-devices // per_node) - 1
+        which = str(node) if node == last else f"{node} to {last}"
+        found.append(f"NODE_RANK {which} on {kind.name}.")
+        node = last + 1
+    if job.num_nodes > 1:
+        found.append("All nodes see the same folder, under the same name.")
+    return found
+
+
+def _about_signals(job: Job) -> list[str]:
+    """What a signal to torchrun does; sentences for a comment."""
+    grace_s = job.config.checkpoint.grace_s
+    if grace_s <= 0:
+        return ["Ctrl-C and SIGTERM end the run at once, without a checkpoint (checkpoint.grace_s 0)."]
+    return [
+        f"Ctrl-C or SIGTERM ends the run after its step, with a checkpoint, within {grace_s:g} s (checkpoint.grace_s)."
+    ]
+
+
+def _differences(job: Job) -> tuple[str, ...]:
+    config = job.config
+    found: list[str] = []
+    if config.checkpoint.grace_s >= _KILLS_AFTER_S:
+        found.append(
+            f"checkpoint.grace_s is {config.checkpoint.grace_s:g}, but torchrun kills processes {_KILLS_AFTER_S} s "
+            "after the signal; where yours has it, add --shutdown-timeout"
+        )
+    training = config.training
+    if job.has_gpus and training.device == "cpu":
+        found.append(
+            f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
+            "add --training.device cuda"
+        )
+    if config.machine.software != "pipeloom" and config.layout.partition is None:
+        found.append(
+            f"layers go into stages as pipeloom divides them, not as machine.software {config.machine.software}"
+        )
+    if len(job.cluster.kinds(config.layout.num_ranks)) > 1 and config.layout.partition is None:
+        found.append(
+            f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
+        )
+    if config.data.path is not None:
+        found.append(f"data.path is {config.data.path.absolute()}, on every node")
+    return tuple(found)
+
+
+TARGET = Target("torchrun", "torchrun", (RUN_FILE, SCRIPT), _problems, _make)

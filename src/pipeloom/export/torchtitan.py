@@ -1,0 +1,216 @@
+"""torchtitan: flags, PyTorch's schedule CSV, and a configuration function with a Llama of the run's sizes.
+
+Names and rules are those of torchtitan 0.3.0 (``config/configs.py``, ``distributed/pipeline_parallel.py``,
+``trainer.py``).
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from pipeloom.config import unset
+from pipeloom.export.job import Draft, Job, Need, Target, variable
+from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
+from pipeloom.export.torch_csv import format_torch_csv
+from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
+from pipeloom.export.torchrun import about_ranks, start_of, variables
+
+SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
+PROGRAM = "torchtitan 0.3.0"
+
+_NEEDS = (
+    Need("TOKENIZER", "folder of a tokenizer, as torchtitan's hf_assets_path"),
+    Need("DATASET", "one of torchtitan's data sets, such as c4"),
+)
+_CONSTANTS = {
+    "model.norm_eps": "NORM_EPS",
+    "model.rope_theta": "ROPE_THETA",
+    "optimizer.lr": "LR",
+    "optimizer.lr_warmup_steps": "LR_WARMUP_STEPS",
+}
+"""Settings of the recipe that the module has: its name for each."""
+_OWN_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe"}
+"""Families whose order PyTorch has under a name of its own; all others are read from the CSV."""
+_MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
+"""Schedules whose placement torchtitan gives to the stages of a CSV; the order itself is the CSV's."""
+
+
+def _problems(job: Job) -> list[str]:
+    if job.slice_problems():
+        return job.slice_problems()
+    found = [*job.node_problems(), *job.head_problems(), *tied_problems(job, "torchtitan"), *_model_problems(job)]
+    found += [*_placement_problems(job), *job.own_problems("torchtitan")]
+    if job.config.layout.pp == 1 and not _is_plain_accumulation(job):
+        found.append(
+            f"layout.pp 1 with schedule.family {job.config.schedule.family}: without a pipeline torchtitan runs each "
+            "micro-batch forward and back before the next; use depth-first"
+        )
+    return found
+
+
+def _model_problems(job: Job) -> list[str]:
+    config = job.config
+    found: list[str] = []
+    if job.model.family != "llama":
+        found.append(
+            f"model.family {job.model.family}: torchtitan has no model with LayerNorm, learned positions and GELU; "
+            "use llama"
+        )
+    if job.dtype not in ("fp32", "bf16"):
+        found.append(f"weights and activations in {job.dtype}: torchtitan takes bf16 or fp32")
+    kinds = set(config.layout.recompute_by_layer(job.model.num_layers))
+    if len(kinds) > 1:
+        found.append("layout.recompute_layers: torchtitan treats all layers alike; use layout.recompute none or full")
+    elif "selective" in kinds:
+        found.append(
+            "layout.recompute selective: torchtitan's selective mode computes every second product again as well, "
+            "which takes another time and another memory; use none or full"
+        )
+    return found
+
+
+def _placement_problems(job: Job) -> list[str]:
+    layout, placement = job.config.layout, job.config.choice().placement_name
+    if layout.loops == 1 or layout.pp == 1 or placement == "looped":
+        return []
+    if placement == "v" and layout.loops == 2:
+        return []
+    allowed = "looped with any layout.loops, or v with 2"
+    return [f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan places stages {allowed}"]
+
+
+def _is_plain_accumulation(job: Job) -> bool:
+    """Whether one pipeline rank runs each micro-batch forward and back before the next."""
+    row = [(action.microbatch, str(action.kind)) for action in job.schedule.rows[0]]
+    return row == sorted(row, key=lambda item: item[0] or 0) if job.config.layout.pp == 1 else False
+
+
+def _make(job: Job) -> Draft:
+    notes = Draft(
+        {},
+        start_of(job, SCRIPT, "TOKENIZER=... DATASET=... "),
+        (*_left_out(job), "training.seed: weights and batches are drawn in another way"),
+        _differences(job),
+        (*_NEEDS, *job.needs({**dict.fromkeys(_CONSTANTS, "-"), "training.steps": "--training.steps"})),
+    )
+    about = [
+        *about_ranks(job),
+        f"{CONFIG} has the model and the optimizer, {CSV} the order; flags behind the script's name go over all.",
+    ]
+    script = "\n".join(
+        [
+            "#!/usr/bin/env bash",
+            comment(PROGRAM, notes, about, job.config),
+            *variables(job, notes),
+            bash_array("flags", _flags(job)),
+            f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
+            f"schedule={CSV if _reads_csv(job) else ''}",
+            body("start.sh") + body("torchtitan.sh"),
+        ]
+    )
+    module = "\n".join([comment(PROGRAM, notes, (), job.config), *_constants(job), body("torchtitan.txt")])
+    files = {SCRIPT: script, CONFIG: module}
+    if _reads_csv(job):
+        files[CSV] = format_torch_csv(job.schedule)
+    return replace(notes, files=files)
+
+
+def _reads_csv(job: Job) -> bool:
+    return job.config.layout.pp > 1 and job.config.schedule.family not in _OWN_SCHEDULES
+
+
+def _flags(job: Job) -> list[Flag]:
+    config, layout = job.config, job.config.layout
+    num_microbatches = layout.num_microbatches if layout.pp > 1 else 1
+    replicate = layout.dp // layout.shard_size
+    flags = [
+        flag("--training.seq_len", config.data.seq_len),
+        flag("--training.local_batch_size", num_microbatches * layout.microbatch_size),
+        flag("--training.global_batch_size", layout.batch_size),
+        *given("training.steps", "--training.steps", config.training.known_steps, unset(config)),
+        flag("--training.max_norm", config.optimizer.clip_grad_norm),
+        flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
+        flag("--parallelism.data_parallel_replicate_degree", replicate),
+        flag("--parallelism.data_parallel_shard_degree", layout.shard_size),
+        flag("--parallelism.tensor_parallel_degree", layout.tp),
+        flag(f"--parallelism.{'' if layout.sequence_parallel else 'no-'}enable_sequence_parallel"),
+        flag("--parallelism.fsdp_reshard_after_forward", "always" if _drops_weights(job) else "never"),
+    ]
+    if layout.pp > 1:
+        flags += _pipeline_flags(job)
+    if config.training.compile:
+        flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
+    if config.checkpoint.every is not None:
+        flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
+    return flags
+
+
+def _drops_weights(job: Job) -> bool:
+    """Whether FSDP2 is to drop a layer's weights behind its forward: only without a pipeline, which drops stages."""
+    return job.config.layout.pp == 1 and job.config.layout.shard == "full"
+
+
+def _pipeline_flags(job: Job) -> list[Flag]:
+    layout, schedule = job.config.layout, job.config.schedule
+    placement = job.config.choice().placement_name if layout.loops > 1 else "looped"
+    name = _MAPPED_AS[placement] if _reads_csv(job) else _OWN_SCHEDULES[schedule.family]
+    return [
+        flag("--training.disable_cuda_graphs"),  # which do not go with a pipeline, and are on by default
+        flag("--parallelism.pipeline_parallel_degree", layout.pp),
+        flag("--parallelism.pipeline_parallel_schedule", name),
+        flag("--parallelism.pipeline_parallel_microbatch_size", layout.microbatch_size),
+        flag("--parallelism.module_fqns_per_model_part", *map(_modules, map(job.pieces_of, range(layout.num_stages)))),
+    ]
+
+
+def _modules(pieces: tuple[bool, range, bool]) -> str:
+    """A stage as the names of its modules."""
+    has_embedding, layers, has_head = pieces
+    names = [f"layers.{layer}" for layer in layers]
+    return ",".join([*(["tok_embeddings"] * has_embedding), *names, *(["norm", "lm_head"] * has_head)])
+
+
+def _constants(job: Job) -> list[str]:
+    model, optimizer, missing = job.model, job.config.optimizer, unset(job.config)
+    known = {
+        "model.norm_eps": model.known_norm_eps,
+        "model.rope_theta": model.known_rope_theta,
+        "optimizer.lr": optimizer.known_lr,
+        "optimizer.lr_warmup_steps": optimizer.known_lr_warmup_steps,
+    }
+    return [
+        *(["import os"] if missing else []),
+        f"DIM, FFN_DIM, LAYERS, VOCAB = {model.hidden_size}, {model.ffn_size}, {model.num_layers}, {model.vocab_size}",
+        f"HEADS, KV_HEADS = {model.num_heads}, {model.num_kv_heads}",
+        f"TIED, SEQ_LEN, LR_MIN_FRACTION = {model.tied}, {job.config.data.seq_len}, {optimizer.lr_min_fraction!r}",
+        *(f"{_CONSTANTS[name]} = {_constant(name, value, missing)}" for name, value in known.items()),
+        f"BETAS, EPS, WEIGHT_DECAY = {optimizer.betas!r}, {optimizer.eps!r}, {optimizer.weight_decay!r}",
+    ]
+
+
+def _constant(name: str, value: float, missing: Collection[str]) -> str:
+    """A constant of the module: a value, or where the user has to set it, what the script passes on."""
+    kind = type(value).__name__
+    return f'{kind}(os.environ["{variable(name)}"])  # SET' if name in missing else repr(value)
+
+
+def _left_out(job: Job) -> tuple[str, ...]:
+    machine = f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex"
+    return (*(left_out_of_runtime(job) if _reads_csv(job) else ()), machine)
+
+
+def _differences(job: Job) -> tuple[str, ...]:
+    layout = job.config.layout
+    found: list[str] = []
+    if _reads_csv(job):
+        found += differences_of_runtime(job)
+    elif layout.shard == "full" and layout.dp > 1 and layout.pp > 1:
+        found.append("layout.shard full: a rank's weights stay gathered from its first forward to the end of the step")
+    if layout.dp > 1 and layout.shard in ("optimizer", "gradients"):
+        found.append(f"layout.shard {layout.shard}: FSDP2 keeps weights in shards between steps as well")
+    if math.isinf(job.config.optimizer.clip_grad_norm):
+        found.append("optimizer.clip_grad_norm inf: the gradient's norm is computed all the same")
+    return (*found, "optimizer.weight_decay: norms are decayed as well")
+
+
+TARGET = Target("torchtitan", PROGRAM, (SCRIPT, CONFIG, CSV), _problems, _make)

@@ -1,0 +1,364 @@
+"""What a family of schedules is, and the registry by name.
+
+A new family is one file in this folder: a function that returns each rank's compute actions, under
+``@family(...)``. Everything else (proof, lowering, simulation, picture, run) reads the schedule that comes out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeloom.errors import ConfigError, FamilyError
+from pipeloom.families.answer import Rows, blamed, checked, place_of
+from pipeloom.passes import add_slices
+from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
+from pipeloom.system.host_memory import available_memory
+from pipeloom.terminal.words import count, format_bytes, unknown_name
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a family is asked for.
+
+    Attributes:
+        placement: stage -> pipeline rank.
+        num_microbatches: micro-batches of a step, at least 1.
+        group_size: micro-batches that run through one local stage before the next, where a family groups.
+        num_slices: token slices of a micro-batch; families that are not ``slices_itself`` need not look.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    group_size: int
+    num_slices: int = 1
+
+    @property
+    def loops(self) -> int:
+        """Stages for each pipeline rank."""
+        return self.placement.num_stages // self.placement.num_ranks
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether stages go round the ranks, which the closed forms for warm-up assume."""
+        return self.placement == Placement.looped(self.placement.num_ranks, self.loops)
+
+    def local_stages(self, rank: int) -> tuple[int, ...]:
+        """Stages of a rank, ascending."""
+        return self.placement.stages_of(rank)
+
+
+Rule = Callable[[Request], Rows]
+HeldInputs = Sequence[Sequence[int]]
+"""For each rank, for each of its stages, the stage inputs that it holds when it holds the most."""
+StageInputs = Callable[[Request], HeldInputs | None]
+"""What ranks hold, without making the rows; ``None`` if only they tell."""
+SameAs = Callable[[Request], str | None]
+"""Another family that makes the same rows for a request of whole sequences; ``None`` where none does."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A named rule that makes schedules.
+
+    Attributes:
+        name: as the command line spells it.
+        rule: makes the rows.
+        summary: one line for people.
+        is_looped: takes several stages for each rank; otherwise exactly one.
+        is_grouped: takes a group size.
+        has_backward: trains; otherwise forward only.
+        splits_backward: runs the two halves of backwards apart.
+        is_found: searches for its rows.
+        loops: the stages for each rank that it takes, where it takes one number of them alone.
+        placement: the one that it runs on; ``None`` for any.
+        instead: the family to use when ``is_looped`` is violated.
+        stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
+            ``None`` where there is none.
+        slices_itself: answers with rows of token slices where they are asked for, on a looped placement. All other rows
+            are made of whole micro-batches, and sliced in place (``pipeloom.schedule.add_slices``).
+        same_as: where its schedule is that of another family, which family; ``None`` where it never is.
+    """
+
+    name: str
+    rule: Rule
+    summary: str
+    is_looped: bool
+    is_grouped: bool
+    has_backward: bool
+    splits_backward: bool
+    is_found: bool
+    loops: int | None
+    placement: str | None
+    instead: str | None
+    stage_inputs: StageInputs | None
+    slices_itself: bool = False
+    same_as: SameAs | None = None
+
+
+_ACTION_BYTES = 150
+"""What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
+_ALWAYS_THERE = 2**28
+"""Bytes for which nobody looks whether they are there."""
+FAMILIES: dict[str, Family] = {}
+"""Every family by name."""
+
+
+def family(
+    name: str,
+    *,
+    is_looped: bool,
+    is_grouped: bool = False,
+    has_backward: bool = True,
+    splits_backward: bool = False,
+    is_found: bool = False,
+    loops: int | None = None,
+    placement: str | None = None,
+    instead: str | None = None,
+    stage_inputs: StageInputs | None = None,
+    slices_itself: bool = False,
+    same_as: SameAs | None = None,
+) -> Callable[[Rule], Rule]:
+    """Register a rule under a name; the first line of its docstring becomes the summary.
+
+    Raises:
+        FamilyError: the name is taken, the docstring is missing, or there is no such placement.
+    """
+
+    def register(rule: Rule) -> Rule:
+        summary = (rule.__doc__ or "").strip()
+        problems: list[str] = []
+        if name in FAMILIES:
+            problems.append(f"another one of that name is in {place_of(FAMILIES[name].rule)}")
+        if not summary:
+            problems.append("its rule has no docstring, whose first line is its summary")
+        if placement is not None and placement not in PLACEMENTS:
+            problems.append(unknown_name("placement", placement, PLACEMENTS))
+        if problems:
+            raise FamilyError(f"the family '{name}' ({place_of(rule)}) is wrong: {'; '.join(problems)}")
+        FAMILIES[name] = Family(
+            name=name,
+            rule=rule,
+            summary=summary.splitlines()[0],
+            is_looped=is_looped,
+            is_grouped=is_grouped,
+            has_backward=has_backward,
+            splits_backward=splits_backward,
+            is_found=is_found,
+            loops=loops,
+            placement=placement,
+            instead=instead,
+            stage_inputs=stage_inputs,
+            slices_itself=slices_itself,
+            same_as=same_as,
+        )
+        return rule
+
+    return register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which schedule is wanted: a family and its sizes.
+
+    Attributes:
+        family: a key of ``FAMILIES``.
+        pp: pipeline ranks, at least 1.
+        num_microbatches: micro-batches of a step, at least 1.
+        loops: stages for each rank, at least 1.
+        group_size: for grouped families, between as many micro-batches as have ``pp`` slices and
+            ``num_microbatches``; ``None`` for the former, which is ``pp`` where sequences are whole.
+        placement: a key of ``PLACEMENTS``; ``None`` for the family's own, or looped.
+        num_slices: token slices of each micro-batch, at least 1; 1 for whole sequences.
+        keep: for each rank the stage inputs that it keeps with everything computed from them until their backwards;
+            what is beyond is recomputed (``recompute_beyond``). ``None`` for all.
+    """
+
+    family: str
+    pp: int
+    num_microbatches: int
+    loops: int = 1
+    group_size: int | None = None
+    placement: str | None = None
+    num_slices: int = 1
+    keep: tuple[int, ...] | None = None
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong with the choice, one sentence each; empty if nothing is."""
+        sizes = (
+            ("pp", self.pp),
+            ("loops", self.loops),
+            ("the number of micro-batches", self.num_microbatches),
+            ("the number of token slices", self.num_slices),
+        )
+        problems = [f"{what} must be at least 1, found {value}" for what, value in sizes if value < 1]
+        if self.placement is not None and self.placement not in PLACEMENTS:
+            problems.append(unknown_name("placement", self.placement, PLACEMENTS))
+        problems += self._keep_problems()
+        if self.family not in FAMILIES:
+            return [*problems, unknown_name("schedule", self.family, FAMILIES)]
+        problems += [] if problems else self._size_problems()
+        return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
+
+    @property
+    def num_actions(self) -> int:
+        """Compute actions of a step, recomputation left out."""
+        chosen = FAMILIES[self.family]
+        for_each = 1 + chosen.has_backward + chosen.splits_backward
+        return self.pp * self.loops * self.num_microbatches * self.num_slices * for_each
+
+    @property
+    def least_bytes(self) -> int:
+        """Memory that making the schedule takes at least."""
+        return self.num_actions * _ACTION_BYTES
+
+    def _size_problems(self) -> list[str]:
+        """A schedule that this host has no memory for, whatever is done with it."""
+        if self.least_bytes <= _ALWAYS_THERE:
+            return []
+        available = available_memory()
+        if self.least_bytes <= available.size_bytes:
+            return []
+        needed, there = format_bytes(self.least_bytes, rounds_up=True), format_bytes(available.size_bytes)
+        slices = f" x {self.num_slices:,} token slices" if self.num_slices > 1 else ""
+        return [
+            (
+                f"pp {self.pp:,} x loops {self.loops:,} x {self.num_microbatches:,} micro-batches{slices} make "
+                f"{self.num_actions:,} actions, which take at least {needed} of memory; "
+                f"{there} are {available.source}; choose smaller numbers"
+            )
+        ]
+
+    def _keep_problems(self) -> list[str]:
+        if self.keep is None:
+            return []
+        known = FAMILIES.get(self.family)
+        if known is not None and not known.has_backward:
+            return [f"keep recomputes for backwards, of which {self.family} has none; leave it out"]
+        problems = (
+            [f"keep must be at least 1 on every rank, found {self.keep}"] if min(self.keep, default=0) < 1 else []
+        )
+        if len(self.keep) != self.pp and self.pp >= 1:
+            problems.append(
+                f"keep must name the stage inputs of {count(self.pp, 'rank')}, found {count(len(self.keep), 'number')}"
+            )
+        return problems
+
+    def _family_problems(self, chosen: Family, *, are_sizes_right: bool) -> list[str]:
+        problems: list[str] = []
+        name, size = self.family, self.group_size
+        if self.loops > 1 and not chosen.is_looped:
+            instead = f"use {chosen.instead} or loops 1"
+            problems.append(f"{name} runs one stage on each rank, found loops {self.loops}; {instead}")
+        if chosen.loops not in (None, self.loops):
+            wanted = f"{name} runs {count(chosen.loops or 1, 'stage')} on each rank, found loops {self.loops}"
+            problems.append(f"{wanted}; use loops {chosen.loops}")
+        if chosen.placement is not None and self.placement not in (None, chosen.placement):
+            wanted = f"{name} runs on the placement {chosen.placement}, found {self.placement}"
+            problems.append(f"{wanted}; use {chosen.placement} or leave it out")
+        if size is not None and not chosen.is_grouped:
+            problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
+        elif size is not None and are_sizes_right and not self.known_group_size <= size <= self.num_microbatches:
+            least = f"pp {self.pp}" if self.known_group_size == self.smallest_group else str(self.num_microbatches)
+            least += f" / {self.num_slices} token slices" if self.smallest_group < self.pp else ""
+            problems.append(
+                f"the group size must lie between {least} and the number of micro-batches "
+                f"{self.num_microbatches}, found {size}"
+            )
+        return problems
+
+    @property
+    def smallest_group(self) -> int:
+        """Fewest micro-batches of a group, with a slice for each rank at least: fewer leave some without work."""
+        return -(-self.pp // self.num_slices) if self._slices_itself else self.pp
+
+    @property
+    def known_group_size(self) -> int:
+        """The group size that is taken where none is given: the smallest, or all micro-batches where they are fewer."""
+        return min(self.smallest_group, self.num_microbatches)
+
+    @property
+    def _slices_itself(self) -> bool:
+        return FAMILIES[self.family].slices_itself and (self.loops == 1 or self.placement in (None, "looped"))
+
+    def placed(self) -> Placement:
+        """The stages, and the rank of each.
+
+        Raises:
+            KeyError: no placement has that name, which ``problems`` tells.
+        """
+        return PLACEMENTS[self.placement_name](self.pp, self.loops)
+
+    @property
+    def placement_name(self) -> str:
+        """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
+        known = FAMILIES.get(self.family)
+        own = known.placement if known is not None else None
+        return self.placement or own or "looped"
+
+    def make(self) -> Schedule:
+        """The compute-only schedule.
+
+        Raises:
+            ConfigError: with everything that is wrong with the choice.
+            ScheduleError: the family's rows break a rule, which is a fault of the family.
+            FamilyError: the family raises, or returns no rows of actions.
+        """
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems, f"schedule '{self.family}'")
+        chosen, request = FAMILIES[self.family], self._request
+        placement = request.placement
+        with blamed(self.family, chosen.rule):
+            answer = checked(self.family, chosen.rule, chosen.rule(request))
+            schedule = Schedule(
+                rows=tuple(map(Row.of, answer.rows)),
+                placement=placement,
+                num_microbatches=self.num_microbatches,
+                num_slices=request.num_slices,
+                first_backward_stage=0 if chosen.has_backward else placement.num_stages,
+                max_stage_inputs=tuple(answer.max_stage_inputs),
+            )
+        if request.num_slices < self.num_slices:
+            schedule = add_slices(schedule, self.num_slices)
+        if self.keep is None:
+            return schedule
+        stages = schedule.num_stages
+        return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
+
+    @property
+    def _request(self) -> Request:
+        num_slices = self.num_slices if self._slices_itself else 1
+        return Request(self.placed(), self.num_microbatches, self.group_size or self.smallest_group, num_slices)
+
+    @property
+    def same_as(self) -> str:
+        """One family for all choices that make the same schedule of whole sequences: its own, or the one it equals."""
+        name = self.family
+        while (same_as := FAMILIES[name].same_as) is not None and (other := same_as(self._request)) is not None:
+            name = other
+        return name
+
+    @property
+    def stage_inputs(self) -> HeldInputs | None:
+        """What ranks hold when they hold the most, stage by stage; ``None`` without a closed form for it."""
+        closed_form = FAMILIES[self.family].stage_inputs
+        if closed_form is None:
+            return None
+        with blamed(self.family, closed_form):
+            return closed_form(self._request)
+
+
+def make_schedule(name: str, **sizes: Any) -> Schedule:
+    """``Choice(family=name, ...).make()``: a compute-only schedule."""
+    return Choice(family=name, **sizes).make()
+
+
+def forward(stage: int, microbatch: int) -> Action:
+    """``{stage}F{microbatch}``."""
+    return Action(Kind.FORWARD, stage, microbatch)
+
+
+def backward(stage: int, microbatch: int) -> Action:
+    """``{stage}B{microbatch}``."""
+    return Action(Kind.BACKWARD, stage, microbatch)

@@ -1,0 +1,7 @@
+"""Measures the machine it runs on, as a cluster file tells one: products, memory, host, links, collectives."""
+
+from pipeloom.measure.describe import describe_cluster
+from pipeloom.measure.findings import Findings
+from pipeloom.measure.measure import Request, measure_machine
+
+__all__ = ["Findings", "Request", "describe_cluster", "measure_machine"]

@@ -1,0 +1,195 @@
+"""Findings -> a cluster, and the comments of its file."""
+
+from datetime import date
+
+from pipeloom.catalog.writing import UNBREAKABLE
+from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
+from pipeloom.measure.datasheet import datasheet_peaks
+from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
+
+_CLEAR = 1.25
+"""A product this many times as long as the fixed time of a kernel tells a rate; a shorter one is left out."""
+_FREE = 0.95
+"""Share of a core above which a process had it to itself."""
+
+
+def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
+    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.writing``).
+
+    Args:
+        name: of the cluster.
+        findings: what was measured on it.
+    """
+    intra, inter, link_notes = _links(findings)
+    curves: dict[Collective, tuple[CollectiveCurve, ...]] = {}
+    for found in findings.collectives:
+        curve = CollectiveCurve(ranks=found.ranks, points=found.bus)
+        curves[found.collective] = (*curves.get(found.collective, ()), curve)
+    cluster = Cluster(
+        name=name,
+        device=_device(findings),
+        devices_per_node=max(findings.host.num_devices, findings.per_host),
+        intra=intra,
+        inter=inter,
+        collective_curves=curves,
+        cores_per_node=findings.host.num_devices if findings.host.kind == "cpu" else 0,
+    )
+    return cluster, {**_head(findings), **_device_notes(findings), **link_notes, **_collective_notes(findings)}
+
+
+def _device(findings: Findings) -> Device:
+    rates = product_rates(findings)
+    peaks, _ = datasheet_peaks(findings.host.device_name)
+    peaks = {name: max(peaks.get(name, 0.0), *(rate for _, rate in curve)) for name, curve in rates.items()}
+    curves = {name: tuple((flops, rate / peaks[name]) for flops, rate in curve) for name, curve in rates.items()}
+    first, *others = curves
+    share = _core_share(findings)
+    return Device(
+        name=findings.host.device_name + (", one core" if findings.host.kind == "cpu" else ""),
+        peak_flops_per_s={name: peak / share for name, peak in peaks.items()},
+        matmul_curve=curves[first],
+        kernel_s=findings.kernel.median_s * share,
+        memory_bytes=findings.host.memory_bytes,
+        memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s) / share,
+        launch_s=findings.launch.median_s * share,
+        matmul_curves={name: curves[name] for name in others},
+    )
+
+
+def _core_share(findings: Findings) -> float:
+    """Part of a core that a process had, where processes share cores: a device then stands for a whole core."""
+    is_shared = findings.host.kind == "cpu" and findings.per_host > findings.host.num_devices
+    return min(1.0, findings.core_share) if is_shared else 1.0
+
+
+def product_rates(findings: Findings) -> dict[str, Curve]:
+    """(FLOPs of a product, FLOP/s without the fixed time of a kernel) by precision; the same sizes for each.
+
+    A size that takes hardly longer than that fixed time in one of the precisions is left out, but for the largest.
+    """
+    kernel_s = findings.kernel.median_s
+    largest = max(product.flops for product in findings.products)
+    unclear = {p.flops for p in findings.products if p.timing.median_s < _CLEAR * kernel_s} - {largest}
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for product in findings.products:
+        if product.flops not in unclear:
+            alone_s = max(product.timing.median_s - kernel_s, product.timing.median_s * (1 - 1 / _CLEAR))
+            rates.setdefault(product.precision, []).append((product.flops, product.flops / alone_s))
+    return {name: tuple(curve) for name, curve in rates.items()}
+
+
+def _links(findings: Findings) -> tuple[Link, Link, dict[str, list[str]]]:
+    """Both links, the one standing for the other where only one was measured, and what to say about that."""
+    intra, inter = findings.intra, findings.inter
+    notes = {"intra": _messages_note(intra), "inter": _messages_note(inter)}
+    if intra is None and inter is None:
+        notes["intra"] = ["NOT MEASURED, one process has no link: the memory's bandwidth, the host's time to launch."]
+        traffic = max(findings.copy.bytes_per_s, findings.add.bytes_per_s)
+        links = [Link(latency_s=findings.launch.median_s, bytes_per_s=traffic)] * 2
+    else:
+        links = [found.link for found in (intra, inter) if found is not None]
+        if intra is None:
+            notes["intra"] = ["NOT MEASURED, each host has one process: the same as between hosts."]
+    if inter is None:
+        notes["inter"] = ["NOT MEASURED, there was one host: the same as inside it. Edit it for a cluster of several."]
+    return links[0], links[-1], notes
+
+
+def _messages_note(found: Messages | None) -> list[str]:
+    if found is None:
+        return []
+    pairs = "one pair" if found.num_pairs == 1 else f"{found.num_pairs} pairs at once, the bandwidth is their sum"
+    return [
+        f"Half of there and back, {pairs}: {_points(found.points)}.",
+        "The line through these that has the least squares of relative errors.",
+        f"At a measured size it is off by up to {found.worst_error:.0%}.",
+    ]
+
+
+def _head(findings: Findings) -> dict[str, list[str]]:
+    host, hosts = findings.host, findings.num_processes // findings.per_host
+    where = f"{host.device_name}, {host.devices}" + (f", {hosts} hosts" if hosts > 1 else "")
+    return {
+        "": [
+            f"Measured by `pipeloom profile` on {date.today()}, in {findings.seconds:.0f} s.",
+            f"Host: {where}; {host.software}.",
+            f"Processes: {findings.num_processes}; they computed at the same time, and rank 0's times are told.",
+            *([crowding(findings)] if crowding(findings) else []),
+            "Every value is the median of repeats; the percentage beside it is the distance between their quartiles.",
+        ]
+    }
+
+
+def crowding(findings: Findings) -> str:
+    """A sentence that warns of a machine that was not free, or nothing."""
+    if findings.host.kind != "cpu" or findings.core_share >= _FREE:
+        return ""
+    return (
+        f"While it computed, rank 0 had {findings.core_share:.0%} of a core: other programs or virtual machines were "
+        "running, or there were more processes than cores."
+    )
+
+
+def _device_notes(findings: Findings) -> dict[str, list[str]]:
+    peaks, source = datasheet_peaks(findings.host.device_name)
+    best = f"{source}." if peaks else "No datasheet's peak: the best rate that was measured."
+    slow = [
+        f"{name} reached {rate / 1e9:.3g} GFLOP/s, less than a quarter of fp32's: left out."
+        for name, rate in findings.too_slow.items()
+    ]
+    memory = "All of the GPU's." if findings.host.kind == "cuda" else "A core's share of the host's."
+    launched = "Host's time to launch" if findings.host.kind == "cuda" else "Time of"
+    return {
+        "device.peak_tflop_per_s": [best, *slow],
+        "device.memory_gb": [memory],
+        "device.memory_gb_per_s": [
+            f"The faster of: copy of {_traffic(findings.copy)}, sum of two into a third {_traffic(findings.add)}."
+        ],
+        "device.launch_us": [f"{launched} a sum of 16 numbers, {_timing(findings.launch)}."],
+        "device.kernel_us": [f"A product of two 8 x 8 matrices, {_timing(findings.kernel)}."],
+        "device.matmul_gflop": [
+            "Products of square matrices; the fractions are without kernel_us. With it they reached, in GFLOP/s:",
+            *(f"{name}: {_products(findings, name)}." for name in product_rates(findings)),
+        ],
+    }
+
+
+def _products(findings: Findings, precision: str) -> str:
+    return ", ".join(_product(product) for product in findings.products if product.precision == precision)
+
+
+def _product(product: Product) -> str:
+    width = round((product.flops / 2) ** (1 / 3))
+    return _together(f"{width} wide {product.flops_per_s / 1e9:.4g} {_spread(product.timing)}")
+
+
+def _collective_notes(findings: Findings) -> dict[str, list[str]]:
+    notes: dict[str, list[str]] = {}
+    backend = "NCCL" if findings.host.kind == "cuda" else "gloo"
+    for found in findings.collectives:
+        begin = [f"{found.ranks} processes of a host, {backend}; the bytes are those of the whole tensor."]
+        lines = notes.setdefault(f"collectives.{found.ranks}", begin)
+        lines.append(f"{found.collective}: {_points(found.points)}.")
+    return notes
+
+
+def _points(points: tuple[tuple[float, Timing], ...]) -> str:
+    return ", ".join(_together(f"{size / 1024:,.0f} KiB {_timing(timing)}") for size, timing in points)
+
+
+def _together(text: str) -> str:
+    """A text that no line break parts."""
+    return text.replace(" ", UNBREAKABLE)
+
+
+def _traffic(traffic: Traffic) -> str:
+    return f"{traffic.bytes_per_s / 1e9:.3g} GB/s {_spread(traffic.timing)}"
+
+
+def _timing(timing: Timing) -> str:
+    scale, unit = next(pair for pair in ((1e6, "us"), (1e3, "ms"), (1.0, "s")) if timing.median_s * pair[0] < 1e3)
+    return f"{timing.median_s * scale:.3g} {unit} {_spread(timing)}"
+
+
+def _spread(timing: Timing) -> str:
+    return f"({timing.spread:.0%})"

@@ -1,0 +1,60 @@
+"""The host: what it is, and how long it takes to launch an operation."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from pipeloom.measure.findings import Host, Timing
+from pipeloom.measure.stopwatch import Stopwatch, on_host
+
+NUM_LAUNCHES = 1
+"""Measurements that ``measure_launch`` makes."""
+
+
+def measure_launch(watch: Stopwatch) -> Timing:
+    """Host seconds of a tiny operation: on CUDA to launch it, on a CPU to do it."""
+    device = watch.world.device
+    tiny = torch.zeros(16, device=device)
+    return watch.time("the host's time for an operation", on_host(device, lambda: tiny.add_(1.0)))
+
+
+def num_devices(kind: str) -> int:
+    """GPUs of this host, or cores that this process may use."""
+    if kind == "cuda":
+        return torch.cuda.device_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe_host(device: torch.device) -> Host:
+    """This host, as one of its processes sees it."""
+    found = num_devices(device.type)
+    system = f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        software = f"{system}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
+        return Host("cuda", properties.name, found, float(properties.total_memory), software)
+    software = f"{system}, PyTorch {torch.__version__}, gloo, one thread a process"
+    return Host("cpu", cpu_name(), found, host_memory_bytes() / found, software)
+
+
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's model as Linux tells it, or what Python knows."""
+    try:
+        lines = info.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = list[str]()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or "CPU"
+
+
+def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
+    """Memory of the host, or of the container if that has less."""
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        text = limit.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return total
+    return min(total, float(text)) if text.isdigit() else total

@@ -1,0 +1,156 @@
+"""Links: messages between processes, and collectives, over their sizes. gloo on CPUs, NCCL on CUDA devices."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeloom.cost.hardware import Collective
+from pipeloom.execute.collectives import Finish, Group
+from pipeloom.execute.process_collectives import GlooGroup, NcclGroup
+from pipeloom.execute.timing import now
+from pipeloom.execute.world import World
+from pipeloom.measure.findings import Collectives, Messages, Timing
+from pipeloom.measure.host import num_devices
+from pipeloom.measure.stopwatch import Run, Sample, Stopwatch
+
+SIZES = {
+    "cpu": tuple(2**exponent for exponent in (12, 15, 18, 21, 24)),
+    "cuda": tuple(2**exponent for exponent in (12, 15, 18, 21, 24, 27, 30)),
+}
+"""Bytes of a message: 4 KiB to 16 MiB, on CUDA to 1 GiB."""
+
+Pairs = Sequence[tuple[int, int]]
+"""Ranks that exchange messages with each other, all pairs at the same time; no rank is in two."""
+
+
+def group_sizes(per_host: int) -> list[int]:
+    """Numbers of ranks to measure collectives with: powers of two, and all of a host."""
+    return sorted({*(2**n for n in range(1, per_host.bit_length()) if 2**n <= per_host), per_host} - {0, 1})
+
+
+def num_links(device: torch.device, num_processes: int, per_host: int) -> int:
+    """Measurements that are made where so many processes are."""
+    num_p2p = (per_host > 1) + (num_processes > per_host)
+    return len(SIZES[device.type]) * (num_p2p + len(get_args(Collective)) * len(group_sizes(per_host)))
+
+
+def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
+    """Seconds of a message one way: half of there and back. Rank 0 is in a pair; ranks in none only keep time.
+
+    Args:
+        watch: repeats them.
+        pairs: who with whom.
+        between: what, for people.
+    """
+    world = watch.world
+    groups = {pair: _new_group(world, pair) for pair in pairs}
+    mine = next((pair for pair in pairs if world.rank in pair), None)
+    points: list[tuple[float, Timing]] = []
+    for size in SIZES[world.device.type]:
+        sample: Sample = _nothing
+        if mine is not None:
+            tensor = torch.zeros(size // 4, device=world.device)
+            sample = _together(world, partial(_there_and_back, tensor, world.rank, mine, groups[mine]), 0.5)
+        points.append((float(size), watch.time(f"messages of {_bytes(size)} between {between}", sample)))
+    return Messages(len(pairs), tuple(points))
+
+
+def _there_and_back(tensor: Tensor, rank: int, pair: tuple[int, int], group: Any) -> None:
+    first, second = pair
+    if rank == first:
+        dist.send(tensor, second, group=group)
+        dist.recv(tensor, second, group=group)
+    else:
+        dist.recv(tensor, first, group=group)
+        dist.send(tensor, first, group=group)
+
+
+def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tuple[Collectives, ...]:
+    """All collectives among the first ``num_ranks`` ranks, as a run makes them; the others only keep time.
+
+    Args:
+        watch: repeats them.
+        num_ranks: that take part.
+        per_host: processes of a host.
+    """
+    world = watch.world
+    handle = _new_group(world, range(num_ranks))
+    found: list[Collectives] = []
+    for kind in get_args(Collective):
+        points: list[tuple[float, Timing]] = []
+        for wanted in SIZES[world.device.type]:
+            shard = -(-wanted // (4 * num_ranks))
+            sample: Sample = _nothing
+            if world.rank < num_ranks:
+                group = (NcclGroup if world.device.type == "cuda" else GlooGroup)(handle, range(num_ranks), world.rank)
+                run = _collective(kind, shard, num_ranks, world.device, group)
+                num_cores = num_devices("cpu")
+                is_shared = world.device.type == "cpu" and per_host > num_cores
+                sample = _on_cores(run, max(1.0, num_ranks / num_cores)) if is_shared else _together(world, run)
+            timing = watch.time(f"{kind} of {_bytes(wanted)} among {num_ranks}", sample)
+            points.append((4.0 * shard * num_ranks, timing))
+        found.append(Collectives(kind, num_ranks, tuple(points)))
+    return tuple(found)
+
+
+def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.device, group: Group) -> Run:
+    whole, part = torch.zeros(shard * num_ranks, device=device), torch.zeros(shard, device=device)
+    starts: dict[Collective, Callable[[], Finish]] = {
+        "all_reduce": lambda: group.all_reduce(whole),
+        "all_gather": lambda: group.gather(whole, part),
+        "reduce_scatter": lambda: group.reduce_scatter(part, whole),
+    }
+
+    def run() -> None:
+        finish = starts[kind]()
+        finish()
+
+    return run
+
+
+def _on_cores(run: Run, crowding: float) -> Sample:
+    """Times what a run takes of the cores, so that other programs do not count: CPU time, on cores that ranks share."""
+
+    def sample(runs: int) -> float:
+        begin_s = time.process_time()
+        for _ in range(runs):
+            run()
+        return crowding * (time.process_time() - begin_s) / runs
+
+    return sample
+
+
+def _together(world: World, run: Run, part: float = 1.0) -> Sample:
+    """Times ``part`` of a run that several ranks make together; the stopwatch has brought them to the same place."""
+
+    def sample(runs: int) -> float:
+        begin_s = now(world.device)
+        for _ in range(runs):
+            run()
+        return part * (now(world.device) - begin_s) / runs
+
+    return sample
+
+
+def _nothing(runs: int) -> float:  # noqa: ARG001
+    """What a rank does that takes no part."""
+    return 1.0
+
+
+def _new_group(world: World, ranks: Sequence[int]) -> Any:
+    """A group of its own, as the transport has one for each edge; every rank makes it."""
+    backend = "nccl" if world.device.type == "cuda" else "gloo"
+    return dist.new_group(list(ranks), timeout=world.timeout, backend=backend)
+
+
+def _bytes(size: int) -> str:
+    """A size for people."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size // scale} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,129 @@
+"""Repeats a measurement on all ranks at once until its median is steady or its share of the time is spent."""
+
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from pipeloom.execute.timing import now
+from pipeloom.execute.world import World
+from pipeloom.measure.findings import Timing
+
+Run = Callable[[], object]
+"""What is timed, once."""
+
+Sample = Callable[[int], float]
+"""Seconds of one run, from so many in a row."""
+
+SAMPLE_S = 2e-3
+"""A sample of something short is as many runs in a row as take this long."""
+STEADY = 0.01
+"""Relative standard error of the median at which it is steady."""
+LEAST, MOST = 5, 200
+"""Samples of a measurement; the time available may end it after two."""
+MOST_RUNS = 200
+"""In a sample. Fewer than a CUDA stream takes before it makes the host wait (about a thousand)."""
+
+
+class Stopwatch:
+    """The clock of a number of measurements that share a time budget evenly; what one leaves over the later ones get.
+
+    Every rank makes the same measurements in the same order: all of them run, and rank 0 alone decides how often.
+    So whatever is measured is measured with all processes at work.
+
+    Args:
+        world: this process among the others.
+        budget_s: for all measurements.
+        count: how many there will be.
+        show: is told what is measured next.
+    """
+
+    def __init__(self, world: World, budget_s: float, count: int, show: Callable[[str], None]) -> None:
+        self.world = world
+        self._left = count
+        self._show = show
+        self._end_s = time.perf_counter() + budget_s
+        self._cpu_s = self._wall_s = 0.0
+
+    @property
+    def core_share(self) -> float:
+        """CPU time of this process by time, in all samples so far."""
+        return self._cpu_s / self._wall_s if self._wall_s else 1.0
+
+    def time(self, what: str, sample: Sample) -> Timing:
+        """Measure; the result of rank 0 is the one that counts."""
+        self._show(what)
+        share_s = (self._end_s - time.perf_counter()) / max(1, self._left)
+        self._left -= 1
+        self.world.wait_for_all()
+        begin_s = time.perf_counter()
+        sample(1)  # allocates, connects, fills caches
+        runs = self.world.broadcast(min(MOST_RUNS, max(1, round(SAMPLE_S / max(sample(1), 1e-9)))), 0)
+        times_s: list[float] = []
+        while True:
+            cpu_s, wall_s = time.process_time(), time.perf_counter()
+            times_s.append(sample(runs))
+            self._cpu_s += time.process_time() - cpu_s
+            self._wall_s += time.perf_counter() - wall_s
+            is_spent = time.perf_counter() - begin_s > share_s
+            if self.agree(len(times_s) >= 2 and (is_spent or _is_steady(times_s))):
+                return Timing.of(times_s)
+
+    def agree(self, is_so: bool) -> bool:
+        """What rank 0 thinks."""
+        return bool(self.world.broadcast(int(is_so), 0))
+
+    def skip(self, count: int) -> None:
+        """So many measurements that were announced are not made."""
+        self._left -= count
+        for _ in range(count):
+            self._show("")
+
+
+def _is_steady(times_s: list[float]) -> bool:
+    return len(times_s) >= MOST or (len(times_s) >= LEAST and Timing.of(times_s).uncertainty < STEADY)
+
+
+def on_device(device: torch.device, run: Run) -> Sample:
+    """Times what the device does, without the host's time to launch it where these are apart.
+
+    On CUDA the stream is given something long first, so that the kernels to be timed stand in a queue when the
+    first of them starts: events around them see no gap that the host leaves.
+    """
+    if device.type != "cuda":
+        return on_host(device, run)
+
+    def sample(runs: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        left, right, out = _long_product(device)
+        for _ in range(3):
+            torch.mm(left, right, out=out)
+        begin.record()
+        for _ in range(runs):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3 / runs
+
+    return sample
+
+
+def on_host(device: torch.device, run: Run) -> Sample:
+    """Times what the host does: on a CPU all, on CUDA the launches alone."""
+
+    def sample(runs: int) -> float:
+        begin_s = now(device)
+        for _ in range(runs):
+            run()
+        return (time.perf_counter() - begin_s) / runs
+
+    return sample
+
+
+@lru_cache(maxsize=1)
+def _long_product(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands of a product of a TFLOP: a millisecond or more on any GPU there is."""
+    left, right, out = (torch.randn(8192, 8192, device=device, dtype=torch.float16) for _ in range(3))
+    return left, right, out

@@ -1,0 +1,1 @@
+"""Pictures of schedules and traces."""

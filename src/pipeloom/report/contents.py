@@ -1,0 +1,218 @@
+"""Everything that the page shows: numbers as text, curves as points, ready to be laid out."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pipeloom.analysis.bubble import BubbleAccount, account_bubble
+from pipeloom.analysis.summary import LaneUse, PipelineUse, communication, pipeline_use, summarize
+from pipeloom.report.curves import curves_contents, median_step_time_s, median_tokens_per_s
+from pipeloom.report.figures import ms, percent, short, tenths
+from pipeloom.report.over_time import over_time_contents
+from pipeloom.report.timeline import timeline_contents
+from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
+from pipeloom.runs.run_reading import Run
+from pipeloom.schedule import Schedule
+from pipeloom.terminal.words import count
+from pipeloom.trace import Trace
+from pipeloom.workload.layout import Layout
+
+_Text = Callable[[float], str]
+
+CAUSES = {
+    "startup_s": ("start-up", "before the rank's first compute action"),
+    "compute_s": ("compute", "the rank computes"),
+    "imbalance_s": ("imbalance", "another rank has not computed what is needed"),
+    "exposed_p2p_s": ("exposed p2p", "it is computed and under way"),
+    "exposed_data_parallel_s": ("exposed data-parallel", "weights being gathered, gradients being reduced"),
+    "host_s": ("host", "nothing is missing, the rank has not started"),
+    "drain_s": ("drain", "after the rank's last compute action"),
+}
+"""Parts of the bubble account in the order of the page: name, meaning. The style sheet has a color for each key."""
+
+
+def page_contents(run: Run) -> dict[str, Any]:
+    """What the page shows, as a tree for JSON; what needs a trace is ``None`` or empty without one.
+
+    Raises:
+        UserError: a trace is not one of the run's schedule.
+    """
+    traces = {
+        name: trace for name, trace in (("measured", run.trace), ("predicted", run.predicted)) if trace is not None
+    }
+    layout, family = run.config.layout, run.config.schedule.family
+    step = traced_step(run)
+    contents = {
+        "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
+        f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
+        "folder": run.folder.resolve().name,
+        "unfinished": unfinished_contents(run),
+        "facts": _facts(run),
+        "headline": _headline(run, traces, step),
+        "curves": curves_contents(run),
+        "sample": run.sample,
+        "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
+    }
+    nothing: list[Any] = []
+    if run.schedule is None or not traces:
+        empty = {"timeline": None, "bubble": None, "communication": None, "pipelines": nothing, "over_time": nothing}
+        return contents | empty
+    return contents | {
+        "timeline": timeline_contents(traces, run.schedule.num_stages, step),
+        "bubble": _bubble(run.schedule, traces),
+        "communication": _communication(traces),
+        "pipelines": _pipelines(run),
+        "over_time": over_time_contents(run, run.schedule, traces),
+    }
+
+
+def _other_axes(layout: Layout) -> str:
+    """What there is beside the pipeline."""
+    replicas = f", {layout.dp} replicas" if layout.dp > 1 else ""
+    return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
+
+
+def _facts(run: Run) -> list[list[str]]:
+    """(label, value) of what is no comparison."""
+    summary = run.summary
+    if summary is None:
+        return _facts_until_now(run)
+    facts: list[list[str]] = []
+    if summary["train_loss"] is not None:
+        facts.append(["training loss", f"{summary['train_loss']:.4f}"])
+    if summary["validation_loss"] is not None:
+        facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
+    facts += [
+        ["unigram loss", f"{summary['unigram_loss']:.4f}"],
+        ["steps", f"{summary['steps']:,}"],
+        ["tokens seen", f"{summary['tokens']:,}"],
+        *([] if summary["tokens_per_s"] is None else [["tokens/s", f"{summary['tokens_per_s']:,.0f}"]]),
+        ["parameters", f"{summary['num_parameters']:,}"],
+    ]
+    if any(summary.get("live_bytes", ())):
+        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary["live_bytes"])
+        facts.append(["held for backwards at most, by pipeline rank", f"{held} MB"])
+    if summary.get("exchange_s") is not None:
+        facts.append(["tensor-parallel exchanges of a rank", f"{summary['exchange_s'] * 1e3:,.0f} ms"])
+    return facts
+
+
+def _facts_until_now(run: Run) -> list[list[str]]:
+    """The same of a run without an end, from its steps."""
+    facts = [["training loss", f"{line['loss']:.4f}"] for line in run.metrics[-1:]]
+    facts.append(["steps", f"{done_steps(run):,} of {run.config.training.steps:,}"])
+    if run.metrics and all("tokens_per_s" in line for line in run.metrics):
+        tokens = round(sum(line["tokens_per_s"] * line["step_time_s"] for line in run.metrics))
+        facts.append(["tokens seen", f"{tokens:,}"])
+    speed = median_tokens_per_s(run)
+    if speed is not None:
+        facts.append(["tokens/s", f"{speed:,.0f}"])
+    return facts
+
+
+def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[dict[str, str | None]]:
+    """Each number measured, predicted, and predicted / measured; without those that nothing is known of."""
+    summaries = {name: summarize(trace) for name, trace in traces.items()}
+    makespans = {name: summary.makespan_s for name, summary in summaries.items()}
+    fractions = {name: summary.bubble_fraction for name, summary in summaries.items()}
+    steps = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
+    where = "the traced step" if step is None else f"step {step}"
+    cards = [
+        _compared("step time", "median over the steps, optimizer included", steps, ms),
+        _compared("pipeline time", f"first to last action of {where}", makespans, ms),
+        _compared("bubble fraction", f"idle share of the ranks in {where}", fractions, percent),
+    ]
+    return [card for card in cards if card["measured"] is not None or card["predicted"] is not None]
+
+
+def _compared(name: str, note: str, values: Mapping[str, float | None], text: _Text) -> dict[str, str | None]:
+    measured, predicted = values.get("measured"), values.get("predicted")
+    return {
+        "name": name,
+        "note": note,
+        "measured": None if measured is None else text(measured),
+        "predicted": None if predicted is None else text(predicted),
+        "ratio": f"{predicted / measured:.2f}" if predicted is not None and measured else None,
+        "ratio_of": f"predicted / measured {name}",
+    }
+
+
+def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
+    accounts = {name: account_bubble(schedule, trace) for name, trace in traces.items()}
+    groups = [
+        (f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(schedule.num_ranks)
+    ]
+    total = {name: sum(parts, BubbleAccount()) for name, parts in accounts.items()}
+    longest = max(trace.end_s - trace.start_s for trace in traces.values())
+    shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
+    rows = [[label, *_cells(parts, shown, tenths)] for label, parts in groups]
+    rows.append(["all ranks", *_cells(total, shown, tenths)])
+    shares = {name: _scaled(account, account.compute_s + account.idle_s) for name, account in total.items()}
+    rows.append(["share of all ranks", *_cells(shares, shown, percent)])
+    means = {name: _scaled(account, len(groups)) for name, account in total.items()}
+    return {
+        "causes": [
+            {"key": cause.removesuffix("_s").replace("_", "-"), "name": CAUSES[cause][0], "meaning": CAUSES[cause][1]}
+            for cause in shown
+        ],
+        "traces": list(traces),
+        "groups": [{"label": label, "bars": _bars(parts, shown, longest, ms)} for label, parts in groups],
+        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest, ms)},
+        "rows": rows,
+    }
+
+
+def _cells(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], text: _Text) -> list[str]:
+    """For each cause a cell for each trace."""
+    return [text(getattr(account, cause)) for cause in shown for account in accounts.values()]
+
+
+def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
+    """Every part divided by the same."""
+    return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
+
+
+def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float, text: _Text) -> list[Any]:
+    """For each trace a bar of (share of the width, text) for each cause."""
+    bars = []
+    for account in accounts.values():
+        values = [getattr(account, cause) for cause in shown]
+        bars.append([[short(value / whole if whole else 0.0), text(value)] for value in values])
+    return bars
+
+
+def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
+    """A row for each lane: rank, lane, messages; then busy, hidden, exposed of each trace."""
+    uses = {name: {(use.rank, use.lane): use for use in communication(trace)} for name, trace in traces.items()}
+    lanes = list(dict.fromkeys(lane for by_lane in uses.values() for lane in by_lane))
+    rows = []
+    for rank, lane in lanes:
+        found = [by_lane.get((rank, lane)) for by_lane in uses.values()]
+        num_actions = next(use.num_actions for use in found if use is not None)
+        rows.append(
+            [f"rank {rank}", str(lane), str(num_actions), *(cell for use in found for cell in _use_cells([use]))]
+        )
+    totals = [cell for by_lane in uses.values() for cell in _use_cells(list(by_lane.values()))]
+    num_messages = sum(int(row[2]) for row in rows)
+    return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_messages), *totals]}
+
+
+def _pipelines(run: Run) -> list[list[str]]:
+    """A row for each pipeline of the layout, if there are several: name, step, compute, and its communication."""
+    if run.trace is None or not run.other_traces:
+        return []
+    traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}
+    return [[name, *_pipeline_cells(pipeline_use(trace))] for name, trace in sorted(traces.items())]
+
+
+def _pipeline_cells(use: PipelineUse) -> list[str]:
+    cells = [tenths(use.makespan_s), tenths(use.compute_s)]
+    for busy, hidden in (use.p2p, use.data_parallel):
+        cells += [tenths(busy), tenths(hidden), tenths(busy - hidden)]
+    return cells
+
+
+def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
+    known = [use for use in uses if use is not None]
+    busy, hidden = sum(use.busy_s for use in known), sum(use.hidden_s for use in known)
+    return [tenths(busy), tenths(hidden), tenths(busy - hidden), percent(hidden / busy) if busy else "-"]

@@ -1,0 +1,74 @@
+"""What the ranks hold over time: stage inputs, and memory as the cost model counts it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pipeloom.analysis.memory import HeldBytes, inputs_over_time, memory_over_time
+from pipeloom.errors import UserError
+from pipeloom.predict.describe import describe
+from pipeloom.predict.memory import held_bytes
+from pipeloom.report.figures import short
+from pipeloom.runs.run_reading import Run
+from pipeloom.schedule import Schedule
+from pipeloom.trace import Trace
+
+MEGA = 1e6
+Steps = Sequence[tuple[float, float]]
+"""(seconds from the start of the step, what is held from then on)."""
+
+
+def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
+    """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
+    inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
+    charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}")]
+    held = _held_bytes(run, schedule)
+    if held is not None:
+        memory = {
+            name: [
+                [(time_s, size / MEGA) for time_s, size in curve.points]
+                for curve in memory_over_time(schedule, trace, held)
+            ]
+            for name, trace in traces.items()
+        }
+        charts.append(_chart("Memory, MB", _MEMORY, memory, traces, "peak {:,.0f} MB"))
+    return charts
+
+
+_INPUTS = (
+    "What a rank keeps for backwards, 1 for each stage's micro-batch: its own until they end, without what has moved "
+    "away or will be recomputed, and what its partner moved to it."
+)
+_MEMORY = (
+    "Weights, gradients, optimizer state, activations, logits and receive buffers as the cost model counts them along "
+    "each trace; what the process itself and its allocator take is left out."
+)
+
+
+def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
+    """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
+    try:
+        described = describe(run.config)
+    except UserError:  # such as a cluster file that is not here
+        return None
+    return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
+
+
+def _chart(
+    title: str, note: str, steps: Mapping[str, Sequence[Steps]], traces: Mapping[str, Trace], peak: str
+) -> dict[str, Any]:
+    longest = max(trace.end_s - trace.start_s for trace in traces.values())
+    ranks: list[dict[str, Any]] = []
+    for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
+        curves = [[[short(time_s * 1e3), short(held)] for time_s, held in curve] for curve in by_trace]
+        most = max(held for curve in by_trace for _, held in curve)
+        ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak.format(most)})
+    most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
+    return {
+        "title": title,
+        "note": note,
+        "traces": list(traces),
+        "ranks": ranks,
+        "end": short(longest * 1e3),
+        "most": most,
+    }

@@ -1,0 +1,103 @@
+"""What the page of a run says that has no end yet: how far it is, and what is missing, and why."""
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeloom.checkpoint.checkpoint_folder import read_info
+from pipeloom.errors import UserError
+from pipeloom.runs import run_folder
+from pipeloom.runs.run_reading import Run
+from pipeloom.system.folder_lock import is_locked
+from pipeloom.terminal.words import count
+
+
+def unfinished_contents(run: Run) -> dict[str, Any] | None:
+    """A headline, whether it still runs, (what is missing, why), and the checkpoints; ``None`` for a whole run."""
+    missing = [[what, why] for what, why in _missing(run) if why]
+    is_finished = run.summary is not None
+    if is_finished and not missing:
+        return None
+    return {
+        "headline": _headline(run),
+        "state": "" if is_finished else f"{_state(run.folder)} {_progress(run)}",
+        "missing": missing,
+        "checkpoints": [path.name for path in run.checkpoints],
+        "resume": None if is_finished or not run.checkpoints else _resume(run.folder),
+    }
+
+
+def _headline(run: Run) -> str:
+    if run.summary is None:
+        return "This run has not finished"
+    did_nothing = run.summary["step_time_s"] is None
+    return "All steps of this run were done before it" if did_nothing else "The folder of this run is not whole"
+
+
+def _resume(folder: Path) -> str:
+    """The command that goes on in the same folder."""
+    words = [folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder]
+    return shlex.join(["pipeloom", "train", *map(str, words)])
+
+
+def done_steps(run: Run) -> int:
+    """Optimizer steps that are done."""
+    return run.metrics[-1]["step"] if run.metrics else 0
+
+
+def traced_step(run: Run) -> int | None:
+    """The step whose trace is kept; ``None`` where it cannot be known before the end."""
+    if run.summary is not None:
+        return run.summary["traced_step"]
+    begun = _begun_at(run.config.checkpoint.resume)
+    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
+
+
+def _begun_at(checkpoint: Path | None) -> int | None:
+    """The step behind which a run began; ``None`` if its checkpoint is gone."""
+    try:
+        return 0 if checkpoint is None else read_info(checkpoint).step
+    except UserError:
+        return None
+
+
+def _state(folder: Path) -> str:
+    runs = is_locked(folder)
+    if runs is None:
+        return "Whether it still runs is not known."
+    return "It still runs." if runs else "It does not run any more."
+
+
+def _progress(run: Run) -> str:
+    return f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
+
+
+def _missing(run: Run) -> Iterator[tuple[str, str]]:
+    """What is missing, and why; an empty reason where it was not wanted."""
+    config, is_finished = run.config, run.summary is not None
+    if run.schedule is None:
+        yield run_folder.SCHEDULE, _because(run, "it is written when all ranks have started")
+    if not run.metrics:
+        yield run_folder.METRICS, "no step is done"
+    if run.trace is None:
+        step = traced_step(run)
+        when = "step output.trace_step" if step is None else f"step {step:,}"
+        yield f"{run_folder.TRACE}: measured timeline and bubble", _because(run, f"{when} is traced")
+    if run.predicted is None and not is_finished:
+        yield (
+            f"{run_folder.PREDICTED_TRACE}: predicted timeline",
+            ("it is written before the first step" if config.training.predict else "training.predict is off"),
+        )
+    if not is_finished:
+        yield f"{run_folder.SUMMARY}: validation loss, unigram loss, predicted step time", "it is written at the end"
+        if config.training.sample_tokens:
+            yield run_folder.SAMPLE, "it is written at the end"
+
+
+def _because(run: Run, reason: str) -> str:
+    if run.summary is None:
+        return reason
+    if run.summary["step_time_s"] is None:
+        return "no step was done with these settings in this folder"
+    return f"{reason}; the file is gone"

@@ -1,0 +1,1 @@
+"""What this host offers: files, locks, memory, stopping."""

@@ -1,0 +1,6 @@
+"""What happened when: actions with their times, simulated or measured."""
+
+from pipeloom.trace.spans import Span, Spans
+from pipeloom.trace.trace import Trace, from_chrome, merge, to_chrome
+
+__all__ = ["Span", "Spans", "Trace", "from_chrome", "merge", "to_chrome"]

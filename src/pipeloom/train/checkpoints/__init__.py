@@ -1,0 +1,1 @@
+"""Checkpoints are written and read here, with torch."""

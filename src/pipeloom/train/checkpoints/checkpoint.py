@@ -1,0 +1,384 @@
+"""Checkpoints of a run: written and read by all ranks, keyed by the names of the whole model's parameters.
+
+The keys are ``model.NAME`` for a parameter, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` for what
+AdamW knows about it. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones share
+them out, and each rank reads what it needs, whatever layout wrote it.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pipeloom.checkpoint.checkpoint_folder import (
+    FOLDER,
+    METADATA,
+    TOKENIZER,
+    Cause,
+    CheckpointInfo,
+    StoredFile,
+    damage,
+    draft_of,
+    list_checkpoints,
+    measure,
+    name_of,
+    read_info,
+    read_tokenizer,
+    run_of,
+    write_info,
+)
+from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.data.text import Data
+from pipeloom.data.tokenizer import Tokenizer
+from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
+from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.world import World
+from pipeloom.runs.run_folder import CONFIG
+from pipeloom.train.checkpoints.boxes import Interval
+from pipeloom.train.checkpoints.planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.train.optimizer import MOMENTS, begin_state
+from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.stages import stage_of
+
+MODEL = "model."
+"""What keys of parameters begin with."""
+_PATIENCE = timedelta(minutes=30)
+"""How long ranks wait for the slowest one to write or read."""
+_PASSING: tuple[Cause, ...] = ("clock", "signal")
+"""Causes of checkpoints that later ones make superfluous."""
+_NEWEST = 2
+"""How many of the newest checkpoints stay in any case: if the last one is damaged, the one before may be whole."""
+
+States = Mapping[Tensor, Mapping[str, Tensor]]
+"""AdamW's state of each of its parameters."""
+
+
+class Checkpoints:
+    """Checkpoints of one rank among the others; all ranks make it and call its methods together.
+
+    Args:
+        config: resolved.
+        world: this process among the others.
+        pipeline: with this rank's stages.
+        optimizer: AdamW over their parts.
+        run: the run folder; rank 0's counts.
+        tokenizer: of the text, a part of each checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        pipeline: Pipeline,
+        optimizer: torch.optim.AdamW,
+        run: Path,
+        *,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._config = config
+        self._data_parallel = pipeline.data_parallel
+        self._store = pipeline.store
+        self._slices = pipeline.slices()
+        self._optimizer = optimizer
+        self._tokenizer = tokenizer
+        self._rank, self._num_ranks = world.rank, world.size
+        self._is_writer = world.rank == 0
+        self._tensor_rank = config.layout.coordinates(world.rank).tensor
+        found = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(found, dist.ProcessGroup)
+        self._group = found
+        paths = [str(run.absolute())]
+        dist.broadcast_object_list(paths, 0, group=self._group)
+        self._run = Path(paths[0])
+
+    def save(self, info: CheckpointInfo) -> None:
+        """Write a checkpoint after a step; when a rank returns, it is there, and no more old ones than are kept.
+
+        Raises:
+            RunError: a rank could not write; on all ranks.
+            PeerLostError: another rank went away.
+        """
+        path = self._run / FOLDER / name_of(info.step)
+        draft = draft_of(path)
+        tensors, intervals = self._held(self._optimizer.state, is_shared_out=True)
+        try:
+            with _errors(f"cannot write the checkpoint {path}", RunError):
+                if self._is_writer:
+                    shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
+                planner = IntervalSavePlanner(intervals)
+                dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
+                self._complete(draft, path, info, self._measure(draft))
+                if self._is_writer:
+                    self._prune()
+        finally:
+            if self._is_writer:
+                shutil.rmtree(draft, ignore_errors=True)  # of a failure; it would fill the disk
+
+    def restore(self, path: Path) -> CheckpointInfo:
+        """Read a checkpoint of any layout into the weights' shards and the optimizer.
+
+        Args:
+            path: a complete checkpoint.
+
+        Raises:
+            UserError: it cannot be read, or is not of this model; names everything that does not fit.
+            PeerLostError: another rank went away.
+        """
+        with _errors(f"cannot read the checkpoint {path}", UserError):
+            self._check_files(path)
+        check_tokenizer(path, self._tokenizer)
+        info = read_info(path)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
+        tensors, intervals = self._held(states, is_shared_out=False)
+        planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
+        with _errors(f"cannot read the checkpoint {path}", UserError):
+            reader = CheckpointReader(path)
+            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=self._group)
+        self._refresh()
+        for parameter in parameters:
+            states[parameter]["step"].fill_(info.step)
+        return info
+
+    def _complete(self, draft: Path, path: Path, info: CheckpointInfo, files: dict[str, StoredFile]) -> None:
+        """Give a draft its name on rank 0; all ranks wait for that, and all raise an ``OSError`` if it fails."""
+        problem = [""]
+        if self._is_writer:
+            try:
+                write_info(draft, info, files)
+                _remove(path)
+                draft.rename(path)
+            except OSError as error:
+                problem = [f"rank 0: {error}"]
+        dist.broadcast_object_list(problem, 0, group=self._group)
+        if problem[0]:
+            raise OSError(problem[0])
+
+    def _measure(self, draft: Path) -> dict[str, StoredFile]:
+        """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all.
+
+        Rank 0 first writes the tokenizer. All ranks raise an ``OSError`` if one of them cannot write or read.
+        """
+        names = [METADATA, TOKENIZER] if self._is_writer else []
+        mine: dict[str, StoredFile] | str
+        try:
+            if self._is_writer:
+                (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
+            mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
+        except OSError as error:
+            mine = str(error)
+        found: list[dict[str, StoredFile] | str] = [{}] * self._num_ranks
+        dist.all_gather_object(found, mine, group=self._group)
+        files: dict[str, StoredFile] = {}
+        for rank, one in enumerate(found):
+            if isinstance(one, str):
+                raise OSError(f"rank {rank}: {one}")
+            files |= one
+        return files
+
+    def _check_files(self, path: Path) -> None:
+        """Refuse a damaged checkpoint on all ranks; each reads its share of the files.
+
+        Raises:
+            UserError: names the files.
+        """
+        found: list[list[str]] = [[]] * self._num_ranks
+        dist.all_gather_object(found, damage(path, self._rank, self._num_ranks), group=self._group)
+        refuse_damaged(path, [problem for problems in found for problem in problems])
+
+    def _refresh(self) -> None:
+        """Compute with the weights that were read."""
+        if self._store is None:
+            self._data_parallel.refresh()
+            return
+        for weights in self._data_parallel.weights.values():  # at rest, as the weights are that the optimizer updates
+            whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
+            if whole.data_ptr() != wide.data_ptr():
+                whole.copy_(wide)
+
+    def _held(self, states: States, *, is_shared_out: bool) -> tuple[dict[str, Tensor], dict[str, Interval]]:
+        """This rank's elements of each tensor, flat, and which they are.
+
+        Args:
+            states: of the optimizer.
+            is_shared_out: of elements that other ranks hold too, only this rank's share.
+        """
+        tensors: dict[str, Tensor] = {}
+        intervals: dict[str, Interval] = {}
+        index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
+        for weights in self._data_parallel.weights.values():
+            num = weights.shard.numel()
+            low, high = (weights.begin + num * share // size for share in (index, index + 1))
+            for prefix, held, begin in _buffers(weights, states):
+                values = held if self._store is None else self._store.at_rest(held)
+                for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
+                    part, whole = weights.order.shapes[name], self._slices[name].whole
+                    if is_shared_out and self._tensor_rank > 0 and part == whole:
+                        continue  # all tensor-parallel ranks hold it whole
+                    tensors[prefix + name] = values[start - begin : end - begin]
+                    intervals[prefix + name] = Interval(whole, self._slices[name].begin, part, first, end - start)
+        return tensors, intervals
+
+    def _prune(self) -> None:
+        """Remove old checkpoints, without ``keep`` only those that no setting in steps has asked for."""
+        keep = self._config.checkpoint.keep
+        for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
+            with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
+                if keep is not None or read_info(old).cause in _PASSING:
+                    _remove(old)
+
+
+def refuse_damaged(path: Path, problems: Iterable[str]) -> None:
+    """Refuse a checkpoint with damaged files.
+
+    Args:
+        path: the checkpoint.
+        problems: what ``damage`` returns for it.
+
+    Raises:
+        UserError: with each problem once; there is at least one.
+    """
+    lines = [f"  - {problem}" for problem in sorted(set(problems))]
+    if lines:
+        raise UserError("\n".join([f"the checkpoint {path} is damaged; use another one:", *lines]))
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
+    """Refuse a checkpoint whose tokens mean another text.
+
+    Raises:
+        UserError: its tokenizer is another one.
+    """
+    stored = read_tokenizer(path)
+    if stored not in (None, tokenizer.to_json()):
+        raise UserError(
+            f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
+            "set data.tokenizer as in the run that wrote it"
+        )
+
+
+def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
+    """What is said beside the tensors.
+
+    Args:
+        config: resolved.
+        data: the text.
+        step: optimizer steps done.
+        sequences: read until then.
+        tokens: in these.
+    """
+    return CheckpointInfo(
+        step=step,
+        sequences=sequences,
+        tokens=tokens,
+        model=_sizes(config.model),
+        data=_text(config, data),
+        layout=asdict(config.layout),
+        versions={name: version(name) for name in ("pipeloom", "torch")},
+    )
+
+
+def check_resumable(config: RunConfig) -> None:
+    """Refuse a damaged checkpoint, and one of another model, before anything starts.
+
+    Args:
+        config: resolved, with a checkpoint to resume from.
+
+    Raises:
+        UserError: names everything that does not fit, or says why the checkpoint cannot be read.
+    """
+    path = config.checkpoint.resume
+    assert path is not None
+    refuse_damaged(path, damage(path))
+    info, sizes = read_info(path), _sizes(config.model)
+    problems = [
+        f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
+        for name in sorted({*sizes, *info.model})
+        if sizes.get(name) != info.model.get(name)
+    ]
+    problems += differences(expected_shapes(config), CheckpointReader(path).read_metadata())
+    if not problems:
+        return
+    run = run_of(path)
+    hint = "use the model that it is of"
+    if run is not None and (run / CONFIG).exists():
+        hint = f"start from its own configuration: pipeloom train {run / CONFIG} --checkpoint.resume {path}"
+    raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
+
+
+def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
+    """Settings that make other batches than those with which the run of a checkpoint would have gone on."""
+    found = _text(config, data)
+    return [name for name in found if found[name] != info.data.get(name)]
+
+
+def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, by key.
+
+    Args:
+        config: resolved.
+    """
+    model = stage_of(config, range(config.model.num_layers + 2), "meta")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
+    return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
+
+
+def _prefix(moment: str) -> str:
+    return f"optimizer.{moment}."
+
+
+def _buffers(weights: StageWeights, states: States) -> Iterator[tuple[str, Tensor, int]]:
+    """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
+    yield MODEL, weights.shard, weights.begin
+    for part in weights.parts:
+        for moment in MOMENTS:
+            yield _prefix(moment), states[part.parameter][moment], part.begin
+
+
+def _sizes(model: ModelConfig) -> dict[str, Any]:
+    """The model without where its sizes came from."""
+    return {name: value for name, value in asdict(model).items() if name not in ("preset", "file")}
+
+
+def _text(config: RunConfig, data: Data) -> dict[str, Any]:
+    return {
+        "text": data.corpus_sha256,
+        "data.tokenizer": config.data.known_tokenizer,
+        "data.seq_len": config.data.seq_len,
+        "training.seed": config.training.seed,
+    }
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, so that nobody ever sees a part of it under its name."""
+    if checkpoint.exists():
+        draft = draft_of(checkpoint).with_suffix(".old")
+        shutil.rmtree(draft, ignore_errors=True)
+        checkpoint.rename(draft)
+        shutil.rmtree(draft)
+
+
+@contextmanager
+def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
+    """What went wrong on any rank, as one error on all of them, without the tracebacks that torch puts around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
+    except OSError as error:
+        raise kind(f"{what}: {error}") from None
+    except RuntimeError as error:
+        raise PeerLostError(f"{what}: a process went away, or did not come in time: {error}") from error

@@ -1,0 +1,138 @@
+"""The files of a checkpoint, for torch.distributed.checkpoint: reading runs no code, equal contents give equal files.
+
+torch describes a checkpoint in ``.metadata``, which is a pickle, and a pickle may call any function while it is read.
+Here it may name only the classes of such a description. The tensors themselves are read by ``torch.load`` with
+``weights_only``, which has such a list of its own.
+"""
+
+import pickle
+from math import prod
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem, metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from pipeloom.checkpoint.checkpoint_folder import METADATA
+from pipeloom.errors import UserError
+
+_CLASSES = (
+    "Metadata",
+    "MetadataIndex",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_PATHS = {
+    name: pure
+    for pure, kinds in ((PurePosixPath, ("PosixPath", "PurePosixPath")), (PureWindowsPath, ("WindowsPath",)))
+    for name in kinds
+}
+"""Where a checkpoint was written, as other tools note it; a pure path does nothing to files."""
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint without what differs between equal ones: a random name, and the folder it was written in."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Nothing."""
+        return None
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint that a stranger may have made. The description is read once.
+
+    Args:
+        path: the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The description: which tensors there are and where their parts are.
+
+        Raises:
+            UserError: it cannot be read, or contains something else than such a description.
+        """
+        if self._metadata is None:
+            self._metadata = _read_metadata(self._folder)
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Refuses every name that a description of a checkpoint does not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a name in the pickle means. Names with dots in them are never on the list."""
+        if module == metadata.__name__ and name in _CLASSES:
+            return getattr(metadata, name)
+        if (module, name) == (filesystem.__name__, "_StorageInfo"):
+            return filesystem._StorageInfo  # noqa: SLF001
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return _PATHS[name]
+        raise UserError(
+            f"{METADATA} asks for {module}.{name}, which no checkpoint needs; "
+            "somebody may have changed it to run code on this machine"
+        )
+
+
+def _layout(name: str) -> torch.layout:
+    """The only layout of a checkpoint's tensors; torch's own function would be an object that a pickle can change."""
+    if name != "torch.strided":
+        raise UserError(f"expected tensors of layout torch.strided, found {name!r}")
+    return torch.strided
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    try:
+        with (folder / METADATA).open("rb") as file:
+            found = _Unpickler(file).load()
+        _check(found, folder)
+    except UserError as error:
+        raise UserError(f"cannot read the checkpoint {folder}: {error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {folder}: {METADATA}: {error.strerror or error}") from None
+    except Exception as error:  # bytes that are no pickle raise anything
+        what = f"{type(error).__name__}: {error}"
+        raise UserError(f"cannot read the checkpoint {folder}: {METADATA} describes none ({what})") from None
+    found.storage_meta = StorageMeta()
+    return found
+
+
+def _check(found: Any, folder: Path) -> None:
+    """Refuse a description whose parts have other types, whose files are elsewhere or too small for its tensors."""
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise UserError(f"{METADATA} describes none")
+    names: set[str] = set()
+    for place in found.storage_data.values():
+        if not isinstance(place, filesystem._StorageInfo) or not _is_plain(place.relative_path):  # noqa: SLF001
+            raise UserError(f"expected names of files of its own folder in {METADATA}, found {place!r}")
+        names.add(place.relative_path)
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise UserError(f"it lacks {', '.join(missing)}; use another one")
+    num_bytes = 0
+    for key, one in found.state_dict_metadata.items():
+        if not isinstance(one, TensorStorageMetadata | BytesStorageMetadata):
+            raise UserError(f"{METADATA} describes no tensor {key}")
+        if isinstance(one, TensorStorageMetadata):
+            num_bytes += prod(max(length, 0) for length in one.size) * one.properties.dtype.itemsize
+    room = sum((folder / name).stat().st_size for name in names)
+    if num_bytes > room:
+        raise UserError(f"its tensors have {num_bytes:,} bytes, its files only {room:,}; use another one")
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name is that of a file in the folder itself."""
+    return name not in ("", "..") and Path(name).name == name

@@ -1,0 +1,1 @@
+"""What is run: the axes of a layout and the types of its numbers."""

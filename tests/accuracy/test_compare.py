@@ -1,0 +1,92 @@
+"""Which cluster and program a row gets, and what happens to rows that cannot be predicted."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeloom.accuracy.compare import cluster_of, compare, program_of
+from pipeloom.accuracy.measures import measure
+from pipeloom.accuracy.rows import read_rows
+from pipeloom.catalog import load_cluster
+from pipeloom.errors import UserError
+
+ROW = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")[0]
+CLUSTER = load_cluster("dgx-a100")
+
+
+@pytest.mark.parametrize(
+    ("set_name", "attention", "program"),
+    [
+        ("layouts-2311.05610-main", "flash2", "scaling-2023b"),
+        ("layouts-2311.05610-main", "flash1", "scaling-2023a"),
+        ("vtrain-multi-node", "fused-softmax", "vtrain-multi"),
+        ("nanotron-ultrascale", "flash2", "nanotron"),
+        ("my own runs", "flash2", "megatron-2021"),
+        ("my own runs", "plain", "megatron-2021"),
+    ],
+)
+def test_the_set_and_the_kernel_choose_the_program(set_name, attention, program):
+    row = replace(ROW, set_name=set_name, run=replace(ROW.run, attention=attention))
+    assert program_of(row)[0] == program
+
+
+@pytest.mark.parametrize(
+    ("device", "program"),
+    [("a100-sxm-80gb", "megatron-2021"), ("h100-sxm-80gb", "nanotron"), ("v100-sxm-32gb", "megatron-2021")],
+)
+def test_an_unknown_set_gets_a_program_that_was_calibrated_on_its_device(device, program):
+    assert program_of(replace(ROW, set_name="my own runs", device=device))[0] == program
+
+
+def test_the_device_chooses_the_cluster_and_the_program_decides_between_two():
+    program = program_of(replace(ROW, set_name="nanotron-x"))[1]
+    assert cluster_of(replace(ROW, device="h100-sxm-80gb"), program).name == "nanotron-h100-efa"
+    assert cluster_of(ROW, program).name == "dgx-a100"
+    with pytest.raises(UserError, match="no cluster of the catalog has the device 'abacus'"):
+        cluster_of(replace(ROW, device="abacus"), program)
+
+
+def test_rows_that_no_family_can_make_are_counted_and_the_others_predicted():
+    run = replace(ROW.run, dp=4, pp=8)
+    rows = [ROW, *(replace(ROW, run=replace(run, schedule=name)) for name in ("chimera", "1f1b", "zb-1p"))]
+    rows.append(replace(ROW, run=replace(run, schedule="1f1b", loops=2)))
+    answer = compare(rows)
+    assert answer.skipped == {
+        "no family makes the schedule 'chimera'": 1,
+        "no family makes the schedule '1f1b' in this size": 1,
+    }
+    assert len(answer.outcomes) == 3
+    assert answer.to_json()["summary"]["rows"] == 3
+
+
+def test_rows_of_an_unknown_device_are_counted_and_a_given_cluster_predicts_them():
+    rows = [ROW, replace(ROW, device="abacus"), replace(ROW, device="abacus")]
+    assert compare(rows).skipped == {"no cluster of the catalog has the device 'abacus': give --cluster": 2}
+    assert len(compare(rows, CLUSTER).outcomes) == 3
+
+
+def test_a_precision_that_the_device_has_not_is_counted():
+    run = replace(ROW.run, precision="bf16")
+    answer = compare([replace(ROW, run=run, device="v100-sxm-32gb")])
+    assert answer.skipped == {"the device 'v100-sxm-32gb' has no rate for bf16": 1}
+
+
+def test_a_model_is_what_its_columns_say_and_its_name_does_not_matter():
+    known, renamed = (
+        replace(ROW, run=replace(ROW.run, shape=replace(ROW.run.shape, name=n))) for n in ("gpt-1.7b", "x")
+    )
+    first, second = compare([known, renamed]).outcomes
+    assert first.step_time_s == second.step_time_s
+    assert set(compare([renamed]).by_set) == {ROW.set_name, f"{ROW.set_name}/x"}
+
+
+def test_rows_with_only_memory_or_only_a_status_are_measured_by_what_they_have():
+    memory = replace(ROW, step_time_s=None, memory_bytes=40e9)
+    status = replace(ROW, step_time_s=None)
+    out = replace(status, is_ok=False, run=replace(ROW.run, micro_batch=512, recompute="none", dp=1, global_batch=512))
+    part = measure(compare([memory, status, out]).outcomes)
+    assert (part.rows, part.timed_rows, part.mean_abs_error, part.mean_top1_regret) == (3, 0, None, None)
+    assert part.memory_mean_abs_error is not None
+    assert part.oom_agreement == 1
+    assert measure(compare([memory, status]).outcomes[1:]).memory_mean_abs_error is None

@@ -1,0 +1,91 @@
+"""The table of measurements: read, and refused with a clear message."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeloom.accuracy.rows import Group, read_rows
+from pipeloom.errors import ConfigError, UserError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "measured.csv"
+
+
+def changed(tmp_path, **cells):
+    """The example with cells of its first row changed."""
+    header, first, *rest = EXAMPLE.read_text(encoding="utf-8").splitlines()
+    names, values = header.split(","), first.split(",")
+    for name, value in cells.items():
+        values[names.index(name)] = value
+    file = tmp_path / "table.csv"
+    file.write_text("\n".join([header, ",".join(values), *rest]) + "\n", encoding="utf-8")
+    return file
+
+
+def test_the_example_is_read():
+    rows = read_rows(EXAMPLE)
+    assert [row.run.shape.name for row in rows] == ["gpt-1.7b", "gpt-3.6b", "gpt-7.5b", "gpt-18b", "gpt-22b", "gpt-22b"]
+    assert rows[0].step_time_s == 3.53
+    assert rows[0].memory_bytes is None
+    assert rows[3].run.tp == 8
+    assert rows[3].run.num_microbatches == 4
+    assert rows[0].group == Group(
+        *("megatron-2104.04473-table1", "gpt-1.7b", 2048, 32, 512, "fused-softmax"), fused_norm=True, precision="fp16"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"dp": "31"}, "line 2: dp x tp x pp is 31, found devices 32"),
+        ({"layers": "many"}, "line 2: layers must be a whole number of at least 1, found 'many'"),
+        ({"micro_batch": "0"}, "line 2: micro_batch must be a whole number of at least 1, found '0'"),
+        ({"step_time_s": "-3"}, "line 2: step_time_s must be a number above 0 or blank, found '-3'"),
+        ({"step_time_s": "nan"}, "line 2: step_time_s must be a number above 0 or blank, found 'nan'"),
+        ({"tied": "yes"}, "line 2: tied must be 0 or 1, found 'yes'"),
+        ({"attention": "flash9"}, "line 2: attention must be one of plain, fused-softmax, flash1, flash2"),
+        ({"status": "good"}, "line 2: status must be one of ok, oom, found 'good'"),
+        ({"heads": "25"}, "line 2: hidden 2304 does not divide by heads 25"),
+        ({"status": "", "step_time_s": ""}, "line 2: status must be one of ok, oom, found ''"),
+        ({"hidden": "", "ffn": ""}, "line 2: hidden must be a whole number of at least 1, found ''"),
+    ],
+)
+def test_a_wrong_cell_is_named_with_its_line(tmp_path, cells, message):
+    with pytest.raises(ConfigError) as caught:
+        read_rows(changed(tmp_path, **cells))
+    assert message in str(caught.value)
+
+
+def test_all_wrong_cells_are_told_and_the_rest_counted(tmp_path):
+    file = tmp_path / "table.csv"
+    header, first, *_ = EXAMPLE.read_text(encoding="utf-8").splitlines()
+    wrong = first.replace(",ok,", ",good,")
+    file.write_text("\n".join([header, *[wrong] * 25]), encoding="utf-8")
+    with pytest.raises(ConfigError, match="and 5 more"):
+        read_rows(file)
+
+
+def test_a_missing_column_an_empty_table_and_no_table(tmp_path):
+    file = tmp_path / "table.csv"
+    file.write_text("set,status\n", encoding="utf-8")
+    with pytest.raises(UserError, match="lacks the columns step_time_s, memory_bytes, model"):
+        read_rows(file)
+    file.write_text(EXAMPLE.read_text(encoding="utf-8").splitlines()[0], encoding="utf-8")
+    with pytest.raises(UserError, match="has a header and no rows"):
+        read_rows(file)
+    with pytest.raises(UserError, match="cannot read the table"):
+        read_rows(tmp_path / "nowhere.csv")
+
+
+def test_blank_cells_get_what_the_rest_of_the_row_says(tmp_path):
+    blank = dict.fromkeys(("kv_heads", "ffn", "devices", "loops", "schedule", "shard", "status", "note", "tied"), "")
+    row = read_rows(changed(tmp_path, **blank))[0]
+    assert (row.run.shape.kv_heads, row.run.shape.ffn, row.run.num_devices, row.run.loops) == (24, 4 * 2304, 32, 1)
+    assert (row.run.schedule, row.run.shard, row.is_ok, row.run.shape.tied) == ("none", "none", True, False)
+    assert read_rows(changed(tmp_path, pp="2", devices="64", schedule=""))[0].run.schedule == "1f1b"
+
+
+def test_a_row_may_tell_only_that_it_ran(tmp_path):
+    row = read_rows(changed(tmp_path, step_time_s=""))[0]
+    assert row.is_ok
+    assert row.step_time_s is None
+    assert row.memory_bytes is None

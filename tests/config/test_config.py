@@ -1,0 +1,379 @@
+"""The configuration: documented, sound by default, and judged as a whole."""
+
+import ast
+import inspect
+import math
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from pipeloom.config import RunConfig, run, sections, to_dict
+from pipeloom.workload import layout as layout_module
+
+SECTIONS = get_type_hints(RunConfig)
+
+
+def class_trees():
+    for module in (sections, run, layout_module):
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.ClassDef) and is_dataclass(getattr(module, node.name)):
+                yield getattr(module, node.name), node
+
+
+def changed(**values):
+    """A configuration with some values changed, given as ``section__key``."""
+    config = RunConfig()
+    for name, value in values.items():
+        section, key = name.split("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
+    return config
+
+
+def test_every_setting_has_its_documentation_below_it():
+    undocumented = []
+    for config_class, tree in class_trees():
+        assert ast.get_docstring(tree), config_class
+        for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+            if not isinstance(node, ast.AnnAssign):
+                continue
+            is_section = is_dataclass(get_type_hints(config_class)[node.target.id])  # its class has the documentation
+            is_text = (
+                isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+                and following.value.value.endswith(".")
+            )
+            if not is_text and not is_section:
+                undocumented.append(f"{config_class.__name__}.{node.target.id}")
+    assert undocumented == []
+
+
+def test_every_annotated_name_is_a_field_and_every_class_attribute_is_annotated():
+    number = 0
+    for config_class, tree in class_trees():
+        annotated = [node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)]
+        assert annotated == [item.name for item in fields(config_class)]
+        assert not [node for node in tree.body if isinstance(node, ast.Assign)]
+        number += len(annotated)
+    assert number > 40
+
+
+def test_none_has_a_stated_meaning_wherever_it_is_allowed():
+    for config_class, tree in class_trees():
+        hints = get_type_hints(config_class)
+        for node, following in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(node, ast.AnnAssign) and type(None) in getattr(hints[node.target.id], "__args__", ()):
+                assert "None" in following.value.value, f"{config_class.__name__}.{node.target.id}"
+
+
+def test_the_default_run_has_no_problems():
+    assert RunConfig().problems() == []
+
+
+def test_sections_are_frozen_and_take_keywords_only():
+    config = RunConfig()
+    with pytest.raises(AttributeError):
+        config.layout.pp = 2
+    with pytest.raises(TypeError):
+        SECTIONS["layout"](2)
+
+
+def test_the_layout_multiplies_its_axes():
+    layout = changed(layout__pp=3, layout__loops=2, layout__num_microbatches=5, layout__microbatch_size=7).layout
+    assert (layout.num_stages, layout.num_ranks, layout.batch_size) == (6, 3, 35)
+
+
+TOO_SMALL = {
+    "model__num_layers": 0,
+    "model__hidden_size": 0,
+    "model__num_heads": 0,
+    "model__num_kv_heads": 0,
+    "model__ffn_size": 0,
+    "model__vocab_size": 1,
+    "data__bpe_vocab_size": 256,
+    "data__seq_len": 0,
+    "layout__microbatch_size": 0,
+    "schedule__receive_buffers": 0,
+    "optimizer__lr": 0.0,
+    "optimizer__eps": 0.0,
+    "model__norm_eps": 0.0,
+    "model__rope_theta": -0.0,
+    "optimizer__lr_warmup_steps": -1,
+    "optimizer__weight_decay": -0.1,
+    "optimizer__clip_grad_norm": 0.0,
+    "training__steps": 0,
+    "training__threads": 0,
+    "training__validation_batches": -1,
+    "training__sample_tokens": -1,
+    "training__stall_timeout_s": 0.5,
+    "output__trace_step": 0,
+    "training__run_ahead": 0,
+    "checkpoint__every": 0,
+    "checkpoint__keep": 0,
+    "layout__tp": 0,
+    "layout__dp": 0,
+    "layout__replicate": 0,
+    "schedule__residency": 0,
+    "schedule__prefetch": -1,
+    "schedule__gradient_buffers": 0,
+    "data__validation_fraction": 0.0,
+    "optimizer__lr_min_fraction": -0.1,
+}
+SMALLEST = {
+    "training__stall_timeout_s": 1.0,
+    "optimizer__weight_decay": 0.0,
+    "optimizer__lr_min_fraction": 0.0,
+}
+TOO_LARGE = {
+    "data__validation_fraction": 1.1,
+    "optimizer__lr_min_fraction": 1.5,
+    "optimizer__lr": math.inf,
+    "optimizer__clip_grad_norm": math.nan,
+    "training__stall_timeout_s": math.inf,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*TOO_SMALL.items(), *TOO_LARGE.items()])
+def test_a_value_out_of_range_is_named_with_what_was_found(name, value):
+    dotted = name.replace("__", ".")
+    problems = changed(**{name: value}).problems()
+    assert [p for p in problems if p.startswith(f"{dotted} must ") and p.endswith(f"found {value}")]
+
+
+def test_an_infinite_value_is_refused_as_such():
+    (problem,) = changed(optimizer__lr=math.inf).problems()
+    assert problem == "optimizer.lr must be above 0 and finite, found inf"
+    (problem,) = changed(training__stall_timeout_s=math.inf).problems()
+    assert problem == "training.stall_timeout_s must be at least 1 and finite, found inf"
+
+
+@pytest.mark.parametrize("name", TOO_SMALL)
+def test_the_smallest_allowed_value_is_allowed(name):
+    whole = isinstance(TOO_SMALL[name], int)
+    least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
+    sharded = {"layout__shard": "full"} if name.startswith(("layout__replicate", "schedule__")) else {}
+    mine = [
+        p for p in changed(**{name: least}, **sharded).problems(trains=False) if p.startswith(name.replace("__", "."))
+    ]
+    assert mine in ([], ["model.num_heads must divide model.hidden_size, found 6 and 1"])
+
+
+MODEL = {
+    "heads that do not divide the width": (
+        {"model__num_heads": 5},
+        "model.num_heads must divide model.hidden_size, found 5 and 192",
+    ),
+    "an odd head with rotary positions": (
+        {"model__hidden_size": 18, "model__num_heads": 6},
+        "llama's rotary positions need an even model.hidden_size / model.num_heads, found 18 / 6",
+    ),
+    "key heads that do not divide the heads": (
+        {"model__num_kv_heads": 4},
+        "model.num_kv_heads must divide model.num_heads, found 4 and 6",
+    ),
+    "a schedule that trains nothing": (
+        {"schedule__family": "forward-only"},
+        "schedule.family forward-only trains nothing; use breadth-first",
+    ),
+    "an unknown schedule": ({"schedule__family": "hybrd"}, "did you mean 'hybrid'?"),
+    "an unknown placement": ({"schedule__placement": "u"}, "there is no placement 'u'"),
+    "no rank": ({"layout__pp": 0}, "pp must be at least 1, found 0"),
+    "no loop": ({"layout__loops": 0}, "loops must be at least 1, found 0"),
+    "no micro-batch": ({"layout__num_microbatches": 0}, "layout.num_microbatches must be at least 1, found 0"),
+    "a group size without groups": ({"schedule__group_size": 4}, "breadth-first takes no group size"),
+    "loops without a looped schedule": ({"schedule__family": "1f1b"}, "1f1b runs one stage on each rank"),
+    "more stages than pieces": ({"layout__loops": 3}, "4 pipeline ranks x 3 loops need 12 stages"),
+    "a partition of another length": (
+        {"layout__partition": (5, 5)},
+        "layout.partition must name 8 stages, found 2",
+    ),
+    "an empty stage": (
+        {"layout__partition": (0, 3, 2, 1, 1, 1, 1, 1)},
+        "layout.partition must give every stage at least one piece",
+    ),
+    "a partition of another sum": (
+        {"layout__partition": (1,) * 8},
+        "layout.partition must add up to 10 (embedding, layers, head), found 8",
+    ),
+    "text that is not there": (
+        {"data__path": Path("no-such-file")},
+        "data.path must be a text file or a folder, found nothing at no-such-file",
+    ),
+    "sizes from two places": (
+        {"model__preset": "gpt-1t", "model__file": Path("config.json")},
+        "model.preset and model.file both give the sizes; leave one out",
+    ),
+}
+AXES = {
+    "heads that tensor parallelism cannot share out": (
+        {"layout__tp": 4},
+        "layout.tp must divide model.num_heads, found 4 and 6",
+    ),
+    "key heads that it cannot share out": (
+        {"layout__tp": 3, "model__num_kv_heads": 2},
+        "layout.tp must divide model.num_kv_heads, found 3 and 2",
+    ),
+    "a sequence split over nobody": (
+        {"layout__sequence_parallel": True},
+        "layout.sequence_parallel splits over the ranks of layout.tp, found layout.tp 1",
+    ),
+    "a sequence that does not split": (
+        {"layout__sequence_parallel": True, "layout__tp": 3},
+        "layout.tp must divide data.seq_len, found 3 and 128",
+    ),
+    "copies of nothing": (
+        {"layout__replicate": 2, "layout__dp": 4},
+        "layout.replicate makes copies of what layout.shard shares out, found layout.shard none",
+    ),
+    "copies that do not come out even": (
+        {"layout__replicate": 3, "layout__dp": 4, "layout__shard": "full"},
+        "layout.replicate must divide layout.dp, found 3 and 4",
+    ),
+    "an order that leaves a rank out": (
+        {"layout__pipeline_order": (0, 1, 1, 2)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 1 2",
+    ),
+    "an order of too many ranks": (
+        {"layout__pipeline_order": (0, 1, 2, 3, 4)},
+        "layout.pipeline_order must name each pipeline rank 0..3 once, found 0 1 2 3 4",
+    ),
+    "room for nothing that moves": (
+        {"schedule__activation_budget": "3GB"},
+        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
+    ),
+    "no room to offload from": (
+        {"schedule__offload": True},
+        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
+    ),
+    "a balance of one": (
+        {"schedule__balance": True, "layout__pp": 1},
+        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    ),
+    "a residency of what always stays": (
+        {"schedule__residency": 2, "layout__shard": "optimizer"},
+        "schedule.residency has no effect with layout.shard optimizer; it takes full",
+    ),
+    "a prefetch of nothing": (
+        {"schedule__prefetch": 2},
+        "schedule.prefetch has no effect with layout.shard none; it takes optimizer or gradients or full",
+    ),
+    "partners on one rank": (
+        {"schedule__balance": True, "layout__pp": 1},
+        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    ),
+    "offloading what nobody says": (
+        {"schedule__offload": True},
+        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
+    ),
+    "a limit that nothing keeps": (
+        {"schedule__activation_budget": "2GB"},
+        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
+    ),
+    "a limit of nothing": (
+        {"schedule__activation_budget": "0", "schedule__balance": True},
+        "schedule.activation_budget: expected a size such as 64MiB or 1.5GB, found '0'",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", AXES)
+def test_axes_that_do_not_fit_together_are_named(title):
+    values, sentence = AXES[title]
+    assert changed(**values).problems(trains=False) == [sentence]
+
+
+def test_training_takes_a_sequence_that_tensor_parallelism_can_share_out():
+    config = changed(layout__tp=3, data__seq_len=128)
+    assert config.problems(trains=False) == []
+    (problem,) = config.problems()
+    assert problem.startswith("layout.tp must divide data.seq_len")
+    assert changed(layout__tp=2, layout__sequence_parallel=True).problems() == []
+
+
+def test_layers_that_recompute_are_named_one_by_one_or_all_at_once():
+    assert changed(layout__recompute_layers=("full",) * 8).problems() == []
+    both = changed(layout__recompute="full", layout__recompute_layers=("none", "full"))
+    assert both.problems() == [
+        "layout.recompute and layout.recompute_layers both say what is recomputed; leave one out",
+        "layout.recompute_layers must name 8 layers (model.num_layers), found 2",
+    ]
+
+
+def test_what_is_only_simulated_needs_no_text_here():
+    assert changed(data__path=Path("no-such-file")).problems(trains=False) == []
+
+
+def test_a_model_that_is_not_known_is_not_judged():
+    assert changed(layout__tp=4, model__num_layers=1).problems(trains=False, is_model_known=False) == []
+
+
+@pytest.mark.parametrize("title", MODEL)
+def test_settings_that_do_not_fit_together_are_named(title):
+    values, sentence = MODEL[title]
+    (problem,) = changed(**values).problems()
+    assert sentence in problem
+
+
+def test_a_partition_that_fits_is_no_problem():
+    assert changed(layout__partition=(2, 1, 1, 1, 1, 1, 1, 2)).problems() == []
+
+
+def test_an_odd_head_is_no_problem_without_rotary_positions():
+    assert changed(model__family="gpt2", model__hidden_size=18).problems() == []
+
+
+def test_problems_of_all_sections_are_reported_together():
+    config = changed(model__num_layers=0, data__seq_len=0, layout__pp=0, optimizer__lr=-1.0, training__steps=0)
+    assert len(config.problems()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("family", "width", "inner"), [("llama", 192, 512), ("llama", 64, 192), ("llama", 96, 256), ("gpt2", 192, 768)]
+)
+def test_derived_sizes_are_filled_in(family, width, inner):
+    model = changed(model__family=family, model__hidden_size=width).model.resolve(vocab_size=256)
+    assert (model.ffn_size, model.num_kv_heads, model.vocab_size) == (inner, 6, 256)
+
+
+def test_given_sizes_are_kept():
+    model = changed(model__ffn_size=100, model__num_kv_heads=2, model__vocab_size=300).model.resolve(vocab_size=256)
+    assert (model.ffn_size, model.num_kv_heads, model.vocab_size) == (100, 2, 300)
+
+
+def test_a_dictionary_of_the_configuration_has_plain_values_only():
+    tree = to_dict(changed(data__path=Path("text.txt")))
+    assert set(tree) == set(SECTIONS)
+    assert tree["data"]["path"] == "text.txt"
+    assert "cache" not in tree["data"]
+    assert {type(value) for section in tree.values() for value in section.values()} <= {str, int, float, tuple, bool}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"layout__token_slices": 0}, "layout.token_slices must lie between 1 and data.seq_len 128, found 0"),
+        ({"layout__token_slices": 129}, "layout.token_slices must lie between 1 and data.seq_len 128, found 129"),
+        ({"layout__token_slices": (64, 65)}, "layout.token_slices must add up to data.seq_len 128, found 129"),
+        ({"layout__token_slices": (128, 0)}, "layout.token_slices must name lengths of at least one token each"),
+        ({"layout__token_slices": (65, 63), "layout__tp": 2}, "layout.tp must divide each of layout.token_slices"),
+    ],
+)
+def test_slices_that_do_not_fit_the_sequences_are_refused(values, expected):
+    assert any(problem.startswith(expected) for problem in changed(**values).problems(trains=False))
+
+
+def test_slices_of_a_compiled_run_are_refused():
+    config = changed(layout__token_slices="auto", training__compile=True, training__compile_backend="aot_eager")
+    assert any("sequences of one length" in problem for problem in config.problems(trains=False))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tp", "lengths"),
+    [(None, 1, (128,)), (3, 1, (43, 43, 42)), (3, 4, (44, 44, 40)), ((100, 28), 1, (100, 28)), ("auto", 1, (128,))],
+)
+def test_lengths_of_slices(wanted, tp, lengths):
+    layout = changed(layout__token_slices=wanted, layout__tp=tp).layout
+    assert layout.slice_lengths(128) == lengths
+    assert layout.num_slices == len(lengths)

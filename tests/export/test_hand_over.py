@@ -1,0 +1,68 @@
+"""What all targets have in common: what is written, what is refused, what is left alone."""
+
+import pytest
+from launch_runs import CLUSTER, run_of
+
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.export import TARGETS, hand_over
+
+
+def names(folder):
+    return {file.name for file in folder.iterdir()}
+
+
+def test_without_targets_everything_that_can_express_the_run_is_written(tmp_path):
+    done = hand_over(run_of(), CLUSTER, tmp_path / "new" / "folder")
+    assert [written.target for written in done.written] == list(TARGETS)
+    assert done.refused == ()
+    assert names(done.folder) == {name for target in TARGETS.values() for name in target.files}
+    assert {file.name for written in done.written for file in written.files} == names(done.folder)
+
+
+def test_what_is_refused_is_not_left_from_an_earlier_call_and_the_rest_is(tmp_path):
+    hand_over(run_of(), CLUSTER, tmp_path)
+    done = hand_over(run_of(schedule={"placement": "v"}), CLUSTER, tmp_path, ["megatron"])
+    assert [refused.target for refused in done.refused] == ["megatron"]
+    assert "megatron.sh" not in names(tmp_path)
+    assert "torchtitan.sh" in names(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["torch", "torchtitan", "megatron"])
+def test_other_programs_do_not_cut_sequences(tmp_path, target):
+    done = hand_over(run_of(layout={"token_slices": 2}), CLUSTER, tmp_path, [target])
+    assert [len(refused.reasons) for refused in done.refused] == [1]
+    assert done.refused[0].reasons[0].startswith("layout.token_slices 2: ")
+
+
+def test_files_of_others_are_neither_replaced_nor_removed(tmp_path):
+    for name in ("torchrun.toml", "megatron.sh"):
+        (tmp_path / name).write_text("mine\n")
+    with pytest.raises(UserError, match=r"files that are not of an earlier call: megatron.sh, torchrun.toml"):
+        hand_over(run_of(schedule={"placement": "v"}), CLUSTER, tmp_path)
+    assert (tmp_path / "torchrun.toml").read_text() == (tmp_path / "megatron.sh").read_text() == "mine\n"
+    assert names(tmp_path) == {"torchrun.toml", "megatron.sh"}
+
+
+def test_a_wrong_run_is_refused_with_all_its_problems(tmp_path):
+    wrong = run_of(model={"num_heads": 5}, optimizer={"lr": -1.0})
+    with pytest.raises(ConfigError) as caught:
+        hand_over(wrong, CLUSTER, tmp_path / "none")
+    assert len(caught.value.problems) >= 2
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("time_limit", ["", "soon", "1:2", "24:00:00:00"])
+def test_a_time_limit_that_is_no_time_is_refused(tmp_path, time_limit):
+    with pytest.raises(UserError, match="as sbatch takes it"):
+        hand_over(run_of(), CLUSTER, tmp_path, time_limit=time_limit)
+
+
+def test_an_unknown_target_is_refused_with_those_that_are_known(tmp_path):
+    with pytest.raises(UserError, match="there is no target deepspeed; known: torchrun, slurm"):
+        hand_over(run_of(), CLUSTER, tmp_path, ["torch", "deepspeed"])
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write to"):
+        hand_over(run_of(), CLUSTER, tmp_path / "file" / "folder")

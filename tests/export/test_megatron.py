@@ -1,0 +1,232 @@
+"""Megatron-LM: flags where it can express the run, and every reason where it cannot."""
+
+import pytest
+from launch_runs import command_of, reasons_of, run_of, values_of, written_for
+
+from pipeloom.export.megatron import layer_layout
+from pipeloom.export.megatron_order import is_megatrons
+from pipeloom.families import make_schedule
+
+
+def command(folder, **sections):
+    (script,) = written_for("megatron", folder, **sections).files
+    return command_of(script, MEGATRON="/megatron", DATA="mock")
+
+
+def value(found, name):
+    (one,) = values_of(found, f"--{name}")
+    return one
+
+
+def test_a_llama_with_its_layout_batch_and_partition(tmp_path):
+    found = command(tmp_path, layout={"microbatch_size": 2, "dp": 2}, training={"dtype": "bfloat16"})
+    assert found[found.index("--master-port") + 2] == "/megatron/pretrain_gpt.py"
+    for name, expected in {
+        "num-layers": "10",
+        "hidden-size": "64",
+        "ffn-hidden-size": "192",
+        "num-attention-heads": "4",
+        "num-query-groups": "2",
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "rotary-base": "10000",
+        "seq-length": "128",
+        "max-position-embeddings": "128",
+        "vocab-size": "511",
+        "tokenizer-type": "NullTokenizer",
+        "tensor-model-parallel-size": "1",
+        "pipeline-model-parallel-size": "4",
+        "pipeline-model-parallel-layout": "Et|t|t|t*2|t*2|t|t|tL",
+        "microbatch-group-size-per-virtual-pipeline-stage": "4",
+        "micro-batch-size": "2",
+        "global-batch-size": "32",
+        "train-iters": "200",
+    }.items():
+        assert value(found, name) == expected
+    switches = {"--swiglu", "--group-query-attention", "--untie-embeddings-and-output-weights", "--disable-bias-linear"}
+    assert {*switches, "--bf16", "--accumulate-allreduce-grads-in-fp32", "--overlap-grad-reduce"} <= set(found)
+    assert not {"--use-distributed-optimizer", "--num-virtual-stages-per-pipeline-rank"} & set(found)
+
+
+def test_a_gpt2_and_stages_of_equal_layers(tmp_path):
+    model = {"family": "gpt2", "num_layers": 8, "num_kv_heads": 4, "tied": True}
+    layout = {"partition": [2, 1, 1, 1, 1, 1, 1, 2], "tp": 2, "sequence_parallel": True}
+    found = command(tmp_path, model=model, layout=layout)
+    assert value(found, "num-virtual-stages-per-pipeline-rank") == "2"
+    assert value(found, "normalization") == "LayerNorm"
+    assert value(found, "position-embedding-type") == "learned_absolute"
+    assert "--sequence-parallel" in found
+    for flag in ("pipeline-model-parallel-layout", "swiglu", "group-query-attention", "bf16", "disable-bias-linear"):
+        assert f"--{flag}" not in found
+    assert "--untie-embeddings-and-output-weights" not in found
+
+
+def test_other_data_and_more_flags_go_over(tmp_path):
+    (script,) = written_for("megatron", tmp_path).files
+    found = command_of(script, MEGATRON="/megatron", DATA="--data-path 0.5 a 0.5 b", RUN="/run")
+    assert values_of(found, "--data-path") == ["0.5", "a", "0.5", "b"]
+    assert "--mock-data" not in found
+    assert values_of(found, "--load") == values_of(found, "--save") == ["/run"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [((0, 2, 12, 0), "E|t*2|t*12|L"), ((1, 1), "Et|tL"), ((1, 0, 3), "Et||t*3L")]
+)
+def test_a_layout_of_layers(layers, expected):
+    assert layer_layout(layers) == expected
+
+
+@pytest.mark.parametrize("group_size", [4, 5, 8])
+@pytest.mark.parametrize("family", ["hybrid", "depth-first"])
+def test_the_group_size_is_a_flag_where_the_order_is_the_same(tmp_path, family, group_size):
+    layout, schedule = {"num_microbatches": 2 * group_size}, {"family": family}
+    if family == "hybrid":
+        schedule["group_size"] = group_size
+    elif group_size % 4:
+        return
+    found = command(tmp_path, layout=layout, schedule=schedule)
+    expected = group_size if family == "hybrid" else 4
+    assert value(found, "microbatch-group-size-per-virtual-pipeline-stage") == str(expected)
+
+
+def test_breadth_first_is_handed_over_with_what_is_different(tmp_path):
+    written = written_for("megatron", tmp_path, schedule={"family": "breadth-first"})
+    found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
+    assert value(found, "microbatch-group-size-per-virtual-pipeline-stage") == "8"
+    (sentence,) = written.differs
+    assert "forwards are those of breadth-first" in sentence
+    assert "hybrid and group_size 8" in sentence
+    assert "Differs from what pipeloom does:" in written.files[0].read_text()
+    same = run_of(schedule={"family": "hybrid", "group_size": 8}).choice().make()
+    assert is_megatrons(same.rows, 2, 8, 8)
+    assert written_for("megatron", tmp_path, schedule={"family": "hybrid", "group_size": 8}).differs == ()
+
+
+def test_1f1b_is_without_loops(tmp_path):
+    found = command(tmp_path, layout={"loops": 1}, schedule={"family": "1f1b"})
+    for flag in ("microbatch-group-size-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"):
+        assert f"--{flag}" not in found
+
+
+@pytest.mark.parametrize(("pp", "loops", "count", "size"), [(2, 2, 6, 3), (3, 2, 9, 3), (4, 3, 8, 8), (2, 4, 6, 2)])
+def test_a_hybrid_of_whole_groups_is_megatrons_order_and_one_action_elsewhere_is_not(pp, loops, count, size):
+    rows = make_schedule("hybrid", pp=pp, loops=loops, num_microbatches=count, group_size=size).rows
+    assert is_megatrons(rows, loops, count, size)
+    swapped = [list(row) for row in rows]
+    swapped[0][0], swapped[0][1] = swapped[0][1], swapped[0][0]
+    assert not is_megatrons(swapped, loops, count, size)
+
+
+def test_sharding_of_the_optimizer_and_hybrid_sharding(tmp_path):
+    layout = {"dp": 4, "shard": "optimizer"}
+    plain = command(tmp_path, layout=layout)
+    assert {"--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"} <= set(plain)
+    assert values_of(plain, "--num-distributed-optimizer-instances") is None
+    hybrid = command(tmp_path, layout={**layout, "replicate": 2})
+    assert value(hybrid, "num-distributed-optimizer-instances") == "2"
+
+
+@pytest.mark.parametrize(("shard", "strategy"), [("gradients", "optim_grads"), ("full", "optim_grads_params")])
+def test_more_sharding_takes_fsdp_and_no_pipeline(tmp_path, shard, strategy):
+    layout = {"pp": 1, "loops": 1, "dp": 4, "shard": shard}
+    written = written_for("megatron", tmp_path, layout=layout)
+    found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
+    assert value(found, "data-parallel-sharding-strategy") == strategy
+    assert {"--use-megatron-fsdp", "--no-gradient-accumulation-fusion"} <= set(found)
+    assert "connections=0" in written.files[0].read_text()
+    assert any("for each micro-batch" in sentence for sentence in written.differs)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ({"recompute": "none"}, None),
+        ({"recompute": "selective"}, ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]),
+        ({"recompute": "full"}, ["full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]),
+        (
+            {"recompute_layers": ["full", "none", "full", "none", "full"], "partition": [3, 4]},
+            None,
+        ),
+        (
+            {"recompute_layers": ["full", "none", "full", "none", "none"], "partition": [3, 4]},
+            ["full", "--recompute-method", "block", "--recompute-num-layers", "1"],
+        ),
+    ],
+)
+def test_recomputation(tmp_path, layout, expected):
+    sections = {"model": {"num_layers": 5}, "schedule": {"family": "1f1b"}}
+    sections["layout"] = {"pp": 2, "loops": 1, "partition": [4, 3], **layout}
+    if "recompute_layers" in layout and expected is None:
+        (reason,) = reasons_of("megatron", tmp_path, **sections)
+        assert reason.startswith("layout.recompute_layers")
+        return
+    found = command(tmp_path, **sections)
+    if expected is None:
+        assert "--recompute-granularity" not in found
+    else:
+        assert " ".join(expected) in " ".join(found)
+
+
+def test_what_has_no_counterpart_is_named(tmp_path):
+    training = {"compile": True, "compile_backend": "aot_eager"}
+    written = written_for(
+        "megatron",
+        tmp_path,
+        training=training,
+    )
+    said = "\n".join((*written.left_out, *written.differs))
+    for words in (
+        "training.compile",
+        "receive_buffers",
+        "machine.attention",
+        "training.seed",
+    ):
+        assert words in said
+
+
+REFUSED = {
+    "gpipe": ({"layout": {"loops": 1}, "schedule": {"family": "gpipe"}}, "schedule.family gpipe with layout.loops 1"),
+    "long warm-up": ({"layout": {"loops": 1}}, "schedule.family depth-first with layout.loops 1"),
+    "v": ({"schedule": {"placement": "v"}}, "schedule.placement v"),
+    "linear": ({"schedule": {"placement": "linear"}}, "schedule.placement linear"),
+    "rest": ({"layout": {"num_microbatches": 10}}, "layout.num_microbatches 10 in groups of 4 leaves 2"),
+    "spread": (
+        {"layout": {"num_microbatches": 14}, "schedule": {"family": "hybrid", "group_size": 5}},
+        "schedule.family hybrid: layout.num_microbatches 14 is no multiple of its groups of 5",
+    ),
+    "few": ({"layout": {"num_microbatches": 3}}, "layout.num_microbatches 3 is below layout.pp 4"),
+    "gradients": ({"layout": {"dp": 2, "shard": "gradients"}}, "layout.shard gradients with layout.pp 4"),
+    "full": ({"layout": {"dp": 2, "shard": "full"}}, "layout.shard full with layout.pp 4"),
+    "hybrid full": (
+        {"layout": {"pp": 1, "loops": 1, "dp": 4, "shard": "full", "replicate": 2}},
+        "layout.replicate 2 with layout.shard full",
+    ),
+    "accumulation": ({"layout": {"pp": 1}, "schedule": {"family": "breadth-first"}}, "layout.pp 1 with"),
+    "mixture": ({"layout": {"recompute_layers": ["none"] * 9 + ["full"]}}, "layout.recompute_layers"),
+    "selective mixture": (
+        {"layout": {"recompute_layers": ["selective"] * 5 + ["full"] * 5}},
+        "layout.recompute_layers",
+    ),
+    "float64": ({"training": {"dtype": "float64"}}, "training.dtype float64"),
+    "theta": ({"model": {"rope_theta": 10000.5}}, "model.rope_theta 10000.5"),
+    "warm-up": ({"training": {"steps": 10}}, "optimizer.lr_warmup_steps 10"),
+    "nodes": ({"layout": {"pp": 3, "dp": 2, "num_microbatches": 6}}, "6 processes do not fill"),
+    "head": (
+        {"layout": {"pp": 4}, "model": {"vocab_size": 8192}, "machine": {"software": "nanotron"}},
+        "machine.software nanotron puts the head into stage 3, and leaves stage 7 empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_megatron_cannot_express_is_refused(tmp_path, name):
+    sections, words = REFUSED[name]
+    (reason,) = reasons_of("megatron", tmp_path, **sections)
+    assert reason.startswith(words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_reasons_come_at_once(tmp_path):
+    layout = {"dp": 2, "shard": "full", "num_microbatches": 10, "recompute_layers": ["selective"] * 5 + ["full"] * 5}
+    found = reasons_of("megatron", tmp_path, layout=layout, schedule={"placement": "v"}, training={"dtype": "float64"})
+    assert len(found) == 5

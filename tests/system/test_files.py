@@ -1,0 +1,99 @@
+"""Files that people hand in."""
+
+import os
+import re
+import threading
+
+import pytest
+
+from pipeloom.errors import UserError
+from pipeloom.system.files import parse_json, parse_toml, read_text
+
+
+def test_text_is_read_without_its_byte_order_mark(tmp_path):
+    file = tmp_path / "text"
+    file.write_bytes(b"\xef\xbb\xbfone \xc3\xa9\n")
+    assert read_text(file) == "one é\n"
+
+
+def test_a_file_of_exactly_the_limit_is_read_and_one_byte_more_is_refused(tmp_path):
+    file = tmp_path / "text"
+    file.write_text("x" * 100)
+    assert len(read_text(file, most_bytes=100)) == 100
+    with pytest.raises(UserError, match="expected at most 99 bytes, found more"):
+        read_text(file, most_bytes=99)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nothing", "No such file or directory"), ("", "Is a directory"), ("x" * 300, "File name too long"),
+     ("zero\0byte", "null byte")],
+)  # fmt: skip
+def test_what_cannot_be_read_is_named_with_the_reason(tmp_path, name, reason):
+    with pytest.raises(UserError, match=f"cannot read the table {re.escape(str(tmp_path / name))}: .*{reason}"):
+        read_text(tmp_path / name, "the table")
+
+
+def test_a_device_without_an_end_is_too_large():
+    with pytest.raises(UserError, match="expected at most 1,000 bytes"):
+        read_text("/dev/zero", most_bytes=1000)
+
+
+def test_bytes_that_are_no_text_are_named_with_their_place(tmp_path):
+    (tmp_path / "text").write_bytes(b"good\xffbad")
+    with pytest.raises(UserError, match="expected text in UTF-8, found 0xff at byte 4"):
+        read_text(tmp_path / "text")
+
+
+def test_a_pipe_is_read_to_its_end_and_one_without_a_writer_is_empty(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert read_text(tmp_path / "pipe") == ""
+    descriptor = os.open(tmp_path / "pipe", os.O_RDWR)
+    os.write(descriptor, b"first ")
+    answers = []
+    reader = threading.Thread(target=lambda: answers.append(read_text(tmp_path / "pipe")), daemon=True)
+    reader.start()
+    os.write(descriptor, b"second")
+    while not reader.is_alive() and not answers:
+        pass
+    threading.Timer(0.2, os.close, [descriptor]).start()
+    reader.join(timeout=10)
+    assert answers == ["first second"]
+
+
+DEEP = 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a = " + "[" * DEEP, "nested deeper than 64 levels"),
+        ("a = " + "{b=" * 70 + "1" + "}" * 70, "nested deeper than 64 levels"),
+        (".".join("a" * 200) + " = 1", "nested deeper than 64 levels"),
+        ("a = " + "9" * 5000, "digits"),
+        ("a = ", "Invalid value"),
+    ],
+)
+def test_what_is_no_toml_is_refused_with_the_reason(text, reason):
+    with pytest.raises(UserError, match=f"a file is not TOML: .*{reason}"):
+        parse_toml(text, "a file")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * DEEP, "nested deeper than 64 levels"),
+        ('{"a":' * 70 + "1" + "}" * 70, "nested deeper than 64 levels"),
+        ("9" * 5000, "digits"),
+        ("", "Expecting value"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_the_reason(text, reason):
+    with pytest.raises(UserError, match=f"it is not JSON: .*{reason}"):
+        parse_json(text)
+
+
+def test_what_is_nested_as_people_do_it_is_read():
+    assert parse_toml("a.b.c = [[1], {d = 2}]", "a file") == {"a": {"b": {"c": [[1], {"d": 2}]}}}
+    assert parse_json('{"a": [[1], {"b": null}]}') == {"a": [[1], {"b": None}]}
+    assert parse_json("5") == 5

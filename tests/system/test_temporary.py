@@ -1,0 +1,67 @@
+"""Temporary folders of killed runs."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pipeloom.system import temporary
+from pipeloom.system.folder_lock import LOCK
+from pipeloom.system.temporary import temporary_folder
+
+HOLD = """
+import time
+from pipeloom.system.temporary import temporary_folder
+with temporary_folder() as folder:
+    (folder / "rendezvous").write_text("mine")
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def start(place):
+    environment = {**os.environ, "TMPDIR": str(place)}
+    process = subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True, env=environment)
+    folder = Path(process.stdout.readline().strip())
+    assert (folder / "rendezvous").is_file()
+    return process, folder
+
+
+def end(process):
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_the_next_run_removes_the_folders_of_dead_runs_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, left = start(tmp_path)
+    living, used = start(tmp_path)
+    for name in ("pipeloom-of-an-older-version", "something-else"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pipeloom-file").touch()
+    (tmp_path / "something-else" / LOCK).write_text('{"pid": 1, "host": "h", "since": "s", "started": ""}')
+    end(dead)
+    try:
+        with temporary_folder() as folder:
+            names = {path.name for path in tmp_path.iterdir()}
+        expected = {"pipeloom-of-an-older-version", "something-else", "pipeloom-file"}
+        assert names == {folder.name, used.name, *expected}
+        assert not left.exists()
+        assert (used / "rendezvous").is_file()
+    finally:
+        end(living)
+    assert not folder.exists()
+
+
+def test_another_users_folder_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, left = start(tmp_path)
+    end(dead)
+    with monkeypatch.context() as patched:
+        patched.setattr(temporary.os, "getuid", lambda: left.stat().st_uid + 1)
+        with temporary_folder():
+            assert left.is_dir()
+    with temporary_folder():
+        assert not left.exists()

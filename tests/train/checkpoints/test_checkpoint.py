@@ -1,0 +1,303 @@
+"""Checkpoints over processes: written under any layout, a run goes on under any other."""
+
+import json
+import shutil
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import permutations, product
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # imported once here, not once in every process
+from small_run import small_run
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, TOKENIZER, find_checkpoint, read_info
+from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.data.text import TokenWindows, load_data
+from pipeloom.errors import RunError, UserError, WorkerError
+from pipeloom.execute.workers import run_workers
+from pipeloom.execute.world import join_forked
+from pipeloom.runs.run_folder import RunFolder
+from pipeloom.train.checkpoints import checkpoint as checkpoint_module
+from pipeloom.train.checkpoints.checkpoint import Checkpoints, expected_shapes
+from pipeloom.train.session import load_text, resolve
+from pipeloom.train.trainer import Trainer
+from pipeloom.workload.layout import Layout
+
+LAYOUTS = {
+    "one rank": Layout(pp=1, loops=1, num_microbatches=4, microbatch_size=1),
+    "loops": Layout(pp=2, loops=2, num_microbatches=2, microbatch_size=2, partition=(1, 2, 2, 1)),
+    "full": Layout(pp=1, loops=3, dp=2, shard="full", num_microbatches=2, microbatch_size=1),
+    "linear": Layout(pp=4, loops=1, num_microbatches=4, microbatch_size=1),
+    "tensor, no sharding": Layout(pp=1, loops=2, tp=2, dp=2, num_microbatches=2, microbatch_size=1),
+    "tensor, full": Layout(
+        pp=1, loops=3, tp=2, sequence_parallel=True, dp=2, shard="full", num_microbatches=2, microbatch_size=1
+    ),
+    "gradients": Layout(pp=2, loops=1, dp=2, shard="gradients", num_microbatches=1, microbatch_size=2),
+    "hybrid": Layout(pp=1, loops=2, dp=4, replicate=2, shard="optimizer", num_microbatches=1, microbatch_size=1),
+}
+PLACEMENTS = {"loops": "v", "linear": "linear"}
+STEPS = 4
+SAVED = 2
+
+
+def config_of(folder, name, **checkpoint):
+    """A run of four steps under a layout; matrices of odd sizes, so that shards cut rows."""
+    return small_run(
+        folder,
+        model=ModelConfig(family="gpt2", num_layers=4, hidden_size=10, num_heads=2, ffn_size=14),
+        layout=LAYOUTS[name],
+        schedule=ScheduleConfig(placement=PLACEMENTS.get(name, "looped")),
+        optimizer=OptimizerConfig(lr=0.02, lr_warmup_steps=1, clip_grad_norm=0.5),
+        training=TrainingConfig(steps=STEPS, validation_batches=0, sample_tokens=0, predict=False, dtype="float64"),
+        checkpoint=CheckpointConfig(final="none", **checkpoint),
+    )
+
+
+def train(jobs, rendezvous, rank, size):
+    """Run one trainer after the other in the same processes; what they did is in their folders."""
+    world = join_forked(rendezvous, rank, size, "cpu", 60)
+    for folder, config in jobs:
+        data = load_data(config.data, config.training.seed)
+        Trainer(resolve(config, data), world, data, RunFolder(folder)).run()
+    world.leave()
+
+
+def train_all(jobs: dict[Path, RunConfig]):
+    """Run all of them, those with the same number of ranks in the same processes."""
+    load_data(next(iter(jobs.values())).data, 0)
+    for size in (1, 2, 4):
+        mine = [(folder, config) for folder, config in jobs.items() if config.layout.num_ranks == size]
+        for folder, _ in mine:
+            folder.mkdir(parents=True, exist_ok=True)
+        if mine:
+            run_workers(partial(train, mine), size)
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+
+
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_under_every_layout_from_every_other_one(tmp_path):
+    saved = {name: tmp_path / name for name in LAYOUTS}
+    train_all({folder: config_of(tmp_path, name, every=SAVED) for name, folder in saved.items()})
+    expected = losses(saved["one rank"])
+    for folder in saved.values():
+        assert losses(folder) == pytest.approx(expected, rel=1e-11)
+
+    pairs = {(old, new): tmp_path / f"{old} -> {new}" for old in LAYOUTS for new in LAYOUTS if old != new}
+    resume = {name: folder / FOLDER / f"step-{SAVED:06}" for name, folder in saved.items()}
+    train_all({folder: config_of(tmp_path, new, resume=resume[old]) for (old, new), folder in pairs.items()})
+    assert len(pairs) == len(LAYOUTS) * (len(LAYOUTS) - 1)
+    for folder in pairs.values():
+        found = losses(folder)
+        assert list(found) == [3, 4]
+        assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-11)
+
+
+def test_a_tied_matrix_is_one_tensor_wherever_the_head_is(tmp_path):
+    runs = {}
+    for name in ("one rank", "linear", "tensor, full"):
+        config = config_of(tmp_path, name, every=SAVED)
+        runs[tmp_path / name] = replace(config, model=replace(config.model, tied=True))
+    train_all(runs)
+    jobs = {}
+    for old, new in permutations(runs, 2):
+        checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
+        jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(runs[new], checkpoint=checkpoint)
+        keys = FileSystemReader(checkpoint.resume).read_metadata().state_dict_metadata
+        assert "model.embedding.tokens.weight" in keys
+        assert not any("head.output" in key for key in keys)
+    train_all(jobs)
+    expected = losses(tmp_path / "one rank")
+    for folder in jobs:
+        assert losses(folder) == pytest.approx({step: expected[step] for step in (3, 4)}, rel=1e-11)
+
+
+def test_narrow_weights_go_on_from_the_wide_ones(tmp_path):
+    narrow = {}
+    for name in ("one rank", "full"):
+        config = config_of(tmp_path, name, every=SAVED)
+        narrow[tmp_path / name] = replace(config, training=replace(config.training, dtype="bfloat16"))
+    train_all(narrow)
+    jobs = {}
+    for old, new in product(narrow, repeat=2):
+        checkpoint = CheckpointConfig(final="none", resume=old / FOLDER / f"step-{SAVED:06}")
+        jobs[tmp_path / f"{old.name} -> {new.name}"] = replace(narrow[new], checkpoint=checkpoint)
+        metadata = FileSystemReader(checkpoint.resume).read_metadata()
+        assert {one.properties.dtype for one in metadata.state_dict_metadata.values()} == {torch.float32}
+    train_all(jobs)
+    for old, new in product(narrow, repeat=2):
+        found, expected = losses(tmp_path / f"{old.name} -> {new.name}"), losses(new)
+        exact = 0 if old == new else 2e-3  # other orders of narrow sums before the checkpoint
+        assert found == pytest.approx({step: expected[step] for step in (3, 4)}, rel=exact, abs=0)
+
+
+def elements_written(checkpoint):
+    """How many elements each rank wrote."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    found = Counter()
+    for key, tensor in metadata.state_dict_metadata.items():
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            found[int(place.relative_path.split("_")[2])] += prod(chunk.sizes)
+    return found
+
+
+@pytest.mark.parametrize(("name", "alike"), [("tensor, no sharding", [(0, 2)]), ("hybrid", [(0, 2), (1, 3)])])
+def test_ranks_that_hold_the_same_share_the_writing_out(tmp_path, name, alike):
+    config = config_of(tmp_path, name, every=STEPS)
+    train_all({tmp_path / "run": config})
+    found = elements_written(find_checkpoint(tmp_path / "run"))
+    for one, other in alike:
+        assert found[one] == pytest.approx(found[other], abs=3 * config.layout.loops)  # weights and two moments
+    shapes = expected_shapes(resolve(config, load_data(config.data, 0)))
+    assert sum(found.values()) == sum(map(prod, shapes.values()))
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=1, keep=2)})
+    assert sorted(file.name for file in (tmp_path / "run" / FOLDER).iterdir()) == ["step-000003", "step-000004"]
+
+
+def test_a_run_goes_on_with_another_batch_size_behind_the_text_that_was_read(tmp_path, monkeypatch):
+    train_all({tmp_path / "run": config_of(tmp_path, "one rank", every=2)})
+    config = config_of(tmp_path, "one rank", every=1, resume=tmp_path / "run" / FOLDER / "step-000002")
+    wider = replace(config, layout=replace(config.layout, num_microbatches=6))
+    honest = TokenWindows._row
+
+    def noted(self, number):
+        with (tmp_path / "read").open("a") as notes:
+            notes.write(f"{number} ")
+        return honest(self, number)
+
+    monkeypatch.setattr(TokenWindows, "_row", noted)
+    train_all({tmp_path / "wider": wider})
+    info = read_info(find_checkpoint(tmp_path / "wider"))
+    assert (info.step, info.sequences, info.tokens) == (4, 2 * 4 + 2 * 6, (2 * 4 + 2 * 6) * 8)
+    assert [int(number) for number in (tmp_path / "read").read_text().split()] == list(range(2 * 4, 2 * 4 + 2 * 6))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_every_rank(tmp_path):
+    train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    config = config_of(tmp_path, "full", resume=find_checkpoint(tmp_path / "run"))
+    wider = replace(config, model=replace(config.model, ffn_size=16, num_layers=5))
+    with pytest.raises(UserError) as refused:
+        train_all({tmp_path / "other": wider})
+    words = str(refused.value)
+    assert "it lacks model.layers.4.attention.key.bias" in words
+    assert "model.layers.0.feed_forward.down.weight [10, 14] instead of [10, 16]" in words
+    assert "Traceback" not in words
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(tmp_path_factory):
+    """A folder with a run of two ranks that wrote a checkpoint."""
+    folder = tmp_path_factory.mktemp("damaged")
+    train_all({folder / "run": config_of(folder, "loops", every=2)})
+    return folder
+
+
+def flip(file, place):
+    """Change one bit of a file."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 0x40
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["full", "one rank"])
+def test_damage_is_refused_by_all_ranks_before_anything_is_used(saved_by_two, tmp_path, name):
+    path = tmp_path / "copy"
+    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    flip(path / "__0_0.distcp", 5000)
+    (path / "__1_0.distcp").unlink()
+    with pytest.raises(
+        UserError, match=r"the checkpoint .*copy is damaged; use another one:\n.*__1_0.distcp is missing"
+    ):
+        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
+    shutil.copy(find_checkpoint(saved_by_two / "run") / "__1_0.distcp", path)
+    flip(path / ".metadata", 300)
+    with pytest.raises(UserError) as refused:
+        train_all({tmp_path / "other": config_of(saved_by_two, name, resume=path)})
+    assert str(refused.value).splitlines()[1:] == [
+        f"  - {path / file} has changed since it was written: its SHA-256 is another"
+        for file in (".metadata", "__0_0.distcp")
+    ]
+
+
+def test_a_checkpoint_has_the_tokenizer_of_its_text_and_refuses_another(tmp_path):
+    pytest.importorskip("tokenizers")
+    config = config_of(tmp_path, "one rank", every=2)
+    config = replace(config, data=replace(config.data, tokenizer="bpe", bpe_vocab_size=280))
+    train_all({tmp_path / "run": config})
+    first = tmp_path / "run" / FOLDER / "step-000002"
+    text = (first / TOKENIZER).read_text()
+    assert text == (tmp_path / "run" / TOKENIZER).read_text() == load_data(config.data, 0).tokenizer.to_json()
+
+    resumed = replace(config, checkpoint=replace(config.checkpoint, resume=first))
+    (tmp_path / "text.txt").write_text("other letters: zyx wvu tsr qpo nml\n" * 900)
+    with pytest.raises(UserError, match="has another tokenizer than this run, so its model reads other tokens"):
+        train_all({tmp_path / "other": resumed})
+    assert load_text(resumed).tokenizer.to_json() == text
+
+
+def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
+    honest = Trainer._restore
+
+    def damaged(self):
+        for weights in self._pipeline.data_parallel.weights.values():
+            for name, parameter in weights.module.named_parameters():
+                if "head" in name:
+                    parameter.detach().zero_()
+        return honest(self)
+
+    monkeypatch.setattr(Trainer, "_restore", damaged)
+    with pytest.raises(WorkerError, match=r"the gradient norm of step 1 is exactly 0 and its loss .*, so no weight"):
+        train_all({tmp_path / "run": config_of(tmp_path, "loops")})
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):
+    path = tmp_path / "copy"
+    shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
+    tree = json.loads((path / INFO).read_text())
+    del tree["files"], tree["sha256"]
+    (path / INFO).write_text(json.dumps({**tree, "format": 1}))
+    config = config_of(saved_by_two, "one rank", resume=path)
+    train_all({tmp_path / "other": replace(config, training=replace(config.training, steps=STEPS + 1))})
+    assert list(losses(tmp_path / "other")) == [STEPS + 1]
+
+
+def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FOLDER).write_text("in the way")
+    with pytest.raises(
+        RunError, match=r"cannot write the checkpoint .*step-000004: rank 0: .*Not a directory"
+    ) as failed:
+        train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    assert "Traceback" not in "".join(getattr(failed.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_after_the_tensors_are_written_leaves_no_draft_and_nobody_waits(tmp_path, monkeypatch, rank):
+    honest = Checkpoints._measure
+
+    def measure(self, draft):
+        if self._rank == rank:
+            monkeypatch.setattr(checkpoint_module, "measure", full_disk)
+        return honest(self, draft)
+
+    def full_disk(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Checkpoints, "_measure", measure)
+    with suppress(RunError):  # what a run does when a checkpoint fails is not the matter here
+        train_all({tmp_path / "run": config_of(tmp_path, "loops", every=2)})
+    assert list((tmp_path / "run" / FOLDER).iterdir()) == []
