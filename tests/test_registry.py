@@ -55,8 +55,8 @@ def test_a_module_that_was_imported_before_is_the_same_plug_in(things, tmp_path)
 
 def test_an_unknown_name_has_close_ones(things, tmp_path):
     write_plugin(tmp_path, "one_plugin", adds("wonderful"), {GROUP: "wonderful"})
-    with pytest.raises(UserError, match="there is no thing 'wonderfull'; did you mean 'wonderful'?"):
-        things.find("wonderfull")
+    with pytest.raises(UserError, match="there is no thing 'wonderfuller'; did you mean 'wonderful'?"):
+        things.find("wonderfuller")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_name_of_the_package_is_taken(things, tmp_path):
 
 
 def test_a_module_without_the_value_is_named(things, tmp_path):
-    write_plugin(tmp_path, "one_plugin", adds("nwe"), {GROUP: "new"})
+    write_plugin(tmp_path, "one_plugin", adds("newer"), {GROUP: "new"})
     assert list(things) == ["own"]
     assert things.broken["new"].endswith("one_plugin adds no thing of that name")
 

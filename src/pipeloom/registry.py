@@ -1,8 +1,8 @@
 """Names that users write -> what they mean: those of the package, and those that other distributions add.
 
-A module adds its values when it is imported. So a value from outside is one file: a script imports it, or an entry point
-of the registry's group names it; these are imported when somebody looks for a name that is not there, or for all names. A
-plug-in that is broken is left out, and one sentence names its distribution and its mistake.
+A module adds its values when it is imported. So a value from outside is one file: a script imports it, or an entry
+point of the registry's group names it; these are imported when somebody looks for a name that is not there, or for all
+names. A plug-in that is broken is left out, and one sentence names its distribution and its mistake.
 """
 
 from collections.abc import Iterator, Mapping
