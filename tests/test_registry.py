@@ -24,7 +24,7 @@ def things(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRIES", [])  # what is broken here is not mentioned in other tests
     linecache.clearcache()
     own = type(sys)("registry_of_things")
-    own.THINGS = Registry("thing", GROUP)
+    own.THINGS = Registry("thing", GROUP, int)
     own.THINGS.add("own", 0)
     monkeypatch.setitem(sys.modules, "registry_of_things", own)
     importlib.invalidate_caches()
@@ -91,6 +91,12 @@ def test_a_name_of_the_package_is_taken(things, tmp_path):
     write_plugin(tmp_path, "one_plugin", adds("own", 2), {GROUP: "own"})
     assert dict(things) == {"own": 0}
     assert things.broken == {"own": "the thing 'own' of one_plugin 1.0 is left out: there is a thing 'own' already"}
+
+
+def test_a_value_of_another_type_is_refused(things, tmp_path):
+    write_plugin(tmp_path, "one_plugin", adds("new", "'text'"), {GROUP: "new"})
+    assert list(things) == ["own"]
+    assert things.broken["new"].endswith("is left out: a thing must be of type int, found 'text' for 'new'")
 
 
 def test_a_module_without_the_value_is_named(things, tmp_path):

@@ -5,7 +5,7 @@ point of the registry's group names it; these are imported when somebody looks f
 names. A plug-in that is broken is left out, and one sentence names its distribution and its mistake.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -30,16 +30,18 @@ class Registry(Mapping[str, Value], Generic[Value]):
     Args:
         what: noun for a value, in messages.
         group: of the entry points that name further modules, such as ``pipeloom.families``.
+        kind: type of the values.
 
     Attributes:
-        what, group: as given.
+        what, group, kind: as given.
         broken: name of each plug-in that could not be used -> a sentence that says why.
     """
 
-    def __init__(self, what: str, group: str) -> None:
-        self.what, self.group = what, group
+    def __init__(self, what: str, group: str, kind: type[Value]) -> None:
+        self.what, self.group, self.kind = what, group, kind
         self.broken: dict[str, str] = {}
         self._values: dict[str, Value] = {}
+        self._makers: dict[str, Callable[[], Value]] = {}
         self._source_of: dict[str, str] = {}
         self._source, self._is_loaded = "", False
         _REGISTRIES.append(self)
@@ -48,13 +50,19 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """Add a value; returns it.
 
         Raises:
-            UserError: the name is taken; says by which distribution, if it is not of this one.
+            UserError: it is of another type, or the name is taken; says by which distribution.
         """
-        if name in self._values:
-            source = self._source_of[name]
+        if not isinstance(value, self.kind):
+            raise UserError(f"a {self.what} must be of type {self.kind.__name__}, found {value!r:.80} for '{name}'")
+        if name in self._values or name in self._makers:
+            source = self._source_of.get(name, "")
             raise UserError(f"there is a {self.what} '{name}' already{f', of {source}' if source else ''}")
         self._values[name], self._source_of[name] = value, self._source
         return value
+
+    def add_later(self, name: str, make: Callable[[], Value]) -> None:
+        """Add a value of the package that is only made when somebody looks it up."""
+        self._makers[name] = make
 
     def remove(self, name: str) -> None:
         """Remove a value that was added, so that a notebook may add another one; nothing if there is none."""
@@ -76,19 +84,26 @@ class Registry(Mapping[str, Value], Generic[Value]):
 
     def __getitem__(self, name: str) -> Value:
         """The value of a name; a ``KeyError`` if there is none."""
+        if name in self._makers and name not in self._values:
+            self._values[name] = self._makers[name]()
         if name not in self._values:
             self._load()
         return self._values[name]
 
+    def __contains__(self, name: object) -> bool:
+        """Whether a name has a value."""
+        if name not in self._values and name not in self._makers:
+            self._load()
+        return name in self._values or name in self._makers
+
     def __iter__(self) -> Iterator[str]:
         """All names, the package's own first."""
         self._load()
-        return iter(self._values)
+        return iter({**self._makers, **self._values})
 
     def __len__(self) -> int:
         """How many there are."""
-        self._load()
-        return len(self._values)
+        return len(list(iter(self)))
 
     def _load(self) -> None:
         """Import the modules of all entry points, once."""

@@ -101,7 +101,7 @@ _ACTION_BYTES = 150
 """What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28
 """Bytes for which nobody looks whether they are there."""
-FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families")
+FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
 """Every family by name."""
 
 
