@@ -228,9 +228,9 @@ class Neighborhood:
     def __init__(self) -> None:
         self._lanes: list[PolledLane] = []
 
-    def lane(self, clock: Clock, *, is_eager: bool = False) -> "PolledLane":
-        """A new lane of a rank, on which a job goes on at once as far as it gets if it is eager."""
-        self._lanes.append(PolledLane(clock, self.push, is_eager=is_eager))
+    def lane(self, clock: Clock) -> "PolledLane":
+        """A new lane of a rank."""
+        self._lanes.append(PolledLane(clock, self.push))
         return self._lanes[-1]
 
     def push(self) -> None:
@@ -240,12 +240,11 @@ class Neighborhood:
 
 
 class PolledLane:
-    """A lane that advances when somebody looks; see ``Neighborhood``."""
+    """A lane that advances when a job is added or looked at on any lane; see ``Neighborhood``."""
 
-    def __init__(self, clock: Clock, push: Callable[[], None], *, is_eager: bool = False) -> None:
+    def __init__(self, clock: Clock, push: Callable[[], None]) -> None:
         self._clock = clock
         self._push = push
-        self._is_eager = is_eager
         self._jobs: deque[tuple[Job, _PolledJob]] = deque()
         self._finish: Finish | None = None
 
@@ -253,8 +252,7 @@ class PolledLane:
         """Queue a job."""
         under_way = _PolledJob(self._push)
         self._jobs.append((job, under_way))
-        if self._is_eager:
-            self._push()
+        self._push()
         return under_way
 
     def close(self) -> None:
