@@ -104,6 +104,9 @@ class Software:
         extra_drain_slots: micro-batches' time that a pipeline was observed to need to fill and drain beyond the
             P - 1 that its schedule explains.
         drain_seq: longest sequences that this was observed with.
+        gathered_layers: layers whose weights a device has whole at once, beside the embedding and the head, where
+            everything is sharded and schedules have no gathers: the one that computes and the next one (FSDP,
+            arXiv 2304.11277, section 3.3.2).
         weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
         optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
         keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
@@ -143,6 +146,7 @@ class Software:
     overlaps_steps: bool = False
     extra_drain_slots: float = 0
     drain_seq: float = 0
+    gathered_layers: int = 2
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12
     keeps_gathered: bool = False

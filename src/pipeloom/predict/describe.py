@@ -11,7 +11,6 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.fast import FAMILY_OF
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
 
@@ -168,7 +167,6 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
 def described_run(config: RunConfig, precision: Precision) -> Run:
     """The run of a configuration whose model has its sizes, without its machine."""
     layout, machine = config.layout, config.machine
-    family = config.schedule.family
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
         seq=config.data.seq_len,
@@ -181,7 +179,6 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         global_batch=layout.batch_size,
         recompute=layout.recompute,
         recompute_layers=layout.recompute_layers,
-        schedule=next((name for name, known in FAMILY_OF.items() if known == family), family),
         sequence_parallel=layout.sequence_parallel,
         attention=machine.attention,
         fused_norm=machine.fused_norm,
