@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
