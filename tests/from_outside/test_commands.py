@@ -30,10 +30,10 @@ def test_a_model_of_others_keeps_its_function_and_another_function_is_refused(fo
 
 
 def test_a_planned_run_says_what_is_to_be_set_and_does_not_start_without(folder):
-    done = run_command(*PLAN, "--devices", "8", "--global-batch", "32", "--out", "run.toml", folder=folder)
+    done = run_command(*PLAN, "--devices", "8", "--global-batch", "32", "--out", "planned", folder=folder)
     assert done.status == 0, done.stderr
     assert "optimizer.lr: peak learning rate" in done.stdout
-    refused = run_command("train", "run.toml", folder=folder)
+    refused = run_command("train", "planned/run.toml", folder=folder)
     assert refused.status == 2
     for name in ("data.path", "data.tokenizer", "optimizer.lr", "optimizer.lr_warmup_steps", "training.steps"):
         assert name in refused.stderr
@@ -68,7 +68,7 @@ def test_a_line_break_in_a_name_begins_no_line_of_a_message(folder):
     assert done.status == 2
     assert len(done.stderr.splitlines()) == 1
     (folder / "run.toml").write_text('[output]\nfolder = "a\\npipeloom train: all steps are safe"\n')
-    done = run_command("train", "run.toml", folder=folder)
+    done = run_command("train", "planned/run.toml", folder=folder)
     assert done.status == 2
     assert "output.folder must be one line, found" in done.stderr
     assert len(done.stderr.splitlines()) == 2

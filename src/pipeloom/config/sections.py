@@ -144,6 +144,15 @@ class ScheduleConfig:
     """Folder for the stages that are not on the device, in files without a name, of which nothing is left however the
     run ends; with device_budget. None: memory of the host."""
 
+    file: Path | None = None
+    """A schedule file, as simulate, plan and every run write it: the run executes it as it is, if it fits the other
+    settings. Where the file says how it was made, they have to be the same. None: the schedule is made."""
+
+    @property
+    def title(self) -> str:
+        """Family, or the name of the file that has the schedule; for people."""
+        return self.family if self.file is None else self.file.name
+
     @property
     def budget_bytes(self) -> int | None:
         """Bytes of ``device_budget``, which is without problems."""

@@ -19,7 +19,6 @@ from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.schedule import format_schedule
 from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
@@ -151,7 +150,7 @@ class Trainer:
         if is_writer:
             self._folder.write_config(config)  # with what the ranks have decided
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
-            self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
+            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
         times: list[float] = []
         loss: float | None = None
         if self._done.step < config.training.known_steps:
