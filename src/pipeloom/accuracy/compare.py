@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeloom.accuracy.measures import Measures, Outcome, measure, rankings
 from pipeloom.accuracy.rows import Row, read_table
-from pipeloom.catalog import load_cluster, load_software, names
+from pipeloom.catalog import CLUSTERS, load_software, names
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
@@ -25,9 +25,8 @@ def _programs() -> tuple[tuple[str, Software], ...]:
     return tuple((name, load_software(name)) for name in names("software"))
 
 
-@lru_cache(maxsize=1)
-def _clusters() -> tuple[Cluster, ...]:
-    return tuple(load_cluster(name) for name in names("clusters"))
+def _clusters() -> Iterable[Cluster]:
+    return CLUSTERS.values()
 
 
 def program_of(row: Row) -> tuple[str, Software]:

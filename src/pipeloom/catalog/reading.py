@@ -1,7 +1,7 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from itertools import pairwise
@@ -51,8 +51,13 @@ def find_name(folder: str, name: str) -> str | None:
     return name if name in known else same_name(name, known)
 
 
-def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
+def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tuple[dict[str, Any], str]:
     """A table and where it came from: the name of the catalog, or the path of a file.
+
+    Args:
+        folder: of the catalog.
+        name_or_path: a name, or a file's path.
+        known: names for the message about an unknown one; empty for those of the folder.
 
     Raises:
         UserError: there is no such name or file, or it is no TOML.
@@ -62,7 +67,7 @@ def read_toml(folder: str, name_or_path: str) -> tuple[dict[str, Any], str]:
         text = files("pipeloom.catalog").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")
         return parse_toml(text, name), name
     if not names_file(name_or_path) or not path.is_file():
-        known = names(folder)
+        known = known or names(folder)
         hint = did_you_mean(name_or_path, known)
         raise UserError(
             f"there is no {folder.removesuffix('s')} '{name_or_path}': {hint}{' ' if hint else ''}expected a file "

@@ -68,6 +68,16 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
+def _mention_broken_plugins(command: str, message: str = "") -> None:
+    """Print which plug-ins were left out, once for all ranks, and not again where an error says it."""
+    from pipeloom.registry import broken_plugins
+
+    for sentence in broken_plugins():
+        if sentence not in message and os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                print(f"pipeloom {command}: {sentence}", file=sys.stderr)
+
+
 def _refuse_line_breaks(words: list[str]) -> None:
     """Refuse arguments with line breaks: printed in a message, they would look like lines of this program."""
     from pipeloom.errors import UserError
@@ -85,12 +95,13 @@ def _run(command: str, words: list[str]) -> int:
     start_lean()
     try:
         _refuse_line_breaks(words)
-        return importlib.import_module(f"pipeloom.cli.{command}").run(words)
+        status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
         rank = "LOCAL_RANK" if isinstance(error, HostError) else "RANK"
         if not isinstance(error, UserError) or os.environ.get(rank, "0") == "0":
             _complain(command, str(error), error)
+            _mention_broken_plugins(command, str(error))
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -99,3 +110,6 @@ def _run(command: str, words: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    else:
+        _mention_broken_plugins(command)
+        return status

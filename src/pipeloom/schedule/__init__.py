@@ -1,7 +1,8 @@
 """What a schedule is: the value, its text, its rules, its dependencies."""
 
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.file import ScheduleFile
+from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.placement import PLACEMENTS, Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from pipeloom.errors import ConfigError
-from pipeloom.schedule.action import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import MOVE_KINDS, Kind, Scope
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.stage_swaps import defers_updates
@@ -17,8 +18,6 @@ PROMISES = tuple(field.name for field in fields(Schedule) if field.name not in _
 _OWN = frozenset({"max_stage_inputs", "partners"})
 """Promises that are the order's own: a run sets nothing of them."""
 _MOVED_BY = {Kind.EVICT: "balance", Kind.OFFLOAD: "offload"}
-_ORDERED = COMPUTE_KINDS | MOVE_KINDS | SEND_KINDS | RECEIVE_KINDS
-"""Kinds of which the rules say how many a schedule has, wherever they are in the row, or which a pass moves."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,9 @@ class ScheduleFile:
         yield from self._moves(recipe)
         for rank, (own, other) in enumerate(zip(self.schedule.rows, made.rows, strict=True)):
             found, wanted = _stage_work(own), _stage_work(other)
-            for action in found.keys() - wanted.keys():
+            for action in [one for one in found if one not in wanted]:
                 yield f"rank {rank}, slot {found[action]}: {action}, which is no part of the run"
-            for action in wanted.keys() - found.keys():
+            for action in [one for one in wanted if one not in found]:
                 yield f"rank {rank}: {action} is missing, which is a part of the run"
             if defers_updates(own) != defers_updates(other):
                 yield f"rank {rank}: updates are not of the same step as those of the run"
@@ -130,8 +129,12 @@ class ScheduleFile:
 
 
 def _stage_work(row: Row) -> dict[Action, int]:
-    """Actions about whole stages, each with the slot of its first one."""
-    return {action: slot for slot, action in reversed(list(enumerate(row))) if action.kind not in _ORDERED}
+    """Actions about whole stages, each with the slot of its first one; the rules count all others."""
+    found: dict[Action, int] = {}
+    for slot, action in enumerate(row):
+        if action.kind.scope is Scope.STAGE:
+            found.setdefault(action, slot)
+    return found
 
 
 def _at(row: Row, slot: int) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ScheduleTextError, UserError
-from pipeloom.schedule.action import COMPUTE_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.file import PROMISES, ScheduleFile
+from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Promise, Schedule

@@ -12,7 +12,7 @@ from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.profile import Profile
 from pipeloom.execute.world import World
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
 from pipeloom.train.batch import Batch
