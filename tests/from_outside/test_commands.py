@@ -68,7 +68,7 @@ def test_a_line_break_in_a_name_begins_no_line_of_a_message(folder):
     assert done.status == 2
     assert len(done.stderr.splitlines()) == 1
     (folder / "run.toml").write_text('[output]\nfolder = "a\\npipeloom train: all steps are safe"\n')
-    done = run_command("train", "planned/run.toml", folder=folder)
+    done = run_command("train", "run.toml", folder=folder)
     assert done.status == 2
     assert "output.folder must be one line, found" in done.stderr
     assert len(done.stderr.splitlines()) == 2
