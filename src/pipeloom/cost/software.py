@@ -156,3 +156,8 @@ class Software:
     reserve_bytes: float = 1.5e9
     fragmentation: float = 0.05
     efficiency: Efficiency = Efficiency()
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether all exchanges are actions of the schedule on lanes of their own, as ``pipeloom train`` runs them."""
+        return self.has_reduction_lane and not self.is_blocking
