@@ -13,7 +13,7 @@ from pipeloom.families import Choice
 from pipeloom.predict.fast import predict
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Kind
-from pipeloom.schedule.action import TIED_RECEIVE_KINDS
+from pipeloom.schedule.kinds import TIED_RECEIVE_KINDS
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

@@ -22,10 +22,10 @@ class ModelConfig:
     """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
 
     preset: str | None = None
-    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
+    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are set here."""
     file: Path | None = None
     """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
-    all sizes. None: they are said here."""
+    all sizes. None: they are set here."""
     family: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
     num_layers: int = 8
@@ -40,7 +40,7 @@ class ModelConfig:
     """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
     multiple of 32."""
     vocab_size: int | None = None
-    """Tokens that the model knows. None: as many as the tokenizer has."""
+    """Size of the vocabulary. None: as many as the tokenizer has."""
     norm_eps: float | None = None
     """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
     rope_theta: float | None = None
@@ -96,7 +96,7 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
+        """Tokens of the tokenizer: the bytes and end of text, or the size set for byte-pair encoding."""
         return 257 if self.known_tokenizer == "bytes" else self.bpe_vocab_size
 
     @property
@@ -144,6 +144,15 @@ class ScheduleConfig:
     swap_folder: Path | None = None
     """Folder for the stages that are not on the device, in files without a name, of which nothing is left however the
     run ends; with device_budget. None: memory of the host."""
+
+    file: Path | None = None
+    """A schedule file, as simulate, plan and every run write it: the run executes it as it is, if it fits the other
+    settings. Where the file says how it was made, they have to be the same. None: the schedule is made."""
+
+    @property
+    def title(self) -> str:
+        """Family, or the name of the file that has the schedule; for people."""
+        return self.family if self.file is None else self.file.name
 
     @property
     def budget_bytes(self) -> int | None:
@@ -291,7 +300,7 @@ class CheckpointConfig:
     """Seconds without a checkpoint after which one is written, also with every; 0 for never. The clock of rank 0
     decides."""
     keep: int | None = None
-    """How many checkpoints are kept, the newest ones. None: all that every or final say, and the others as long as they
+    """How many checkpoints are kept, the newest ones. None: all that every or final set, and the others as long as they
     are among the two newest."""
     grace_s: float = 25.0
     """Seconds after Ctrl-C, SIGTERM or SIGHUP in which the run ends its step, writes a checkpoint and ends; 0 to end at
@@ -301,7 +310,7 @@ class CheckpointConfig:
     """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Path | None = None
     """Where to go on: a checkpoint, or a run folder, which means its newest whole one. It may be of any other layout.
-    training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
+    training.steps counts from the first start. Writes a run folder of its own, unless output.folder is the same one.
     None: from new weights."""
 
 

@@ -154,6 +154,11 @@ class Software:
     fragmentation: float = 0.05
     efficiency: Efficiency = Efficiency()
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether all exchanges are actions of the schedule on lanes of their own, as ``pipeloom train`` runs them."""
+        return self.has_reduction_lane and not self.is_blocking
+
 
 def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
     """The program with another update rule than AdamW, whose two moments its file counts.

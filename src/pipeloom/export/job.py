@@ -101,9 +101,11 @@ class Job:
             if is_on
         ]
         if schedule.keep is not None:
-            found.append(f"schedule.keep: {program} is not told which micro-batches to recompute; leave it out")
+            found.append(f"schedule.keep: {program} cannot select micro-batches to recompute; leave it out")
         if schedule.device_budget is not None:
             found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
+        if (given := self.config.recipe().given) is not None and not given.recipe:
+            found.append(f"schedule.file: {program} is not handed an order that is no family's; leave it out")
         if layout.pipeline_order is not None:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found

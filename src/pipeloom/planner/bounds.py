@@ -29,7 +29,7 @@ from pipeloom.cost.software import Software
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.graph import Graph
-from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
 
 Floats = NDArray[np.float64]

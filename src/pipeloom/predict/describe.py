@@ -110,6 +110,8 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
         software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
+    if config.schedule.file is not None and software is not None and not software.has_lanes:
+        problems.append(f"schedule.file is for pipeloom alone, and machine.software {software.name} has its own order")
     return cluster, software, problems
 
 

@@ -23,10 +23,10 @@ from pipeloom.cost.memory import (
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Level, Placement, Schedule
-from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
+from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace

@@ -7,6 +7,8 @@ from statistics import fmean
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
+from pipeloom.catalog import load_software
+from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
@@ -18,19 +20,21 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
+from pipeloom.predict.describe import described_run
 from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import MovePrices, Placed
 from pipeloom.predict.places import Place, rank_places
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
-from pipeloom.recipe import Recipe, build, communicating, run_recipe, shared_state, without_messages
-from pipeloom.schedule import Kind, Level, Schedule
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
+from pipeloom.recipe import Recipe, build, communicating, run_recipe, schedule_text, shared_state, without_messages
+from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
+from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
 
 
@@ -46,6 +50,7 @@ class Order:
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
         swapping: how the model is swapped through one device; ``None`` keeps it there.
         moving: what leaves ranks between forward and backward.
+        given: the schedule itself, if it is not made.
     """
 
     choice: Choice
@@ -55,6 +60,7 @@ class Order:
     gradient_buffers: int | None = None
     swapping: Swapping | None = None
     moving: Moves = field(default_factory=Moves)
+    given: ScheduleFile | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class SimulatedStep:
     """A step as it is expected, with everything that the expectation rests on.
 
     Attributes:
-        run, cluster, software: what was asked.
+        run, cluster, software: what was predicted.
         order: which schedule.
         schedule: as it was simulated.
         trace: of the pipeline.
@@ -179,6 +185,12 @@ class SimulatedStep:
         whole = len(self.accounts) * self.prediction.pipeline_s
         return idle / whole if whole else 0.0
 
+    @property
+    def schedule_text(self) -> str:
+        """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
+        recipe = recipe_of(self.run, self.software, self.order)
+        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software))
+
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
@@ -209,7 +221,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
     prices = MovePrices(Placed(run, cluster, software), costs, price, how.moves)
-    schedule = build(how, _Sizes(run, software), prices.place)
+    schedule = build(how, ClosedSizes(run, software), prices.place)
     costs = prices.costs
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
@@ -273,19 +285,19 @@ def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
         software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
         order: family and knobs.
     """
-    has_lane = software.has_reduction_lane and not software.is_blocking
     swapping = order.swapping
     return run_recipe(
         order.choice,
         receive_buffers=None if software.is_blocking else order.receive_buffers,
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
-        shard=_shared_state(run) if has_lane else None,
+        shard=_shared_state(run) if software.has_lanes else None,
         residency=order.residency,
         prefetch=order.prefetch,
         gradient_buffers=order.gradient_buffers,
         device_budget=None if swapping is None else swapping.budget,
         needs_norm=swapping is not None and swapping.needs_norm,
         moves=order.moving,
+        given=order.given,
     )
 
 
@@ -317,17 +329,36 @@ def compute_schedule(choice: Choice) -> Schedule:
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class ClosedSizes:
     """Closed forms of the bytes of a run's stages."""
 
     run: Run
     software: Software
 
     def kept(self, schedule: Schedule) -> KeptBytes:
+        """What stages keep of micro-batches for their backwards."""
         return held_bytes(self.run, self.software, schedule).kept
 
     def stages(self) -> tuple[Amounts, ...]:
+        """For each stage the bytes of its weights, gradient and state."""
         return swapped_amounts(self.run, self.software)
+
+
+def sizes_in_training(config: RunConfig) -> ClosedSizes:
+    """Closed forms of the bytes of the stages of a run, as ``pipeloom train`` executes it on any machine.
+
+    Args:
+        config: without problems, its model's sizes in place.
+
+    Raises:
+        UserError: there are none for its type.
+    """
+    precision = precision_of(config.training.known_dtype)
+    if precision is None:
+        raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
+    software = load_software("pipeloom")
+    run = described_run(config, precision)
+    return ClosedSizes(run if config.schedule.budget_bytes is None else with_alike_stages(run, software), software)
 
 
 def _blocked_s(

@@ -1,4 +1,4 @@
-"""What a step should look like on this machine, told before the first one: profiled costs, simulated."""
+"""What a step should look like on this machine, predicted before the first one: profiled costs, simulated."""
 
 import time
 from collections.abc import Hashable
@@ -12,7 +12,7 @@ from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.profile import Profile
 from pipeloom.execute.world import World
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
 from pipeloom.train.batch import Batch
