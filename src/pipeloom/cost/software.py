@@ -1,9 +1,10 @@
 """What a training program does with a machine: a few facts, and the few efficiencies that are calibrated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.optimizers import OPTIMIZERS, Optimizer
 
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
@@ -161,3 +162,15 @@ class Software:
     def has_lanes(self) -> bool:
         """Whether all exchanges are actions of the schedule on lanes of their own, as ``pipeloom train`` runs them."""
         return self.has_reduction_lane and not self.is_blocking
+
+
+def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
+    """The program with another update rule than AdamW, whose two moments its file counts.
+
+    An update reads and writes each number that it keeps.
+    """
+    more = optimizer.state_bytes - OPTIMIZERS["adamw"].state_bytes
+    if not more:
+        return software
+    use = replace(software.efficiency, optimizer_bytes=software.efficiency.optimizer_bytes + 2 * more)
+    return replace(software, optimizer_state_bytes=software.optimizer_state_bytes + more, efficiency=use)
