@@ -22,7 +22,7 @@ def comment_lines(text):
 def test_lines_are_explained_where_they_stand(capsys):
     found = {file: len(comment_lines(file.read_text(encoding="utf-8"))) for file in SOURCE.rglob("*.py")}
     with capsys.disabled():
-        print(f"\n{sum(found.values())} comment lines in {len(found)} modules", end=" ")
+        print(f"\n{sum(found.values())} comment lines in {len(found)} modules", end=" ")  # noqa: T201
     assert sum(found.values()) >= LEAST
 
 

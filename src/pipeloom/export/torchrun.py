@@ -112,6 +112,7 @@ def _differences(job: Job) -> tuple[str, ...]:
             "after the signal; where yours has it, add --shutdown-timeout"
         )
     training = config.training
+    # Not changed here: a prediction for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":
         found.append(
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
@@ -125,8 +126,9 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
         )
-    if config.data.path is not None:
-        found.append(f"data.path is {config.data.path.absolute()}, on every node")
+    for name, path in (("data.path", config.data.path), ("schedule.file", config.schedule.file)):
+        if path is not None:
+            found.append(f"{name} is {path.absolute()}, on every node")
     return tuple(found)
 
 
