@@ -36,8 +36,8 @@ from pipeloom.execute.world import World, join_forked
 from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.action import MOVE_KINDS
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace, merge
 from side_by_side.results import Target, load_noted, machine, wide_console

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from pipeloom import families
 from pipeloom.cli.families import COLUMNS, lines
 from pipeloom.plot.draw import plot_timeline
 from pipeloom.simulate import simulate
@@ -19,6 +20,12 @@ SIZES = tuple((pp, factor * pp) for pp, factor in product((4, 8, 16), (1, 2, 4))
 LOOPS = 2
 
 
+def own_families() -> list[str]:
+    """The families that train and belong to the package, not to another distribution that is installed beside it."""
+    own = f"{families.__name__}."
+    return [name for name, one in families.FAMILIES.items() if one.has_backward and one.rule.__module__.startswith(own)]
+
+
 def table_of(pp: int, num_microbatches: int) -> tuple[str, str]:
     """A table of the page: its name, and what it says."""
     return f"P {pp} M {num_microbatches}", "\n".join(_rows(pp, num_microbatches))
@@ -28,7 +35,7 @@ def _rows(pp: int, num_microbatches: int) -> Iterator[str]:
     yield f"P = {pp}, M = {num_microbatches}:\n"
     yield f"| family | {' | '.join(COLUMNS)} |"
     yield f"|---|{'---:|' * len(COLUMNS)}"
-    for line in lines(pp, num_microbatches, LOOPS):
+    for line in lines(pp, num_microbatches, LOOPS, own_families()):
         yield f"| {line.name} | {' | '.join(line.cells)} |"
 
 

@@ -1,17 +1,23 @@
 """What the README shows works as it stands."""
 
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from commands import run_command
+from plugins import write_plugin
 
 from pipeloom.analysis.summary import summarize
 from pipeloom.cli import main
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.families import FAMILIES, make_schedule
-from pipeloom.passes import lower
+from pipeloom.families import make_schedule
 from pipeloom.simulate import simulate
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -30,22 +36,45 @@ def test_there_are_schedule_commands():
     assert len(COMMANDS) >= 2
 
 
-@pytest.mark.parametrize("pp", [1, 4])
-def test_the_family_in_the_readme_is_a_family(pp):
-    code = re.search(r"```python\n(.*?)```", README, flags=re.S)
-    assert code is not None
-    installed = FAMILIES.pop("eager", None)  # whoever followed the README has it
-    try:
-        exec(compile(code[1], "README.md", "exec"), {})
-        schedule = make_schedule("eager", pp=pp, loops=2, num_microbatches=8)
-        trace = simulate(lower(schedule), UniformCosts(1, 2))
-        assert summarize(trace).makespan_s < 64
-        if pp > 1:
-            assert schedule.peak_stage_inputs[-1] == 9
-    finally:
-        FAMILIES.pop("eager", None)
-        if installed is not None:
-            FAMILIES["eager"] = installed
+@pytest.fixture
+def with_family(tmp_path):
+    """The path of Python with what somebody has who followed the README: the file and its entry point."""
+    code, project = (re.search(rf"```{kind}\n(.*?)```", README, flags=re.S)[1] for kind in ("python", "toml"))
+    ((group, points),) = tomllib.loads(project)["project"]["entry-points"].items()
+    write_plugin(tmp_path / "site", points["eager"], code, {group: "eager"})
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), *sys.path])}
+
+
+def test_the_family_of_the_readme_is_there_in_every_command(with_family, tmp_path):
+    def answer(*words):
+        done = run_command(*words, folder=folder, **with_family)
+        assert done.status == 0, done.stderr
+        assert done.stderr == ""
+        return json.loads(done.stdout) if "--json" in words else done.stdout
+
+    folder = tmp_path / "here"
+    folder.mkdir()
+    found = answer("schedule", "eager", "--pp", "4", "--loops", "2", "--json")
+    assert found["makespan"] < 64
+    assert found["peak_stage_inputs"][-1] == 9
+    assert "eager" in {line["name"] for line in answer("families", "--json")}
+    run = ("--schedule.family", "eager", "--layout.pp", "2", "--model.num-layers", "2", "--model.hidden-size", "16")
+    run = (*run, "--model.num-heads", "2", "--data.seq-len", "8")
+    assert "EQUAL" in answer("verify", *run)
+    assert answer("simulate", *run, "--json")["step_time_s"] > 0
+    question = ("--model", "gpt-6.6b", "--cluster", "dgx-a100", "--devices", "8", "--global-batch", "8", "--seq", "512")
+    planned = answer("plan", *question, "--families", "eager", "--pp", "4", "--no-explain", "--json")
+    assert {layout["family"] for layout in planned["layouts"]} == {"eager"}
+
+
+def test_tests_of_what_there_is_pass_with_the_family_of_the_readme(with_family):
+    root = Path(__file__).parents[1]
+    tests = ["tests/test_schedule_pages.py::test_a_table_is_computed_again"]
+    tests += ["tests/test_schedule_pages.py::test_every_family_that_trains_has_a_page", "tests/schedule/test_text.py"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    env = os.environ | with_family
+    done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_numbers_in_the_readme_are_those_of_its_commands():

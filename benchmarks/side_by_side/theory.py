@@ -6,7 +6,7 @@ from typing import ClassVar
 from pipeloom.analysis.summary import summarize
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.action import SEND_KINDS
+from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.simulate import Sharing, simulate
 from side_by_side.case import Case, Contender
 

@@ -121,3 +121,26 @@ class Interrupted(KeyboardInterrupt):
 def reason_of(error: BaseException) -> str:
     """Why something failed, for a message that names the file itself; the system's words without number and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def raised_in(error: BaseException, file: str) -> str | None:
+    """File, line and text of the last line of a file that an exception went through; ``None`` for none."""
+    from traceback import extract_tb
+
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return _line(file, error.lineno or 1)
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+    return _line(file, lines[-1] or 1) if lines else None
+
+
+def said(error: BaseException) -> str:
+    """An exception's name and text."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _line(file: str, number: int) -> str:
+    import linecache
+
+    text = linecache.getline(file, number).strip()
+    return f"{file}, line {number}: {text}" if text else f"{file}, line {number}"

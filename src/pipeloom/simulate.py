@@ -10,14 +10,13 @@ from numpy.typing import NDArray
 from pipeloom.cost.costs import Costs
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.depend import HOST_LANE
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph, Seconds
 from pipeloom.schedule.kernels.walk import walk, walk_sharing
-from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS
 from pipeloom.schedule.stage_swaps import stage_moves
 from pipeloom.trace import Spans, Trace
 

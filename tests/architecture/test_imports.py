@@ -21,7 +21,6 @@ LIGHT = [
     "pipeloom.plot.draw",
     "pipeloom.cli",
     "pipeloom.catalog",
-    "pipeloom.predict.fast",
     "pipeloom.predict.describe",
     "pipeloom.predict.step",
     "pipeloom.analysis.memory",

@@ -42,7 +42,7 @@ def register(tmp_path):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     yield load
-    FAMILIES.pop("one-by-one", None)
+    FAMILIES.remove("one-by-one")
 
 
 def test_a_family_in_one_file_is_proven_lowered_simulated_and_drawn(register, tmp_path, capsys):

@@ -17,7 +17,7 @@ from small_run import write_text
 
 from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
-from pipeloom.schedule.action import TIED_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.kinds import TIED_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.trace import from_chrome
 
 MODEL = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2"]

@@ -21,7 +21,7 @@ from pipeloom.execute.wires import MovePost
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower, split_backward
 from pipeloom.schedule import Action, Kind, parse_schedule
-from pipeloom.schedule.action import MOVE_KINDS
+from pipeloom.schedule.kinds import MOVE_KINDS
 
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 

@@ -15,7 +15,7 @@ from pipeloom.execute.world import join_forked
 from pipeloom.model import build_stage
 from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, _joined, compare
-from pipeloom.train.optimizer import make_adamw
+from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.session import resolve
 from pipeloom.workload.layout import Layout
@@ -38,7 +38,7 @@ LAYOUTS = [
 def steps_of(config, world, data):
     """On rank 0 the whole gradients of each step."""
     pipeline, found = Pipeline(config, world), []
-    optimizer = make_adamw(OPTIMIZER, *pipeline.data_parallel.optimizer_parts())
+    optimizer = make_optimizer(OPTIMIZER, *pipeline.data_parallel.optimizer_parts())
     slices = world.gather(pipeline.slices())
     for step in range(STEPS):
         result = pipeline.train_step(pipeline.batch(data.train.batch(step, config.layout.batch_size)))
@@ -67,7 +67,7 @@ def plain_steps(config, data):
     model = build_stage(config.model, range(config.model.num_layers + 2), **sizes)
     named = dict(model.named_parameters())
     decayed = [p for p in named.values() if p.ndim >= 2]
-    optimizer = make_adamw(OPTIMIZER, decayed, [p for p in named.values() if p.ndim < 2])
+    optimizer = make_optimizer(OPTIMIZER, decayed, [p for p in named.values() if p.ndim < 2])
     found = []
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.balance import balance
 from pipeloom.passes.offload import offload
-from pipeloom.schedule.action import MOVE_KINDS
+from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule

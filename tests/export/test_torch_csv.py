@@ -13,7 +13,7 @@ from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Level
-from pipeloom.schedule.action import COMPUTE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 SHAPES = [(2, 2, 2), (2, 2, 6), (2, 3, 4), (3, 2, 6), (4, 2, 8), (4, 3, 4)]

@@ -93,5 +93,5 @@ def test_the_other_messages_come_first_and_nothing_is_added_twice():
 
 
 def test_pytorchs_csv_has_no_word_for_it():
-    with pytest.raises(ScheduleTextError, match="no messages about a tied matrix"):
+    with pytest.raises(ScheduleTextError, match="has no SEND_TIED, RECV_TIED"):
         format_torch_csv(tied("gpipe", pp=2, num_microbatches=2))

@@ -11,7 +11,8 @@ from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import add_data_parallel, add_slices, lower
 from pipeloom.schedule import Kind, Placement, Schedule, format_schedule, parse_schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, Action
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import simulate
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]

@@ -113,7 +113,7 @@ def test_shades_and_numbers_are_told(tmp_path):
     plot_timeline(sliced, [file], title="sliced")
     text = file.read_text(encoding="utf-8")
     assert "number: micro-batch.slice, color: stage, light: forward, dark: backward" in text
-    assert "darkest: of the weights, in between: forward again" in text
+    assert "darkest: backward for the weights, between: forward again" in text
 
 
 def test_boxes_are_drawn_all_at_once_however_many_there_are(tmp_path, monkeypatch):

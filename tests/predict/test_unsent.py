@@ -9,8 +9,8 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.cost.shape import Run
 from pipeloom.families import Choice
 from pipeloom.predict.step import Order, lowered, unsent
-from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.clock import seconds_of_all
+from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.simulate import simulate
 
 WITHOUT_MESSAGES = (*COMPUTE_KINDS, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)

@@ -1,5 +1,7 @@
 """Compiled loops and plain Python give the same answers, and the fast check those of the rules as they are written."""
 
+import importlib
+
 import numpy as np
 import pytest
 from families import fitting, named_sizes
@@ -13,7 +15,7 @@ from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unsh
 from pipeloom.schedule import Action, Kind, compiled, parse_schedule
 from pipeloom.schedule import verify as rules
 from pipeloom.schedule.accept import accepts
-from pipeloom.schedule.action import STAGE_KINDS
+from pipeloom.schedule.kinds import STAGE_KINDS
 from pipeloom.simulate import Host, Sharing, simulate
 
 KINDS = list(Kind)
@@ -171,6 +173,17 @@ def test_compiled_and_plain_loops_are_equal(how, plain_answers):
         assert np.array_equal(trace.spans.start_s, plain_trace.spans.start_s), name
         assert np.array_equal(trace.spans.end_s, plain_trace.spans.end_s), name
         assert trace.spans.row == plain_trace.spans.row, name
+
+
+@pytest.mark.skipif(not compiled.is_available(), reason="needs numba")
+def test_a_constant_from_elsewhere_is_never_stale(tmp_path, monkeypatch):
+    (tmp_path / "some_kernels.py").write_text("NUMBER = 1\n\n\ndef shifted(x):\n    return x + NUMBER\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("some_kernels")
+    for number in (1, 2):
+        monkeypatch.setattr(module, "NUMBER", number)
+        compiled._compile_all.cache_clear()
+        assert compiled.compiled(module.shifted)(10) == 10 + number
 
 
 def test_nothing_small_loads_the_compiler(monkeypatch):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule import Action, Kind, Row
-from pipeloom.schedule.action import STAGE_KINDS
+from pipeloom.schedule.kinds import STAGE_KINDS
 
 kinds = st.sampled_from(list(Kind))
 

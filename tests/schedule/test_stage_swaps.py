@@ -16,7 +16,8 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
 from pipeloom.passes.lower_stage_swaps import UpdatePlace, num_swaps_in
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
-from pipeloom.schedule.stage_swaps import USES_STAGE, Amounts, Content, defers_updates, stage_moves, stage_stays
+from pipeloom.schedule.kinds import USES_STAGE
+from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays
 from pipeloom.schedule.verify import COMMUNICATION_RULES, rule_name
 from pipeloom.simulate import simulate
 
@@ -108,7 +109,7 @@ def test_every_use_finds_its_stage_and_no_rank_has_more_than_its_room(data, sche
 def test_text_and_back(schedule, resident, place):
     result = add_stage_swaps(add_updates(lower(schedule), place), resident)
     assert parse_schedule(format_schedule(result)).rows == result.rows
-    with pytest.raises(UserError, match="swaps neither activations nor stages"):
+    with pytest.raises(UserError, match="has no SWAP_IN"):
         format_torch_csv(result)
 
 

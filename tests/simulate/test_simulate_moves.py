@@ -86,5 +86,5 @@ def test_wrong_swaps_are_refused(text, words):
 def test_swaps_are_text_but_nothing_for_pytorch():
     schedule = parse_schedule(EARLY)
     assert format_schedule(schedule) == EARLY + "\n"
-    with pytest.raises(ScheduleTextError, match="PyTorch's runtime swaps neither activations nor stages"):
+    with pytest.raises(ScheduleTextError, match="PyTorch's runtime has no EVICT, LOAD"):
         format_torch_csv(schedule)

@@ -8,7 +8,7 @@ from orders import family_schedules
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import Action, Kind
-from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF
+from pipeloom.schedule.kinds import COMPUTE_KINDS, LOAD_OF
 from pipeloom.schedule.row import Row
 
 BACKWARDS = {Kind.BACKWARD, Kind.BACKWARD_INPUT}

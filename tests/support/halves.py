@@ -52,4 +52,4 @@ def split_family(base, delay):
     try:
         yield name
     finally:
-        del FAMILIES[name]
+        FAMILIES.remove(name)

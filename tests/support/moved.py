@@ -1,8 +1,8 @@
 """Schedules that swap activations: what they compute, how much they move, what ranks hold."""
 
 from pipeloom.analysis.memory import HeldBytes, memory_over_time
-from pipeloom.schedule.action import COMPUTE_KINDS
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import simulate
 
 

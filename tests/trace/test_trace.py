@@ -14,7 +14,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane, matching_send
+from pipeloom.schedule.depend import COMPUTE_LANE, Lane, other_end
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
 
@@ -182,7 +182,7 @@ def test_merged_times_of_a_message_are_in_order_however_late_they_were_noticed(d
     for action, span in merged.items():
         assert span.start_s <= span.end_s
         if action.kind.value.startswith("RECV"):
-            sent = merged[matching_send(action)]
+            sent = merged[other_end(action, 4)]
             assert sent.start_s <= span.start_s <= span.end_s
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pipeloom.analysis.matching import match_spans
 from pipeloom.errors import UserError
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.action import (
+from pipeloom.schedule.kinds import (
     COLLECTIVE_KINDS,
     COMPUTE_LANE_KINDS,
     OUT_OF,

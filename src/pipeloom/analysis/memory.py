@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, Kind
 from pipeloom.schedule.held import KeptBytes, accepted_changes, input_changes, shares_of
-from pipeloom.schedule.row import CODE
+from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, Kind
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.schedule.stage_swaps import Amounts, stage_stays
 from pipeloom.trace import Trace
@@ -188,11 +187,11 @@ def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, st
     before = np.concatenate([[-1], np.maximum.accumulate(np.where(computes, nodes, -1))])[:-1][receives]
     posted_s = np.where(before >= 0, matched.end_s[before], start_s)
     _, stage, microbatch, part = (array[receives] for array in own.arrays)
-    uses_gradient = facts.node_of[CODE[Kind.BACKWARD]], facts.node_of[CODE[Kind.BACKWARD_INPUT]]
+    uses_gradient = facts.node_of[Kind.BACKWARD.code], facts.node_of[Kind.BACKWARD_INPUT.code]
     place = (stage, microbatch, part)
     user = np.where(
         own.is_kind(Kind.RECV_F)[receives],
-        facts.node_of[CODE[Kind.FORWARD]][place],
+        facts.node_of[Kind.FORWARD.code][place],
         np.maximum(*(nodes_of[place] for nodes_of in uses_gradient)),
     )
     size = held.message_bytes * shares_of(schedule, held.kept.shares)[part]

@@ -1,10 +1,11 @@
 """Models, clusters and programs as data: found by name in this folder or by path, each constant with its source.
 
-Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
+Units are converted here: files have TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
 """
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -16,31 +17,51 @@ from pipeloom.config.paths import expand_home, names_file
 from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
-from pipeloom.cost.mixed import GroupLink, NodeGroup, mixed_cluster
+from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
 from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES
+from pipeloom.registry import Registry
+from pipeloom.terminal.words import same_name
 from pipeloom.workload.layout import Recompute, Shard, Way
 
-__all__ = ["find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
+__all__ = ["CLUSTERS", "find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
 GIGA, MICRO = 1e9, 1e-6
 
 
+CLUSTERS: Registry[Cluster] = Registry("cluster", "pipeloom.clusters", Cluster)
+"""Clusters by name: those of ``pipeloom/catalog/clusters``, each read when it is looked up, and those of others."""
+
+
 def load_cluster(name_or_path: str) -> Cluster:
-    """A cluster by name (``pipeloom/catalog/clusters``) or from a file.
+    """A cluster by name, whatever its case and ``_`` for ``-``, or from a file.
 
     Raises:
-        UserError: there is no such file, or something in it is wrong; all problems together.
+        UserError: there is no such name or file, or something in the file is wrong; all problems together.
     """
-    table, source = read_toml("clusters", name_or_path)
+    if not names_file(name_or_path):
+        name = name_or_path if name_or_path in CLUSTERS else same_name(name_or_path, CLUSTERS)
+        if name is not None:
+            return CLUSTERS[name]
+        if name_or_path in CLUSTERS.broken:
+            raise UserError(CLUSTERS.broken[name_or_path])
+    return _read_cluster(name_or_path)
+
+
+def _read_cluster(name_or_path: str) -> Cluster:
+    table, source = read_toml("clusters", name_or_path, tuple(CLUSTERS))
     reader = Reader(table, source)
     if "groups" in table:
         return _mixed(reader, Path(source).parent)
     cluster = _cluster(reader)
     reader.check(lambda: {"source"})
     return cluster
+
+
+for _name in names("clusters"):
+    CLUSTERS.add_later(_name, partial(_read_cluster, _name))
 
 
 def _cluster(reader: Reader) -> Cluster:
@@ -88,11 +109,13 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
 
 
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
-    """The cluster of one kind that a group names; if that is wrong, one of the catalog, and the reader knows."""
+    """The cluster of one kind that a group names; one of the catalog, and a problem noted, if it is wrong."""
     try:
         source = str(folder / expand_home(Path(named))) if names_file(named) else named
-        if "groups" not in read_toml("clusters", source)[0]:
-            return load_cluster(source)
+        is_mixed = names_file(source) and "groups" in read_toml("clusters", source)[0]  # which may name itself
+        cluster = None if is_mixed else load_cluster(source)
+        if cluster is not None and not isinstance(cluster, MixedCluster):
+            return cluster
         reader.complain(f"cluster must have nodes of one kind, found {named}, which has groups")
     except ConfigError as error:
         for problem in error.problems:
@@ -266,5 +289,5 @@ def _plain(reader: Reader, key: str, default: Any) -> Any:
 
 
 def source_of(folder: str, name_or_path: str) -> str:
-    """What a file of the catalog says about where its facts come from; empty if it says nothing."""
+    """The sources of the facts in a file of the catalog; empty if it names none."""
     return str(read_toml(folder, name_or_path)[0].get("source", ""))

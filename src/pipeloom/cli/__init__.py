@@ -15,9 +15,9 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a run as one HTML page: predicted beside measured",
     "plan": "find the best layout of a model on a cluster, with reasons",
-    "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
-    "simulate": "say what a step of a described run will look like on a cluster",
-    "slices": "say into which token slices a run's sequences are best cut",
+    "tradeoff": "estimate training cost and time across cluster sizes",
+    "simulate": "predict a training step of a run on a cluster",
+    "slices": "choose the token slices for a run's sequences",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "families": "compare all families of schedules: bubble, memory, messages",
@@ -31,7 +31,7 @@ _USAGE = (
     + ",".join(COMMANDS)
     + "} ...\n\n"
     + "\n".join(f"  pipeloom {name:<10} {summary}" for name, summary in COMMANDS.items())
-    + "\n\n  pipeloom COMMAND --help   tells what a command takes\n  pipeloom --version"
+    + "\n\n  pipeloom COMMAND --help   prints the options of a command\n  pipeloom --version"
 )
 
 
@@ -64,8 +64,18 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    with suppress(OSError):  # of a terminal that has gone away: the status says it as well
+    with suppress(OSError):  # of a closed terminal: the exit status reports it as well
         print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+
+
+def _mention_broken_plugins(command: str, message: str = "") -> None:
+    """Print which plug-ins were left out, once for all ranks, unless an error contains them."""
+    from pipeloom.registry import broken_plugins
+
+    for sentence in broken_plugins():
+        if sentence not in message and os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                print(f"pipeloom {command}: {sentence}", file=sys.stderr)
 
 
 def _refuse_line_breaks(words: list[str]) -> None:
@@ -85,12 +95,13 @@ def _run(command: str, words: list[str]) -> int:
     start_lean()
     try:
         _refuse_line_breaks(words)
-        return importlib.import_module(f"pipeloom.cli.{command}").run(words)
+        status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
         rank = "LOCAL_RANK" if isinstance(error, HostError) else "RANK"
         if not isinstance(error, UserError) or os.environ.get(rank, "0") == "0":
             _complain(command, str(error), error)
+            _mention_broken_plugins(command, str(error))
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
@@ -99,3 +110,6 @@ def _run(command: str, words: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    else:
+        _mention_broken_plugins(command)
+        return status

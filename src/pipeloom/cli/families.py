@@ -1,7 +1,7 @@
 """``pipeloom families``: every family of schedules side by side."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -84,23 +84,24 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def lines(pp: int, num_microbatches: int, loops: int) -> Iterator[Line]:
+def lines(pp: int, num_microbatches: int, loops: int, names: Collection[str] = FAMILIES) -> Iterator[Line]:
     """A line for each family, and for each pass over one that changes its memory.
 
     Args:
         pp: pipeline ranks.
         num_microbatches: micro-batches of a step.
         loops: stages on each pipeline rank, for families that take several.
+        names: of the families, of which those that train have a line.
     """
-    for name, schedule in [*_schedules(pp, num_microbatches, loops), *_passes(pp, num_microbatches, loops)]:
+    for name, schedule in [*_schedules(pp, num_microbatches, loops, names), *_passes(pp, num_microbatches, loops)]:
         forward = 1 / schedule.num_slices
         costs = UniformCosts(forward, 2 * forward, evict_s=forward, offload_s=forward)
         yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, costs))
 
 
-def _schedules(pp: int, num_microbatches: int, loops: int) -> Iterator[tuple[str, Schedule]]:
+def _schedules(pp: int, num_microbatches: int, loops: int, names: Collection[str]) -> Iterator[tuple[str, Schedule]]:
     for name, family in sorted(FAMILIES.items(), key=lambda item: (item[1].is_found, item[1].splits_backward)):
-        if not family.has_backward:
+        if name not in names or not family.has_backward:
             continue
         own = family.loops or (loops if family.is_looped else 1)
         plain = Choice(family=name, pp=pp, num_microbatches=num_microbatches, loops=own)

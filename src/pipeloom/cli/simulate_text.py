@@ -22,8 +22,8 @@ from pipeloom.cli.figures import (
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.schedule import Level
-from pipeloom.schedule.action import LOAD_OF
-from pipeloom.schedule.depend import DATA_PARALLEL_LANE, OWN_LANES
+from pipeloom.schedule.depend import DATA_PARALLEL_LANE
+from pipeloom.schedule.kinds import LOAD_OF
 from pipeloom.terminal.console import headed
 from pipeloom.terminal.words import count, told_passes
 
@@ -46,7 +46,7 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_d
     Args:
         step: the answer.
         with_lanes: whether to print every lane.
-        with_peaks: whether to say when each rank holds most.
+        with_peaks: whether to print when each rank holds most.
         has_default_dtype: whether the type is the devices' default.
     """
     console = wide_console()
@@ -158,8 +158,8 @@ def _lanes(step: SimulatedStep) -> Iterator[tuple[str, float, float]]:
     uses = communication(step.trace) if step.schedule.level is Level.COMMUNICATION else []
     between = [use for use in uses if use.lane.peer is not None]
     collectives = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
-    moved = {OWN_LANES[out]: [OWN_LANES[out], OWN_LANES[back]] for out, back in LOAD_OF.items()}
-    to_partner, to_host = ([use for use in uses if use.lane in lanes] for lanes in moved.values())
+    tiers = ((out.lane, back.lane) for out, back in LOAD_OF.items())
+    to_partner, to_host = ([use for use in uses if use.lane.name in lanes] for lanes in tiers)
     rows = [
         (label, sum(use.busy_s for use in chosen) / ranks, sum(use.hidden_s for use in chosen) / ranks)
         for label, chosen in (

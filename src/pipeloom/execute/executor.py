@@ -26,7 +26,9 @@ from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
-from pipeloom.schedule.action import (
+from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
+from pipeloom.schedule.kinds import (
+    ADDS_TO_GRADIENT,
     COLLECTIVE_KINDS,
     COMPUTE_LANE_KINDS,
     MOVE_KINDS,
@@ -36,8 +38,6 @@ from pipeloom.schedule.action import (
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
-from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.trace import Span, Spans, Trace
 
 

@@ -13,7 +13,7 @@ from pipeloom.execute.saved import Packing, Parcel
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Wires, evictions
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.action import LOAD_OF, MOVE_KINDS
+from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS
 
 
 class ActivationMoves:

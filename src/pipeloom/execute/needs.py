@@ -1,7 +1,8 @@
 """What the executor takes from the dependency relation: which slots an action waits for, and whose result it uses."""
 
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.action import (
+from pipeloom.schedule.depend import data_dependencies
+from pipeloom.schedule.kinds import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
     COMPUTE_LANE_KINDS,
@@ -10,7 +11,6 @@ from pipeloom.schedule.action import (
     SEND_KINDS,
     TIED_RECEIVE_KINDS,
 )
-from pipeloom.schedule.depend import data_dependencies
 
 
 def awaited_slots(schedule: Schedule, rank: int) -> dict[int, list[int]]:

@@ -24,7 +24,7 @@ from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.action import OUT_OF
+from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.workload.layout import Layout
 
 _REPEATS = 5

@@ -11,7 +11,7 @@ from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.tied import Tied
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT
 from pipeloom.schedule.stage_swaps import stage_stays
 
 

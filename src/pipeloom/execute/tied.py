@@ -20,8 +20,7 @@ from pipeloom.execute.transport import Transport, finish
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.action import TIED_KINDS
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS
 
 _REPEATS = 5
 

@@ -5,8 +5,8 @@ import io
 
 from pipeloom.errors import ScheduleTextError
 from pipeloom.passes import add_reduce_grad
-from pipeloom.schedule import Kind, Level, Schedule
-from pipeloom.schedule.action import MOVE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS
+from pipeloom.schedule import Level, Schedule
+from pipeloom.schedule.kinds import KINDS
 from pipeloom.schedule.text import schedule_from_cells
 
 
@@ -18,20 +18,15 @@ def format_torch_csv(schedule: Schedule) -> str:
     actions, because that is where PyTorch's runtime divides the gradients by the number of micro-batches.
 
     Raises:
-        ScheduleTextError: the schedule swaps, recomputes or cuts sequences, or sends a tied matrix, which PyTorch's
-            runtime does not.
+        ScheduleTextError: the schedule cuts sequences or has kinds of actions that PyTorch's runtime lacks.
     """
     if schedule.num_slices > 1:
         raise ScheduleTextError("PyTorch's runtime takes whole sequences; write the schedule without token slices")
-    if any(row.is_kind(*MOVE_KINDS, *STAGE_SWAP_KINDS).any() for row in schedule.rows):
+    missing = [kind for kind in KINDS if not kind.in_torch and any(row.is_kind(kind).any() for row in schedule.rows)]
+    if missing:
+        letters, words = (", ".join(names) for names in (missing, [kind.words for kind in missing]))
         raise ScheduleTextError(
-            "PyTorch's runtime swaps neither activations nor stages; write the schedule before anything is swapped"
-        )
-    if any(row.is_kind(Kind.RECOMPUTE).any() for row in schedule.rows):
-        raise ScheduleTextError("PyTorch's runtime has no R; write the schedule before it recomputes anything")
-    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
-        raise ScheduleTextError(
-            "PyTorch's runtime has no messages about a tied matrix; write the schedule before they are added"
+            f"PyTorch's runtime has no {letters} ({words}); write the schedule before they are added"
         )
     if schedule.level is Level.COMMUNICATION:
         schedule = add_reduce_grad(schedule)

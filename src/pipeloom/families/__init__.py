@@ -1,11 +1,36 @@
-"""How schedules are made: every module of this folder may register families; none knows another's rule."""
+"""How schedules are made: every module of this folder may add families; none needs another's rule.
+
+Other distributions add theirs through entry points of the group ``pipeloom.families`` (docs/extending.md).
+"""
 
 import pkgutil
+from importlib import import_module
 
-from pipeloom.families.answer import load
-from pipeloom.families.family import FAMILIES, Choice, Family, HeldInputs, Request, Rows, family, make_schedule
+from pipeloom.families.answer import Rows
+from pipeloom.families.family import (
+    FAMILIES,
+    Choice,
+    Family,
+    HeldInputs,
+    Request,
+    backward,
+    family,
+    forward,
+    make_schedule,
+)
 
 for _module in pkgutil.iter_modules(__path__):
-    load(f"{__name__}.{_module.name}")
+    import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FAMILIES", "Choice", "Family", "HeldInputs", "Request", "Rows", "family", "make_schedule"]
+__all__ = [
+    "FAMILIES",
+    "Choice",
+    "Family",
+    "HeldInputs",
+    "Request",
+    "Rows",
+    "backward",
+    "family",
+    "forward",
+    "make_schedule",
+]

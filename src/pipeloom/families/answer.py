@@ -1,17 +1,13 @@
 """What the rule of a family returns or raises. A mistake in it is one message, which names the family and the line."""
 
-import linecache
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from numbers import Integral
-from traceback import extract_tb
 from typing import Any, TypeVar
 
-from pipeloom.errors import FamilyError, PipeloomError, ScheduleError
+from pipeloom.errors import FamilyError, PipeloomError, ScheduleError, raised_in, said
 from pipeloom.schedule import Action, Kind, Row
 
 _Result = TypeVar("_Result")
@@ -116,46 +112,10 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
-def load(module: str) -> None:
-    """Import a module that may register families.
-
-    Raises:
-        FamilyError: it cannot be imported; says what is wrong in which line.
-    """
-    spec = find_spec(module)
-    file = (spec.origin if spec is not None else None) or module
-    try:
-        import_module(module)
-    except (PipeloomError, MemoryError):
-        raise
-    except Exception as error:
-        where = raised_in(error, file) or file
-        raise FamilyError(f"a file of families cannot be imported: {said(error)}, in {where}; {_HINT}") from error
-
-
 def place_of(rule: Callable[..., Any]) -> str:
     """File and line in which a rule begins."""
     code = getattr(rule, "__code__", None)
     return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else repr(rule)
-
-
-def raised_in(error: BaseException, file: str) -> str | None:
-    """File, line and text of the last line of a file that an exception went through; ``None`` for none."""
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return _line(file, error.lineno or 1)
-    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-    return _line(file, lines[-1] or 1) if lines else None
-
-
-def said(error: BaseException) -> str:
-    """An exception's name and text."""
-    text = error.msg if isinstance(error, SyntaxError) else str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _line(file: str, number: int) -> str:
-    text = linecache.getline(file, number).strip()
-    return f"{file}, line {number}: {text}" if text else f"{file}, line {number}"
 
 
 def _file_of(rule: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
 """What a family of schedules is, and the registry by name.
 
-A new family is one file in this folder: a function that returns each rank's compute actions, under
-``@family(...)``. Everything else (proof, lowering, simulation, picture, run) reads the schedule that comes out.
+A new family is one file: a function that returns each rank's compute actions, under ``@family(...)``. Everything else
+(proof, lowering, simulation, picture, run) reads the schedule that comes out.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from pipeloom.errors import ConfigError, FamilyError
 from pipeloom.families.answer import Rows, blamed, checked, place_of
 from pipeloom.passes import add_slices
 from pipeloom.passes.recompute import recompute_beyond
+from pipeloom.registry import Registry
 from pipeloom.schedule import PLACEMENTS, Action, Kind, Placement, Row, Schedule
 from pipeloom.system.host_memory import available_memory
 from pipeloom.terminal.words import count, format_bytes, unknown_name
@@ -100,7 +101,7 @@ _ACTION_BYTES = 150
 """What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28
 """Bytes for which nobody looks whether they are there."""
-FAMILIES: dict[str, Family] = {}
+FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
 """Every family by name."""
 
 
@@ -136,7 +137,7 @@ def family(
             problems.append(unknown_name("placement", placement, PLACEMENTS))
         if problems:
             raise FamilyError(f"the family '{name}' ({place_of(rule)}) is wrong: {'; '.join(problems)}")
-        FAMILIES[name] = Family(
+        added = Family(
             name=name,
             rule=rule,
             summary=summary.splitlines()[0],
@@ -152,6 +153,7 @@ def family(
             slices_itself=slices_itself,
             same_as=same_as,
         )
+        FAMILIES.add(name, added)
         return rule
 
     return register
@@ -196,7 +198,7 @@ class Choice:
             problems.append(unknown_name("placement", self.placement, PLACEMENTS))
         problems += self._keep_problems()
         if self.family not in FAMILIES:
-            return [*problems, unknown_name("schedule", self.family, FAMILIES)]
+            return [*problems, FAMILIES.unknown(self.family)]
         problems += [] if problems else self._size_problems()
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
 

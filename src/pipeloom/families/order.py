@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipeloom.schedule import Kind, Row
-from pipeloom.schedule.row import CODE
 
 
 def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
@@ -21,15 +20,15 @@ def numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
     """
     number = {step: n for n, step in enumerate(dict.fromkeys(steps))}
     which = np.array([number[step] for step in steps])
-    kind = np.array([CODE[kind] for kind, _ in number], np.int32)[which]
+    kind = np.array([kind.code for kind, _ in number], np.int32)[which]
     stage = np.array([stage for _, stage in number], np.int32)[which]
     microbatch = np.zeros_like(kind)
     for own in {stage for _, stage in number}:
         for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
-            places = np.flatnonzero((stage == own) & np.isin(kind, [CODE[one] for one in kinds]))
+            places = np.flatnonzero((stage == own) & np.isin(kind, [one.code for one in kinds]))
             microbatch[places] = np.arange(len(places))
         inputs, weights = (
-            np.flatnonzero((stage == own) & (kind == CODE[one])) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+            np.flatnonzero((stage == own) & (kind == one.code)) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
         microbatch[weights] = microbatch[inputs]
     return Row(kind, stage, microbatch, np.zeros_like(kind))

@@ -17,7 +17,7 @@ from pipeloom.families.family import Rows
 from pipeloom.schedule import Kind, Placement, Row
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import clocked
-from pipeloom.schedule.row import CODE, Columns
+from pipeloom.schedule.row import Columns
 
 Floats = NDArray[np.float64]
 
@@ -130,5 +130,5 @@ def woven(placement: Placement, orders: Sequence[Row], most_inputs: Sequence[int
 
 def of_inputs(row: Row) -> Row:
     """A row's forwards, and gradients of inputs in place of its backwards: an order to weave into."""
-    kind = np.where(row.is_kind(Kind.BACKWARD), np.int32(CODE[Kind.BACKWARD_INPUT]), row.kind)
-    return Row(kind, *row.arrays[1:]).take(kind != CODE[Kind.BACKWARD_WEIGHT])
+    kind = np.where(row.is_kind(Kind.BACKWARD), np.int32(Kind.BACKWARD_INPUT.code), row.kind)
+    return Row(kind, *row.arrays[1:]).take(kind != Kind.BACKWARD_WEIGHT.code)

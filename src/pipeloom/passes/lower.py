@@ -3,10 +3,10 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import messages as kernels
-from pipeloom.schedule.row import CODE, Row
+from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 
@@ -42,8 +42,8 @@ def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
         raise UserError(f"receive_buffers must be at least 1, found {receive_buffers}")
     facts, size = schedule.facts, schedule.num_actions
     first, owner = facts.columns.first, facts.owner
-    uses_gradient = np.maximum(facts.node_of[CODE[Kind.BACKWARD]], facts.node_of[CODE[Kind.BACKWARD_INPUT]])
-    user_of = np.stack([facts.node_of[CODE[Kind.FORWARD]], uses_gradient])
+    uses_gradient = np.maximum(facts.node_of[Kind.BACKWARD.code], facts.node_of[Kind.BACKWARD_INPUT.code])
+    user_of = np.stack([facts.node_of[Kind.FORWARD.code], uses_gradient])
     find = kernel(kernels.find_messages, size)
     makers, users, begin = find(*facts.columns, owner, facts.crosses, schedule.first_backward_stage, user_of)
     receivers = facts.ranks[users[begin[:-1]]]

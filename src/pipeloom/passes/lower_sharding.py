@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import USES_WEIGHTS, Action, Kind
-from pipeloom.schedule.row import CODE, Row
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, USES_WEIGHTS, Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays
+from pipeloom.schedule.sharding import arrivals, fewest_stays
 
 SharedState = Literal["none", "optimizer", "gradients", "full"]
 """What data-parallel ranks share instead of holding it whole: nothing, or the optimizer's state and more."""
@@ -186,7 +187,7 @@ def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
     return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
 
 
-_GATHERS = CODE[Kind.UNSHARD], CODE[Kind.RESHARD]
+_GATHERS = Kind.UNSHARD.code, Kind.RESHARD.code
 
 
 def _behind_gathers(row: Row, slot: int, needed_at: int) -> int:

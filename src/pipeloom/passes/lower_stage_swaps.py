@@ -7,11 +7,11 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.passes.lower_sharding import between_visits, visits
-from pipeloom.schedule.action import COMPUTE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, Action, Kind
-from pipeloom.schedule.row import CODE, Row
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, USES_STAGE, Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, arrivals, fewest_stays
-from pipeloom.schedule.stage_swaps import USES_STAGE
+from pipeloom.schedule.sharding import arrivals, fewest_stays
 
 UpdatePlace = Literal["at once", "at the end", "in the next step"]
 """Where a row has the update of a stage: behind what completes its gradient; behind everything else; before the stage's
@@ -119,4 +119,4 @@ def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None) ->
 
 def num_swaps_in(schedule: Schedule) -> tuple[int, ...]:
     """For each rank how often a stage is brought to the device in a step."""
-    return tuple(int((row.kind == CODE[Kind.SWAP_IN]).sum()) for row in schedule.rows)
+    return tuple(int((row.kind == Kind.SWAP_IN.code).sum()) for row in schedule.rows)

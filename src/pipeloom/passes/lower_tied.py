@@ -3,11 +3,11 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import COMPUTE_KINDS, TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.depend import Lane, tied_action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, TIED_KINDS, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 
 
 def add_tied(schedule: Schedule) -> Schedule:

@@ -7,9 +7,9 @@ from pipeloom.errors import UserError
 from pipeloom.passes.budget import Sizes, checked, refuse_missing
 from pipeloom.passes.lower import lower
 from pipeloom.passes.room import Clock, Plan, make_room, row_clock, settle
-from pipeloom.schedule.action import Kind
 from pipeloom.schedule.clock import SecondsOf, nominal_s
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.schedule import Schedule
 
 

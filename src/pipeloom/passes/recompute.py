@@ -6,7 +6,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count

@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.schedule.action import COMPUTE_KINDS, LOAD_OF, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.clock import SecondsOf, times
-from pipeloom.schedule.depend import OWN_LANES
 from pipeloom.schedule.graph import Seconds
 from pipeloom.schedule.held import Bytes
-from pipeloom.schedule.row import CODE, Row
+from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, LOAD_OF, Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 _ROUNDS = 12
@@ -138,7 +138,7 @@ class RowClock:
         """A lane with what already runs there."""
         lane = _Lane()
         for other, start_s, end_s in self.busy:
-            if OWN_LANES[other] == OWN_LANES[kind]:
+            if other.lane == kind.lane:
                 lane.take(start_s, end_s - start_s)
         return lane
 
@@ -174,8 +174,8 @@ def row_clock(
     start_s, end_s = (array[first : first + len(row)] for array in clock)
     computes = row.is_kind(*COMPUTE_KINDS)
     ends = end_s[computes].tolist()
-    lanes = {OWN_LANES[out], OWN_LANES[LOAD_OF[out]]}
-    busy = np.flatnonzero(row.is_kind(*(kind for kind, lane in OWN_LANES.items() if lane in lanes)))
+    lanes = (out.lane, out.partner.lane)
+    busy = np.flatnonzero(row.is_kind(*(kind for kind in KINDS if kind.lane in lanes)))
     return RowClock(
         begin_s=start_s[computes].tolist(),
         end_s=ends,
@@ -399,7 +399,7 @@ def settle(schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[
         moved = with_moves(schedule, plans, out)
         if not any(each.is_late for each in plans):
             break
-        is_old = ~np.isin(moved.facts.columns.kind, [CODE[out], CODE[LOAD_OF[out]]])
+        is_old = ~np.isin(moved.facts.columns.kind, [out.code, LOAD_OF[out].code])
         start_s, end_s = times(moved, seconds_of)
         clock = start_s[is_old], end_s[is_old]
     return moved

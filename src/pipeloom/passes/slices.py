@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Kind
+from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Kind
-from pipeloom.schedule.row import CODE, Row
+from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
 
@@ -34,8 +34,8 @@ def _split(row: Row, delay: int | None) -> Row:
     slots = np.flatnonzero(row.is_kind(Kind.BACKWARD))
     chosen = row.take(slots)
     kind = row.kind.copy()
-    kind[slots] = CODE[Kind.BACKWARD_INPUT]
-    halves = Row(np.full_like(chosen.kind, CODE[Kind.BACKWARD_WEIGHT]), *chosen.arrays[1:])
+    kind[slots] = Kind.BACKWARD_INPUT.code
+    halves = Row(np.full_like(chosen.kind, Kind.BACKWARD_WEIGHT.code), *chosen.arrays[1:])
     later = np.full(len(slots), len(row) - 1)
     if delay is not None and delay < len(slots):
         later[: len(slots) - delay] = slots[delay:]

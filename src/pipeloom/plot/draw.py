@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.plot.labels import Label, place_labels
-from pipeloom.schedule.action import LOAD_OF, OUT_OF, Action, Kind
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, OWN_LANES
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.row import KINDS, NO_MICROBATCH, Row
+from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind, Shade
+from pipeloom.schedule.row import NO_MICROBATCH, Row
 from pipeloom.terminal.guard import printable
 from pipeloom.trace import Spans, Trace
 
@@ -193,15 +194,12 @@ def _numbered(traces: Iterable[Trace]) -> str:
 
 def _shaded(traces: Iterable[Trace]) -> str:
     """What the shades of compute are."""
-    words = {
-        Kind.BACKWARD: "dark: backward",
-        Kind.BACKWARD_INPUT: "darker: gradient of the input",
-        Kind.BACKWARD_WEIGHT: "darkest: of the weights",
-        Kind.RECOMPUTE: "in between: forward again",
-        Kind.UPDATE: "gray: optimizer",
-    }
     rows = [trace.spans.row for trace in traces]
-    return ", ".join(["light: forward", *(word for kind, word in words.items() if _has(rows, kind))])
+    shown = [
+        Kind.FORWARD,
+        *(kind for kind in KINDS if kind in COMPUTE_LANE_KINDS - {Kind.FORWARD} and _has(rows, kind)),
+    ]
+    return ", ".join(f"{kind.shade.name.lower().replace('_', ' ')}: {kind.words}" for kind in shown)
 
 
 def _has(rows: Iterable[Row], kind: Kind) -> bool:
@@ -215,8 +213,8 @@ _STRIPS = {
 }
 _STRIP_OF = {
     DATA_PARALLEL_LANE: "collectives",
-    **{OWN_LANES[kind]: "out" for kind in LOAD_OF},
-    **{OWN_LANES[kind]: "back" for kind in OUT_OF},
+    **{Lane(kind.lane): "out" for kind in LOAD_OF},
+    **{Lane(kind.lane): "back" for kind in OUT_OF},
 }
 
 
@@ -229,16 +227,16 @@ def _strips(trace: Trace) -> dict[str, Spans]:
 
 
 def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a box, of compute or beside it: the hue tells the stage, the shade the kind."""
+    """Fill and ink of a box, of compute or beside it: the hue shows the stage, the shade the kind."""
     import colorsys
 
-    if action.kind is Kind.UPDATE:
+    shade = action.kind.shade
+    if shade is Shade.GRAY:
         return (0.62, 0.62, 0.62), "#222222"
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
-    if action.kind in (Kind.FORWARD, Kind.UNSHARD, *LOAD_OF, Kind.SWAP_OUT):
-        return colorsys.hls_to_rgb(hue % 1, 0.76, 0.62), "#222222"
-    lightness = {Kind.BACKWARD_INPUT: 0.50, Kind.BACKWARD_WEIGHT: 0.34, Kind.RECOMPUTE: 0.62}.get(action.kind, 0.42)
-    return colorsys.hls_to_rgb(hue % 1, lightness, 0.50), "white"
+    if shade is Shade.LIGHT:
+        return colorsys.hls_to_rgb(hue % 1, shade / 100, 0.62), "#222222"
+    return colorsys.hls_to_rgb(hue % 1, shade / 100, 0.50), "white"
 
 
 def _add_legend(figure: "Figure", trace: Trace) -> None:
@@ -305,7 +303,7 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
     """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
 
     Args:
-        curves: method -> points; their labels say how many devices.
+        curves: method -> points; their labels show the number of devices.
         front: points of the Pareto front, drawn as a wide band below the curves.
         file: where to; the ending names the format, ``FORMATS``.
         title: the headline.

@@ -7,8 +7,8 @@ from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.ranks import first_device, rank_parts
 from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action, Kind, Placement
-from pipeloom.schedule.action import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
-from pipeloom.schedule.depend import tied_partner
+from pipeloom.schedule.depend import other_end
+from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.simulate import Sharing
 
 
@@ -49,9 +49,7 @@ def shared_links(
 
     def link_of(action: Action, rank: int) -> Hashable | None:
         if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
-            is_tied = action.kind in TIED_RECEIVE_KINDS
-            before = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
-            sender = owner[tied_partner(action, len(owner)).stage if is_tied else before]
+            sender = owner[other_end(action, len(owner)).stage]
             return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
         if action.kind in SWAPS and partners is not None:
             return adapter[rank] if adapter[partners[rank]][0] != adapter[rank][0] else None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.kernels import accept as kernels
-from pipeloom.schedule.row import KINDS, Ints
+from pipeloom.schedule.kinds import KINDS, NUM_COMPUTE, TIED_SEND_KINDS, Kind
+from pipeloom.schedule.row import Ints
 from pipeloom.schedule.verify_tied import TIED_RULES
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _has_pairs(partners: tuple[int, ...] | None, num_ranks: int) -> bool:
 
 def _has_actions(schedule: "Schedule") -> bool:
     facts, size = schedule.facts, schedule.num_actions
-    num_kinds = len(KINDS) if facts.has_transfers else len(COMPUTE_KINDS)
+    num_kinds = len(KINDS) if facts.has_transfers else NUM_COMPUTE
     columns = facts.columns
     if not kernel(kernels.belongs, size)(*columns, facts.owner, facts.shape, num_kinds):
         return False
@@ -86,9 +86,10 @@ def _keeps_ties(schedule: "Schedule", number_on_lane: Ints) -> bool:
     if any(True for rule in TIED_RULES for _ in rule(schedule)):
         return False
     nodes = schedule.facts.tied_nodes
-    pairs = ((Kind.SEND_TIED, Kind.RECV_TIED), (Kind.SEND_TIED_GRAD, Kind.RECV_TIED_GRAD))
     return all(
-        number_on_lane[nodes[send][0]] == number_on_lane[nodes[take][0]] for send, take in pairs if send in nodes
+        number_on_lane[nodes[send][0]] == number_on_lane[nodes[send.partner][0]]
+        for send in TIED_SEND_KINDS
+        if send in nodes
     )
 
 

@@ -5,31 +5,19 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import STAGE_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Seconds
-from pipeloom.schedule.row import KINDS
+from pipeloom.schedule.kinds import KINDS, STAGE_KINDS
 from pipeloom.schedule.schedule import Schedule
 
 SecondsOf = Callable[[Action], float]
 """Seconds that an action keeps its lane busy; the same for all micro-batches. ``Costs.seconds`` is one."""
 
-_NOMINAL = {
-    Kind.FORWARD: 1.0,
-    Kind.BACKWARD: 2.0,
-    Kind.BACKWARD_INPUT: 1.0,
-    Kind.BACKWARD_WEIGHT: 1.0,
-    Kind.RECOMPUTE: 1.0,
-    Kind.EVICT: 1.0,
-    Kind.LOAD: 1.0,
-    Kind.OFFLOAD: 1.0,
-    Kind.RELOAD: 1.0,
-}
-
 
 def nominal_s(action: Action) -> float:
     """Where nobody says how long things take: a backward takes two forwards, and moving what is kept takes one."""
-    return _NOMINAL.get(action.kind, 0.0)
+    return action.kind.nominal_s
 
 
 def seconds_of_all(facts: Facts, seconds_of: SecondsOf, *, ignores_microbatch: bool = True) -> Seconds:

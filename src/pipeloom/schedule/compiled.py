@@ -5,6 +5,7 @@ more than a small schedule takes altogether. So kernels run as they are until th
 actions through them, and are compiled (by numba, kept on disk) from then on. Without numba they stay as they are.
 """
 
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -69,14 +70,18 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
     if _is_lean:
         with _hidden("scipy.linalg"):
             importlib.import_module("numba.np.arraymath")
+    # The compiler keeps what it compiled until the module's own file changes. Constants that come from another module
+    # are compiled in, so they are part of the name under which it is kept.
+    constants = sorted((name, value) for name, value in vars(module).items() if name.isupper())
+    stamp = hashlib.sha256(repr(constants).encode()).hexdigest()[:8]
     names, folder = dict(vars(module)), Path()
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
             copy = FunctionType(value.__code__, names, name, value.__defaults__)
-            copy.__module__ = value.__module__
+            copy.__module__, copy.__qualname__ = value.__module__, f"{name}_{stamp}"
             names[name] = numba.njit(cache=True)(copy)
             folder = Path(names[name].stats.cache_path)
-    if _is_lean and not any(folder.glob(f"{module.__name__.rpartition('.')[2]}.*.nbi")):
+    if _is_lean and not any(folder.glob(f"{module.__name__.rpartition('.')[2]}.*_{stamp}-*.nbi")):
         print(f"Compiling {module.__name__} (once on this machine) ...", file=sys.stderr)  # noqa: T201
     return names
 

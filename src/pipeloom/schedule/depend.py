@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.kernels.waits import needs
+from pipeloom.schedule.kinds import OWN_LANES, TIED_KINDS, Kind
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.row import CODE
 
 if TYPE_CHECKING:
     from pipeloom.schedule.schedule import Schedule
 
 
-_LANE_PATTERN = re.compile(r"(compute|data-parallel|evict|load|to host|from host|host)|send to (\d+)|recv from (\d+)")
+_PLAIN_LANES = (*OWN_LANES, "host")
+_LANE_PATTERN = re.compile(rf"({'|'.join(_PLAIN_LANES)})|send to (\d+)|recv from (\d+)")
 
 
 class Lane(NamedTuple):
@@ -52,8 +53,8 @@ class Lane(NamedTuple):
         """
         match = _LANE_PATTERN.fullmatch(text)
         if match is None:
-            known = "'compute', 'data-parallel', 'evict', 'load', 'to host', 'from host', 'host', 'send to 1'"
-            raise UserError(f"'{text}' is no lane: expected a text such as {known}, 'recv from 0'")
+            known = ", ".join(f"'{name}'" for name in (*_PLAIN_LANES, "send to 1", "recv from 0"))
+            raise UserError(f"'{text}' is no lane: expected a text such as {known}")
         plain, send_peer, receive_peer = match.groups()
         if plain is not None:
             return cls(plain)
@@ -64,73 +65,34 @@ COMPUTE_LANE = Lane("compute")
 DATA_PARALLEL_LANE = Lane("data-parallel")
 TO_HOST_LANE = Lane("to host")
 FROM_HOST_LANE = Lane("from host")
-OWN_LANES = {
-    Kind.UNSHARD: DATA_PARALLEL_LANE,
-    Kind.RESHARD: DATA_PARALLEL_LANE,
-    Kind.REDUCE_GRAD: DATA_PARALLEL_LANE,
-    Kind.EVICT: Lane("evict"),
-    Kind.LOAD: Lane("load"),
-    Kind.OFFLOAD: TO_HOST_LANE,
-    Kind.SWAP_OUT: TO_HOST_LANE,
-    Kind.RELOAD: FROM_HOST_LANE,
-    Kind.SWAP_IN: FROM_HOST_LANE,
-}
-"""Kinds that run beside compute on a lane of their rank alone. Swaps have one for each direction, since links carry
-both at once."""
 HOST_LANE = Lane("host")
 """The processor that launches actions, one after the other in the order of the row. No action runs there."""
 
 
 def lane_of(action: Action, placement: Placement) -> Lane:
     """The lane of its own rank on which an action runs."""
-    owner, stage = placement.rank_by_stage, action.stage
-    match action.kind:
-        case Kind.SEND_F:
-            return Lane("send", owner[stage + 1])
-        case Kind.SEND_B:
-            return Lane("send", owner[stage - 1])
-        case Kind.RECV_F:
-            return Lane("recv", owner[stage - 1])
-        case Kind.RECV_B:
-            return Lane("recv", owner[stage + 1])
-        case Kind.SEND_TIED | Kind.SEND_TIED_GRAD:
-            return Lane("send", owner[tied_partner(action, len(owner)).stage])
-        case Kind.RECV_TIED | Kind.RECV_TIED_GRAD:
-            return Lane("recv", owner[tied_partner(action, len(owner)).stage])
-    return OWN_LANES.get(action.kind, COMPUTE_LANE)
+    kind = action.kind
+    if kind.lane not in ("send", "recv"):
+        return Lane(kind.lane)
+    owner = placement.rank_by_stage
+    return Lane(kind.lane, owner[other_end(action, len(owner)).stage])
 
 
-_TIED_PARTNER = {
-    Kind.SEND_TIED: Kind.RECV_TIED,
-    Kind.RECV_TIED: Kind.SEND_TIED,
-    Kind.SEND_TIED_GRAD: Kind.RECV_TIED_GRAD,
-    Kind.RECV_TIED_GRAD: Kind.SEND_TIED_GRAD,
-}
-assert _TIED_PARTNER.keys() == TIED_KINDS
+_TO_NEXT_STAGE = frozenset({Kind.SEND_F, Kind.RECV_B})
+"""Messages whose other end is one stage further; that of the others between stages is one stage before."""
+
+
+def other_end(action: Action, num_stages: int) -> Action:
+    """The receive of a send on another rank, the send of a receive."""
+    kind, stage = action.kind, action.stage
+    if kind in TIED_KINDS:
+        return tied_action(kind.partner, num_stages)
+    return action._replace(kind=kind.partner, stage=stage + (1 if kind in _TO_NEXT_STAGE else -1))
 
 
 def tied_action(kind: Kind, num_stages: int) -> Action:
     """The action of a kind that concerns the matrix of embedding and head: it names the first stage or the last one."""
     return Action(kind, 0 if kind in (Kind.SEND_TIED, Kind.RECV_TIED_GRAD) else num_stages - 1)
-
-
-def tied_partner(action: Action, num_stages: int) -> Action:
-    """The other end of a message about the matrix of embedding and head: a send's receive, a receive's send."""
-    return tied_action(_TIED_PARTNER[action.kind], num_stages)
-
-
-def matching_send(receive: Action) -> Action:
-    """The send on the other rank whose tensor ``receive`` takes."""
-    if receive.kind is Kind.RECV_F:
-        return receive._replace(kind=Kind.SEND_F, stage=receive.stage - 1)
-    return receive._replace(kind=Kind.SEND_B, stage=receive.stage + 1)
-
-
-def matching_receive(send: Action) -> Action:
-    """The receive on the other rank that takes the tensor of ``send``."""
-    if send.kind is Kind.SEND_F:
-        return send._replace(kind=Kind.RECV_F, stage=send.stage + 1)
-    return send._replace(kind=Kind.RECV_B, stage=send.stage - 1)
 
 
 def consumer_of(receive: Action, schedule: "Schedule") -> Action:
@@ -152,5 +114,5 @@ def data_dependencies(action: Action, schedule: "Schedule") -> list[Action]:
     if microbatch is None:
         return []
     facts = schedule.facts
-    count = needs(CODE[kind], stage, microbatch, part, facts.shape, *facts.relation, found)
+    count = needs(kind.code, stage, microbatch, part, facts.shape, *facts.relation, found)
     return [facts.action_of(int(key)) for key in found[:count]]

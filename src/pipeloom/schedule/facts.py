@@ -7,14 +7,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import LOAD_OF, TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import COMPUTE_LANE, OWN_LANES, Lane, lane_of, tied_action
+from pipeloom.schedule.depend import Lane, lane_of, tied_action
 from pipeloom.schedule.kernels import waits as kernels
+from pipeloom.schedule.kinds import KINDS, LOAD_OF, NUM_KEYED, OWN_LANES, TIED_KINDS, Kind
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.row import CODE, KINDS, Columns, Ints, Row
-
-_OWN_LANES = tuple(dict.fromkeys([COMPUTE_LANE, *OWN_LANES.values()]))
+from pipeloom.schedule.row import Columns, Ints, Row
 
 
 @dataclass(frozen=True)
@@ -82,16 +81,16 @@ class Facts:
     @cached_property
     def _keeper(self) -> Ints:
         """[stage, micro-batch, slice] the kind after which a rank has what was kept of the forward."""
-        keeper = np.full(self.shape, CODE[Kind.FORWARD], np.int32)
+        keeper = np.full(self.shape, Kind.FORWARD.code, np.int32)
         for kind in LOAD_OF.values():
-            keeper[self._has(kind)] = CODE[kind]
+            keeper[self._has(kind)] = kind.code
         return keeper
 
     def _has(self, kind: Kind) -> NDArray[np.bool_]:
         """[stage, micro-batch, slice] whether the schedule has such an action."""
         has = np.zeros(self.shape, np.bool_)
         columns = self.columns
-        chosen = columns.kind == CODE[kind]
+        chosen = columns.kind == kind.code
         place = np.stack([columns.stage[chosen], columns.microbatch[chosen], columns.part[chosen]])
         exists = np.all((place >= 0) & (place < np.array(self.shape)[:, None]), axis=0)
         has[tuple(place[:, exists])] = True
@@ -102,7 +101,7 @@ class Facts:
         """[kind, stage, micro-batch, slice] -> number of the action in the joined rows; negative for none."""
         kind, stage, microbatch, part, _ = self.columns
         place = kernel(kernels.place, len(kind))
-        return place(kind, stage, microbatch, part, self.shape).reshape(kernels.NUM_KEYED, *self.shape)
+        return place(kind, stage, microbatch, part, self.shape).reshape(NUM_KEYED, *self.shape)
 
     @cached_property
     def tied_nodes(self) -> dict[Kind, list[int]]:
@@ -125,7 +124,7 @@ class Facts:
 
     def action_of(self, key: int) -> Action:
         """The action of a key, see ``kernels.key_of``."""
-        kind, stage, microbatch, part = np.unravel_index(key, (kernels.NUM_KEYED, *self.shape))
+        kind, stage, microbatch, part = np.unravel_index(key, (NUM_KEYED, *self.shape))
         return Action(KINDS[int(kind)], int(stage), int(microbatch), int(part))
 
 
@@ -138,14 +137,15 @@ def _lanes(placement: Placement, tied: tuple[Kind, ...]) -> tuple[tuple[tuple[in
         tied: kinds of the messages about a tied matrix.
     """
     of_messages = _message_lanes(placement, tied)
-    found = dict.fromkeys((rank, lane) for lane in _OWN_LANES for rank in range(placement.num_ranks))
+    found = dict.fromkeys((rank, lane) for lane in map(Lane, OWN_LANES) for rank in range(placement.num_ranks))
     found.update(dict.fromkeys(of_messages.values()))
     number = {lane: n for n, lane in enumerate(found)}
     table = np.tile(np.array(placement.rank_by_stage, np.int32), (len(KINDS), 1))
-    for kind, lane in OWN_LANES.items():
-        table[CODE[kind]] += _OWN_LANES.index(lane) * placement.num_ranks
+    for kind in KINDS:
+        if kind.lane in OWN_LANES:
+            table[kind.code] += OWN_LANES.index(kind.lane) * placement.num_ranks
     for (kind, stage), lane in of_messages.items():
-        table[CODE[kind], stage] = number[lane]
+        table[kind.code, stage] = number[lane]
     return tuple(found), table
 
 

@@ -5,11 +5,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import STAGE_SWAP_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kernels.waits import ABSENT, find_waits
 from pipeloom.schedule.kernels.walk import walk
+from pipeloom.schedule.kinds import STAGE_SWAP_KINDS, Kind
 from pipeloom.schedule.row import Ints
 from pipeloom.schedule.sharding import gradient_waits
 from pipeloom.schedule.stage_swaps import swap_waits

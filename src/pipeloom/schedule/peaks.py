@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import Kind
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.kinds import Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule

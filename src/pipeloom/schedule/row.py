@@ -12,12 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import ScheduleTextError
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import KINDS, Kind
 
-KINDS: tuple[Kind, ...] = tuple(Kind)
-"""Kinds by their code in arrays."""
-CODE: dict[Kind, int] = {kind: code for code, kind in enumerate(KINDS)}
-"""The code of each kind in arrays."""
 NO_MICROBATCH = -(2**31)
 """What stands in arrays for an action's micro-batch ``None``."""
 
@@ -28,7 +25,7 @@ class Row(Sequence[Action]):
     """Actions in the order in which a rank issues them; immutable, equal to any sequence of the same actions.
 
     Attributes:
-        kind: for each action the code of its kind (``CODE``).
+        kind: for each action the code of its kind (``Kind.code``).
         stage: for each action its stage.
         microbatch: for each action its micro-batch, ``NO_MICROBATCH`` for none.
         slice: for each action its token slice.
@@ -50,7 +47,7 @@ class Row(Sequence[Action]):
             return actions
         actions = list(actions)
         numbers = [
-            (CODE[kind], stage, NO_MICROBATCH if microbatch is None else microbatch, part)
+            (kind.code, stage, NO_MICROBATCH if microbatch is None else microbatch, part)
             for kind, stage, microbatch, part in actions
         ]
         try:
@@ -65,7 +62,7 @@ class Row(Sequence[Action]):
         """One kind of action, stage after stage, in each stage for all micro-batches."""
         count = len(stages) * len(microbatches)
         return cls(
-            np.full(count, CODE[kind], np.int32),
+            np.full(count, kind.code, np.int32),
             np.repeat(np.asarray(stages, np.int32), len(microbatches)),
             np.tile(np.asarray(microbatches, np.int32), len(stages)),
             np.zeros(count, np.int32),
@@ -104,7 +101,7 @@ class Row(Sequence[Action]):
     def is_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         """For each action whether it is of one of these kinds."""
         wanted = np.zeros(len(KINDS), np.bool_)
-        wanted[[CODE[kind] for kind in kinds]] = True
+        wanted[[kind.code for kind in kinds]] = True
         return wanted[self.kind]
 
     def __len__(self) -> int:

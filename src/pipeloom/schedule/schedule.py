@@ -8,11 +8,12 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.action import Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.kinds import KINDS, Kind
 from pipeloom.schedule.placement import Placement
-from pipeloom.schedule.row import KINDS, Row
+from pipeloom.schedule.row import Row
 from pipeloom.schedule.verify import verify
 
 Promise = int | tuple[int, ...] | None

@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.schedule.action import Kind
-from pipeloom.schedule.row import KINDS, Row
-
-ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-"""Kinds that add a micro-batch's contribution to a stage's gradient."""
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, KINDS, Kind
+from pipeloom.schedule.row import Row
 
 
 class Stay(NamedTuple):

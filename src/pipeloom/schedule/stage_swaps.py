@@ -13,14 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import COMPUTE_KINDS, Kind
 from pipeloom.schedule.facts import Facts
-from pipeloom.schedule.row import CODE, KINDS, Ints, Row
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, KINDS, USES_STAGE, Kind
+from pipeloom.schedule.row import Ints, Row
 from pipeloom.terminal.words import format_bytes
-
-USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
-"""Kinds that take the stage's weights or gradient on the device."""
 
 
 class Content(Flag):
@@ -201,7 +197,7 @@ def swap_waits(facts: Facts, max_resident: int | None, sizes: Sequence[int] | No
             waits[first + slot, 0] = first + needed
         for slot, needed in _gradient_waits(row):
             waits[first + slot, 1] = first + needed
-        for stage in np.unique(row.stage[row.kind == CODE[Kind.SWAP_IN]]).tolist():
+        for stage in np.unique(row.stage[row.kind == Kind.SWAP_IN.code]).tolist():
             mine = row.stage == stage
             brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
             uses = np.flatnonzero(mine & row.is_kind(*USES_STAGE))
@@ -218,7 +214,7 @@ def _room_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None)
     taken = num_ended = 0
     for slot in np.flatnonzero(row.is_kind(Kind.SWAP_IN, Kind.SWAP_OUT)).tolist():
         stage = int(row.stage[slot])
-        if row.kind[slot] == CODE[Kind.SWAP_OUT]:
+        if row.kind[slot] == Kind.SWAP_OUT.code:
             last_out[stage] = len(outs)
             outs.append(slot)
             continue

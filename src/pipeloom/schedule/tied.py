@@ -6,9 +6,9 @@ and gives back its gradient: a message each, if the two stages are on different 
 
 import numpy as np
 
-from pipeloom.schedule.action import Kind
 from pipeloom.schedule.facts import Facts
-from pipeloom.schedule.row import CODE, Ints
+from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.row import Ints
 
 
 def tied_waits(facts: Facts) -> Ints:
@@ -39,4 +39,4 @@ def tied_waits(facts: Facts) -> Ints:
 def _nodes(facts: Facts, kind: Kind, stage: int) -> Ints:
     """The numbers of a stage's actions of a kind, ascending."""
     kinds, stages = facts.columns.kind, facts.columns.stage
-    return np.flatnonzero((kinds == CODE[kind]) & (stages == stage)).astype(np.int32)
+    return np.flatnonzero((kinds == kind.code) & (stages == stage)).astype(np.int32)

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.accept import accepts
-from pipeloom.schedule.action import (
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.depend import (
+    consumer_of,
+    data_dependencies,
+    lane_of,
+    other_end,
+)
+from pipeloom.schedule.kinds import (
     COMPUTE_KINDS,
     LOAD_OF,
     MOVE_KINDS,
@@ -18,20 +25,10 @@ from pipeloom.schedule.action import (
     RECEIVE_KINDS,
     SEND_KINDS,
     STAGE_KINDS,
-    TIED_KINDS,
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
     USES_WEIGHTS,
-    Action,
     Kind,
-)
-from pipeloom.schedule.depend import (
-    consumer_of,
-    data_dependencies,
-    lane_of,
-    matching_receive,
-    matching_send,
-    tied_partner,
 )
 from pipeloom.schedule.verify_sharding import gathered_bound, gradient_bound, reduce_each_contribution_once
 from pipeloom.schedule.verify_stage_swaps import on_device_when_used, resident_bound, update_each_stage_once
@@ -209,7 +206,7 @@ def messages_of(action: Action, schedule: "Schedule") -> tuple[Action, ...]:
         send = action._replace(kind=Kind.SEND_B)
     else:
         return ()
-    return send, matching_receive(send)
+    return send, other_end(send, schedule.num_stages)
 
 
 def send_after_compute(schedule: "Schedule") -> Violations:
@@ -247,8 +244,7 @@ def sends_match_receives(schedule: "Schedule") -> Violations:
             assert peer is not None
             sent = sends[peer, rank][num_seen[peer, rank]]
             num_seen[peer, rank] += 1
-            is_tied = action.kind in TIED_KINDS
-            if sent != (tied_partner(action, schedule.num_stages) if is_tied else matching_send(action)):
+            if sent != other_end(action, schedule.num_stages):
                 yield Violation(f"{action} takes what rank {peer} sends as {sent} at that point", rank, slot)
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pipeloom.schedule.action import Action, Kind
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT, gathered_counts, unreduced_counts
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, Kind
+from pipeloom.schedule.sharding import gathered_counts, unreduced_counts
 from pipeloom.schedule.violation import Violation, Violations
 
 if TYPE_CHECKING:

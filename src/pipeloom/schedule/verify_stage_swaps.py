@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeloom.schedule.action import Action, Kind
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
-from pipeloom.schedule.stage_swaps import USES_STAGE
+from pipeloom.schedule.action import Action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, USES_STAGE, Kind
 from pipeloom.schedule.violation import Violation, Violations
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeloom.schedule.action import TIED_KINDS, Action, Kind
+from pipeloom.schedule.action import Action
 from pipeloom.schedule.depend import tied_action
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS, Kind
 from pipeloom.schedule.row import Row
-from pipeloom.schedule.sharding import ADDS_TO_GRADIENT
 from pipeloom.schedule.violation import Violation, Violations
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
-from pipeloom.schedule.action import RECEIVE_KINDS, SEND_KINDS, TIED_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
-from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, matching_receive, matching_send, tied_partner
+from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, other_end
+from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
 from pipeloom.system.files import parse_json
 from pipeloom.trace.spans import Span, Spans
 
@@ -58,14 +58,14 @@ class Trace:
 def merge(traces: Iterable[Trace]) -> Trace:
     """One trace from those that several ranks recorded of the same step.
 
-    A rank knows when a transfer was asked for and when it saw its end. When a tensor moved, only both ranks know
-    together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
+    A rank records when it requested a transfer and when it saw its end. When a tensor moved follows only from both
+    ranks together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
     """
     parts = list(traces)
     spans = [span for part in parts for span in part.spans]
     place_of = {span.action: number for number, span in enumerate(spans)}
     num_stages = 1 + max((span.action.stage for span in spans), default=0)
-    receive_of = {span.action: _other_end(span.action, num_stages) for span in spans if span.action.kind in _SENDS}
+    receive_of = {span.action: other_end(span.action, num_stages) for span in spans if span.action.kind in _SENDS}
     sends = [span for span in spans if receive_of.get(span.action) in place_of]
     free_s: dict[tuple[int, int], float] = {}
     for send in sorted(sends, key=lambda span: span.start_s):
@@ -80,13 +80,6 @@ def merge(traces: Iterable[Trace]) -> Trace:
 
 
 _SENDS, _RECEIVES = SEND_KINDS | TIED_SEND_KINDS, RECEIVE_KINDS | TIED_RECEIVE_KINDS
-
-
-def _other_end(action: Action, num_stages: int) -> Action:
-    """The receive of a send, the send of a receive."""
-    if action.kind in TIED_KINDS:
-        return tied_partner(action, num_stages)
-    return matching_receive(action) if action.kind in SEND_KINDS else matching_send(action)
 
 
 def _one_at_a_time(spans: list[Span]) -> list[Span]:
@@ -147,7 +140,7 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
     receives = [s for s in trace.spans if s.action.kind in _RECEIVES and s.lane != HOST_LANE]
     num_stages = 1 + int(trace.spans.row.stage.max(initial=0))
     for number, receive in enumerate(receives):
-        send = sends.get(_other_end(receive.action, num_stages))
+        send = sends.get(other_end(receive.action, num_stages))
         if send is None:
             continue
         begin, end = _ns(receive.start_s, trace.start_s), _ns(receive.end_s, trace.start_s)

@@ -43,7 +43,7 @@ from pipeloom.model import (
 )
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.passes import Moves
-from pipeloom.recipe import build
+from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Schedule
 from pipeloom.train.batch import Batch
 from pipeloom.train.moves import StageSizes, moves_anything, saved_bytes
@@ -61,7 +61,7 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
     sizes = {"num_microbatches": num_microbatches, "group_size": None, "keep": None, "num_slices": 1}
     choice = config.choice()  # stages stay where the family of the training has them
     forward_only = replace(choice, family="forward-only", placement=choice.placement_name, **sizes)
-    return build(replace(config.recipe(), start=forward_only, moves=Moves()), StageSizes(config))
+    return build(replace(config.recipe(), start=forward_only, moves=Moves(), given=None), StageSizes(config))
 
 
 class Pipeline:
@@ -129,8 +129,13 @@ class Pipeline:
         self._watch = Watch(world.store, world.rank, world.size, self._position, quiet_s=quiet_s)
 
     @property
+    def schedule_text(self) -> str:
+        """The schedule of the training as the text of a file."""
+        return schedule_text(self._config.recipe(), self.schedule, StageSizes(self._config))
+
+    @property
     def is_first_replica(self) -> bool:
-        """Whether this rank is in the pipeline that stands for all replicas where one does."""
+        """Whether this rank is in the pipeline that represents all replicas where one does."""
         return self._place.data == 0
 
     @property

@@ -7,11 +7,24 @@ fast form for large schedules; tests hold both equal.
 import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+from pipeloom.schedule.kinds import LOAD_OF, NUM_COMPUTE, NUM_KEYED, Kind
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
-SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
-EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD, RESHARD, REDUCE = range(9, 16)
-SWAP_IN, SWAP_OUT, UPDATE = range(20, 23)
+FORWARD = Kind.FORWARD.code
+BACKWARD = Kind.BACKWARD.code
+BACKWARD_INPUT = Kind.BACKWARD_INPUT.code
+BACKWARD_WEIGHT = Kind.BACKWARD_WEIGHT.code
+RECOMPUTE = Kind.RECOMPUTE.code
+SEND_F = Kind.SEND_F.code
+RECV_F = Kind.RECV_F.code
+SEND_B = Kind.SEND_B.code
+RECV_B = Kind.RECV_B.code
+MOVES = tuple((out.code, back.code) for out, back in LOAD_OF.items())
+UNSHARD = Kind.UNSHARD.code
+RESHARD = Kind.RESHARD.code
+REDUCE_GRAD = Kind.REDUCE_GRAD.code
+SWAP_IN = Kind.SWAP_IN.code
+SWAP_OUT = Kind.SWAP_OUT.code
+UPDATE = Kind.UPDATE.code
 NO_MICROBATCH = -(2**31)
 
 
@@ -30,7 +43,7 @@ def belongs(
         for node in range(first[rank], first[rank + 1]):
             if kind[node] >= num_kinds or not 0 <= stage[node] < shape[0] or owner[stage[node]] != rank:
                 return False
-            if kind[node] >= UNSHARD:
+            if kind[node] >= NUM_KEYED:
                 if microbatch[node] != NO_MICROBATCH or part[node] != 0:
                     return False
             elif not (0 <= microbatch[node] < shape[1] and 0 <= part[node] < shape[2]):
@@ -40,9 +53,9 @@ def belongs(
 
 def is_unique(kind: Ints, stage: Ints, microbatch: Ints, part: Ints, shape: Shape) -> bool:
     """Whether no action recurs, but for those that concern a whole stage."""
-    seen = np.zeros(UNSHARD * shape[0] * shape[1] * shape[2], np.bool_)
+    seen = np.zeros(NUM_KEYED * shape[0] * shape[1] * shape[2], np.bool_)
     for node in range(kind.size):
-        if kind[node] < UNSHARD:
+        if kind[node] < NUM_KEYED:
             key = ((kind[node] * shape[0] + stage[node]) * shape[1] + microbatch[node]) * shape[2] + part[node]
             if seen[key]:
                 return False
@@ -144,9 +157,9 @@ def swaps(node_of: Ints, shape: Shape, first_backward_stage: int) -> bool:
                         node_of[BACKWARD, stage, microbatch, part], node_of[BACKWARD_INPUT, stage, microbatch, part]
                     )
                 num_ways = 0
-                for tier in range(EVICT, OFFLOAD + 1, 2):
-                    out = node_of[tier, stage, microbatch, part]
-                    back = node_of[tier + 1, stage, microbatch, part]
+                for tier in MOVES:
+                    out = node_of[tier[0], stage, microbatch, part]
+                    back = node_of[tier[1], stage, microbatch, part]
                     if out < 0 and back < 0:
                         continue
                     num_ways += 1
@@ -196,7 +209,12 @@ def gathers(kind: Ints, stage: Ints, first: Longs, num_stages: int, max_gathered
                     return False
                 is_gathered[here] = False
                 count -= 1
-            elif kind[node] < SEND_F and kind[node] != BACKWARD_WEIGHT and is_sharded[here] and not is_gathered[here]:
+            elif (
+                kind[node] < NUM_COMPUTE
+                and kind[node] != BACKWARD_WEIGHT
+                and is_sharded[here]
+                and not is_gathered[here]
+            ):
                 return False
     return True
 
@@ -215,7 +233,7 @@ def reduces(kind: Ints, stage: Ints, first: Longs, num_stages: int, gradient_buf
         count = 0
         for node in range(first[rank], first[rank + 1]):
             here = stage[node]
-            if kind[node] == REDUCE:
+            if kind[node] == REDUCE_GRAD:
                 if not is_open[here]:
                     return False
                 is_open[here] = False
@@ -266,7 +284,7 @@ def swaps_stages(kind: Ints, stage: Ints, first: Longs, sizes: Longs, max_reside
 
 def uses_stage(kind: int) -> bool:
     """Whether an action of a kind takes its stage's weights or gradient."""
-    return kind <= RECOMPUTE or kind in (REDUCE, UPDATE)
+    return kind < NUM_COMPUTE or kind in (REDUCE_GRAD, UPDATE)
 
 
 def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int) -> bool:
@@ -289,7 +307,7 @@ def updates(kind: Ints, stage: Ints, num_stages: int, first_backward_stage: int)
             is_updated[here] = is_any = True
         elif uses_stage(kind[node]):
             is_used[here] = True
-            is_final = kind[node] in (BACKWARD, BACKWARD_WEIGHT, REDUCE)
+            is_final = kind[node] in (BACKWARD, BACKWARD_WEIGHT, REDUCE_GRAD)
             if is_updated[here] and not is_deferred and is_final:
                 return False
     return not is_any or bool(is_updated[first_backward_stage:].all())

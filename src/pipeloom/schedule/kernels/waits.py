@@ -3,14 +3,25 @@
 import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+from pipeloom.schedule.kinds import KINDS, NUM_COMPUTE, NUM_KEYED, Group, Kind
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE = range(5)
-SEND_F, RECV_F, SEND_B, RECV_B = range(5, 9)
-EVICT, LOAD, OFFLOAD, RELOAD, UNSHARD = range(9, 14)
-UPDATE = 22
-"""Codes of kinds (``pipeloom.schedule.row.CODE``)."""
-NUM_KEYED = 13
-"""Kinds below it name a micro-batch: their actions have a key."""
+FORWARD = Kind.FORWARD.code
+BACKWARD = Kind.BACKWARD.code
+BACKWARD_INPUT = Kind.BACKWARD_INPUT.code
+BACKWARD_WEIGHT = Kind.BACKWARD_WEIGHT.code
+RECOMPUTE = Kind.RECOMPUTE.code
+SEND_F = Kind.SEND_F.code
+RECV_F = Kind.RECV_F.code
+SEND_B = Kind.SEND_B.code
+RECV_B = Kind.RECV_B.code
+UNSHARD = Kind.UNSHARD.code
+RUNS_BESIDE = tuple(kind.lane != "compute" for kind in KINDS)
+"""For each code whether its kind is communication."""
+SOURCE = tuple(
+    FORWARD if kind.group is Group.MOVE_OUT else kind.partner.code if kind.group is Group.MOVE_BACK else -1
+    for kind in KINDS
+)
+"""For each code of a move the kind on the same stage whose result it uses; -1 for others."""
 ABSENT = -2
 """In place of a node: the schedule lacks the action that is needed."""
 NUM_WAITS = 5
@@ -104,16 +115,16 @@ def source_of(kind: int, stage: int, microbatch: int, part: int, shape: Shape, i
     """The key of the one action whose result a half backward or communication uses; -1 for none."""
     if kind == BACKWARD_WEIGHT:
         return key_of(BACKWARD_INPUT, stage, microbatch, part, shape)
-    if kind in (SEND_F, EVICT, OFFLOAD):
+    if kind == SEND_F:
         return key_of(FORWARD, stage, microbatch, part, shape)
     if kind == SEND_B:
         return input_gradient(stage, microbatch, part, shape, is_split)
-    if kind in (LOAD, RELOAD):
-        return key_of(EVICT if kind == LOAD else OFFLOAD, stage, microbatch, part, shape)
     if kind == RECV_F:
         return key_of(SEND_F, stage - 1, microbatch, part, shape)
     if kind == RECV_B:
         return key_of(SEND_B, stage + 1, microbatch, part, shape)
+    if SOURCE[kind] >= 0:
+        return key_of(SOURCE[kind], stage, microbatch, part, shape)
     return -1
 
 
@@ -160,14 +171,12 @@ def find_waits(
                 waits[node, number] = node_of[found[number]]
             waits[node, 3] = last_on_lane[lane[node]]
             last_on_lane[lane[node]] = node
-            if code < SEND_F:
-                if code != BACKWARD_WEIGHT:  # which does not need the weights
-                    waits[node, 4] = last_unshard[here]
-                last_compute = node
-            else:
+            if code >= NUM_COMPUTE:
                 waits[node, 4] = last_compute
-                if code == UPDATE:
-                    last_compute = node
+            elif code != BACKWARD_WEIGHT:  # which does not need the weights
+                waits[node, 4] = last_unshard[here]
+            if not RUNS_BESIDE[code]:
+                last_compute = node
             if code == UNSHARD:
                 last_unshard[here] = node
     return waits

@@ -1,0 +1,150 @@
+"""Names that users write -> what they mean: those of the package, and those that other distributions add.
+
+A module adds its values when it is imported. So a value from outside is one file: a script imports it, or an entry
+point of the registry's group names it; these are imported when somebody looks for a name that is not there, or for all
+names. A plug-in that is broken is left out, and one sentence names its distribution and its mistake.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from pipeloom.errors import PipeloomError, UserError, raised_in, said
+from pipeloom.terminal.words import unknown_name
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Value = TypeVar("Value")
+_REGISTRIES: list["Registry[Any]"] = []
+
+
+def broken_plugins() -> list[str]:
+    """One sentence for each plug-in that could not be used, of the registries that were read so far."""
+    return [sentence for registry in _REGISTRIES for sentence in registry.broken.values()]
+
+
+class Registry(Mapping[str, Value], Generic[Value]):
+    """Values by name.
+
+    Args:
+        what: noun for a value, in messages.
+        group: of the entry points that name further modules, such as ``pipeloom.families``.
+        kind: type of the values.
+
+    Attributes:
+        what, group, kind: as given.
+        broken: name of each plug-in that could not be used -> a sentence that says why.
+    """
+
+    def __init__(self, what: str, group: str, kind: type[Value]) -> None:
+        self.what, self.group, self.kind = what, group, kind
+        self.broken: dict[str, str] = {}
+        self._values: dict[str, Value] = {}
+        self._makers: dict[str, Callable[[], Value]] = {}
+        self._source_of: dict[str, str] = {}
+        self._source, self._is_loaded = "", False
+        _REGISTRIES.append(self)
+
+    def add(self, name: str, value: Value) -> Value:
+        """Add a value; returns it.
+
+        Raises:
+            UserError: it is of another type, or the name is taken; says by which distribution.
+        """
+        if not isinstance(value, self.kind):
+            raise UserError(f"a {self.what} must be of type {self.kind.__name__}, found {value!r:.80} for '{name}'")
+        if name in self._values or name in self._makers:
+            source = self._source_of.get(name, "")
+            raise UserError(f"there is a {self.what} '{name}' already{f', of {source}' if source else ''}")
+        self._values[name], self._source_of[name] = value, self._source
+        return value
+
+    def add_later(self, name: str, make: Callable[[], Value]) -> None:
+        """Add a value of the package that is only made when somebody looks it up."""
+        self._makers[name] = make
+
+    def remove(self, name: str) -> None:
+        """Remove a value that was added, so that a notebook may add another one; nothing if there is none."""
+        self._values.pop(name, None)
+
+    def find(self, name: str) -> Value:
+        """The value of a name.
+
+        Raises:
+            UserError: there is none; with close names, or why a plug-in of that name is left out.
+        """
+        if name not in self:
+            raise UserError(self.unknown(name))
+        return self[name]
+
+    def unknown(self, name: str) -> str:
+        """The sentence about a name that has no value."""
+        return unknown_name(self.what, name, tuple(self)) if name not in self.broken else self.broken[name]
+
+    def __getitem__(self, name: str) -> Value:
+        """The value of a name; a ``KeyError`` if there is none."""
+        if name in self._makers and name not in self._values:
+            self._values[name] = self._makers[name]()
+        if name not in self._values:
+            self._load()
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a name has a value."""
+        if name not in self._values and name not in self._makers:
+            self._load()
+        return name in self._values or name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, the package's own first."""
+        self._load()
+        return iter({**self._makers, **self._values})
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(list(iter(self)))
+
+    def _load(self) -> None:
+        """Import the modules of all entry points, once."""
+        if self._is_loaded:
+            return
+        from importlib.metadata import entry_points  # takes 50 ms, which built-in names need not wait for
+
+        self._is_loaded = True  # at once, since a module may look for a name while it is imported
+        for entry in sorted(entry_points(group=self.group), key=lambda one: (one.name, _distribution(one))):
+            reason = self._import(entry)
+            if reason:
+                self.broken[entry.name] = (
+                    f"the {self.what} '{entry.name}' of {_distribution(entry)} is left out: {reason}"
+                )
+
+    def _import(self, entry: "EntryPoint") -> str:
+        """Import a module that adds the value of an entry point; why that is not possible, or nothing."""
+        known, self._source = dict(self._values), _distribution(entry)
+        try:
+            entry.load()
+        except PipeloomError as error:
+            reason = str(error)
+        except (Exception, SystemExit) as error:  # whatever a stranger's module does when it is imported
+            reason = f"{said(error)}, in {_place(error, entry)}"
+        else:
+            reason = "" if entry.name in self._values else f"{entry.module} adds no {self.what} of that name"
+        self._source = ""
+        if reason:
+            self._values = known  # nothing of a module that is only half there
+        return reason
+
+
+def _distribution(entry: "EntryPoint") -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
+
+
+def _place(error: BaseException, entry: "EntryPoint") -> str:
+    """File, line and text of the line of a plug-in that raised; its module if that has no file."""
+    try:
+        spec = find_spec(entry.module)
+    except (ImportError, ValueError):  # of the package around it
+        spec = None
+    file = spec.origin if spec is not None and spec.origin else entry.module
+    return raised_in(error, file) or file

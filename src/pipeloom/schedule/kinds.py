@@ -1,0 +1,182 @@
+"""The one table of kinds: everything that is to say about a kind of action, one row each.
+
+Sets of kinds, lanes, nominal seconds, the numbers in arrays and kernels, PyTorch's names, words and shades are all
+derived from it. It imports nothing of the package, so that kernels can take their numbers from it.
+"""
+
+from enum import Enum, IntEnum, StrEnum
+from typing import Literal, get_args
+
+
+class Group(Enum):
+    """What kinds have in common. An executor has a part for each group, a rule is about one."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECEIVE = "receive"
+    MOVE_OUT = "move out"
+    """What a stage keeps for a micro-batch's backward goes elsewhere."""
+    MOVE_BACK = "move back"
+    COLLECTIVE = "collective"
+    """Over the data-parallel ranks."""
+    TIED_SEND = "tied send"
+    """About the matrix that embedding and head share: it belongs to the first stage, the last one borrows it."""
+    TIED_RECEIVE = "tied receive"
+    STAGE_SWAP = "stage swap"
+    """A whole stage, with weights, gradients and optimizer state, comes to the device or leaves it."""
+    UPDATE = "update"
+
+
+class Scope(Enum):
+    """What an action of a kind names beside its stage: a micro-batch, or nothing."""
+
+    MICROBATCH = "micro-batch"
+    STAGE = "stage"
+
+
+class Shade(IntEnum):
+    """How light a kind is in pictures, in hundredths of the HLS lightness. The hue is the stage's."""
+
+    LIGHT = 76
+    BETWEEN = 62
+    HALF_DARK = 50
+    DARK = 42
+    DARKEST = 34
+    GRAY = 0
+    """No hue either: what belongs to no stage's passes."""
+
+
+OwnLane = Literal["compute", "data-parallel", "evict", "load", "to host", "from host"]
+"""Lanes that a rank has alone, in the order of their numbers. Links carry both directions at once, so each has one."""
+OWN_LANES: tuple[OwnLane, ...] = get_args(OwnLane)
+
+_COMPUTE, _SEND, _RECEIVE = Group.COMPUTE, Group.SEND, Group.RECEIVE
+_OUT, _BACK, _COLLECTIVE = Group.MOVE_OUT, Group.MOVE_BACK, Group.COLLECTIVE
+_TIED_SEND, _TIED_RECEIVE, _SWAP, _UPDATE = Group.TIED_SEND, Group.TIED_RECEIVE, Group.STAGE_SWAP, Group.UPDATE
+_ACTIVATION, _STAGE = Scope.MICROBATCH, Scope.STAGE
+_LIGHT, _BETWEEN, _HALF, _DARK, _DARKEST, _GRAY = Shade
+
+
+class Kind(StrEnum):
+    """What an action does. The value is the letter in an action's text; PyTorch's runtime has the same, or none.
+
+    Attributes:
+        code: its number in arrays and kernels, the number of its row. Compute comes first, then what names a
+            micro-batch, then what names a stage: kernels compare codes.
+        group: the kinds that are handled alike.
+        scope: what an action names beside its stage.
+        lane: where it runs; a send or a receive on the lane of its edge.
+        nominal_s: seconds where nobody says how long things take: a backward takes two forwards, a move of what is
+            kept takes one.
+        shade: in pictures.
+        in_torch: whether PyTorch's runtime has it (torch 2.13, ``_ComputationType``).
+        partner_letter: of the kind at the other end of a message, or of the move back from a move out.
+        words: for people.
+    """
+
+    code: int
+    group: Group
+    scope: Scope
+    lane: OwnLane | Literal["send", "recv"]
+    nominal_s: float
+    shade: Shade
+    in_torch: bool
+    partner_letter: str
+    words: str
+
+    def __new__(  # noqa: PLR0917  a row of the table has one place for each column
+        cls,
+        letter: str,
+        group: Group,
+        scope: Scope,
+        lane: OwnLane | Literal["send", "recv"],
+        nominal_s: float,
+        shade: Shade,
+        in_torch: int,
+        partner_letter: str,
+        words: str,
+    ) -> "Kind":
+        """A row of the table."""
+        kind = str.__new__(cls, letter)
+        kind._value_ = letter
+        kind.code = len(cls.__members__)
+        kind.group, kind.scope, kind.lane, kind.nominal_s = group, scope, lane, float(nominal_s)
+        kind.shade, kind.in_torch, kind.partner_letter, kind.words = shade, bool(in_torch), partner_letter, words
+        return kind
+
+    # fmt: off
+    # letter, group, scope, lane, nominal seconds, shade, in PyTorch, partner, words
+    FORWARD = "F", _COMPUTE, _ACTIVATION, "compute", 1, _LIGHT, 1, "", "forward"
+    BACKWARD = "B", _COMPUTE, _ACTIVATION, "compute", 2, _DARK, 1, "", "backward"
+    BACKWARD_INPUT = "I", _COMPUTE, _ACTIVATION, "compute", 1, _HALF, 1, "", "backward for the input"
+    BACKWARD_WEIGHT = "W", _COMPUTE, _ACTIVATION, "compute", 1, _DARKEST, 1, "", "backward for the weights"
+    # From the stage's input, which is all that the forward itself kept for the backward.
+    RECOMPUTE = "R", _COMPUTE, _ACTIVATION, "compute", 1, _BETWEEN, 0, "", "forward again"
+    SEND_F = "SEND_F", _SEND, _ACTIVATION, "send", 0, _LIGHT, 1, "RECV_F", "send of the output"
+    RECV_F = "RECV_F", _RECEIVE, _ACTIVATION, "recv", 0, _LIGHT, 1, "SEND_F", "receive of the input"
+    SEND_B = "SEND_B", _SEND, _ACTIVATION, "send", 0, _DARK, 1, "RECV_B", "send of the gradient"
+    RECV_B = "RECV_B", _RECEIVE, _ACTIVATION, "recv", 0, _DARK, 1, "SEND_B", "receive of the gradient"
+    EVICT = "EVICT", _OUT, _ACTIVATION, "evict", 1, _LIGHT, 0, "LOAD", "eviction of activations"
+    LOAD = "LOAD", _BACK, _ACTIVATION, "load", 1, _DARK, 0, "EVICT", "load of evicted activations"
+    OFFLOAD = "OFFLOAD", _OUT, _ACTIVATION, "to host", 1, _LIGHT, 0, "RELOAD", "offload of activations to the host"
+    RELOAD = "RELOAD", _BACK, _ACTIVATION, "from host", 1, _DARK, 0, "OFFLOAD", "reload of activations from the host"
+    UNSHARD = "UNSHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, _LIGHT, 1, "", "gather of the weights"
+    RESHARD = "RESHARD", _COLLECTIVE, _STAGE, "data-parallel", 0, _DARK, 1, "", "release of the weights"
+    REDUCE_GRAD = "REDUCE_GRAD", _COLLECTIVE, _STAGE, "data-parallel", 0, _DARK, 1, "", "reduction of the gradient"
+    SEND_TIED = "SEND_TIED", _TIED_SEND, _STAGE, "send", 0, _DARK, 0, "RECV_TIED", "send of the tied matrix"
+    RECV_TIED = "RECV_TIED", _TIED_RECEIVE, _STAGE, "recv", 0, _DARK, 0, "SEND_TIED", "receive of the tied matrix"
+    SEND_TIED_GRAD = (
+        "SEND_TIED_GRAD", _TIED_SEND, _STAGE, "send", 0, _DARK, 0,
+        "RECV_TIED_GRAD", "send of the tied matrix's gradient",
+    )
+    RECV_TIED_GRAD = (
+        "RECV_TIED_GRAD", _TIED_RECEIVE, _STAGE, "recv", 0, _DARK, 0,
+        "SEND_TIED_GRAD", "receive of the tied matrix's gradient",
+    )
+    SWAP_IN = "SWAP_IN", _SWAP, _STAGE, "from host", 0, _DARK, 0, "", "stage from the host"
+    SWAP_OUT = "SWAP_OUT", _SWAP, _STAGE, "to host", 0, _LIGHT, 0, "", "stage to the host"
+    UPDATE = "UPDATE", _UPDATE, _STAGE, "compute", 0, _GRAY, 0, "", "optimizer step"
+    # fmt: on
+
+    @property
+    def partner(self) -> "Kind":
+        """A send's receive, a receive's send; what brings back what a move takes out, and the other way round."""
+        return Kind(self.partner_letter)
+
+
+KINDS: tuple[Kind, ...] = tuple(Kind)
+"""Kinds by their code."""
+
+
+def _of(*groups: Group) -> frozenset[Kind]:
+    return frozenset(kind for kind in Kind if kind.group in groups)
+
+
+COMPUTE_KINDS = _of(Group.COMPUTE)
+COMPUTE_LANE_KINDS = frozenset(kind for kind in Kind if kind.lane == "compute")
+USES_WEIGHTS = COMPUTE_KINDS - {Kind.BACKWARD_WEIGHT}
+"""Kinds that compute on the stage's weights; their gradient is made of a layer's input and its output's gradient."""
+ADDS_TO_GRADIENT = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""Kinds that leave something in the stage's gradient."""
+USES_STAGE = COMPUTE_KINDS | {Kind.UPDATE, Kind.REDUCE_GRAD}
+"""Kinds that take the stage's weights or its gradient."""
+SEND_KINDS, RECEIVE_KINDS = _of(Group.SEND), _of(Group.RECEIVE)
+LOAD_OF = {kind: kind.partner for kind in Kind if kind.group is Group.MOVE_OUT}
+"""What brings back what an action moves out: the tier is the partner, or the host."""
+OUT_OF = {load: out for out, load in LOAD_OF.items()}
+MOVE_KINDS = _of(Group.MOVE_OUT, Group.MOVE_BACK)
+"""Kinds that move what a stage keeps for a micro-batch."""
+STAGE_SWAP_KINDS = _of(Group.STAGE_SWAP)
+COLLECTIVE_KINDS = _of(Group.COLLECTIVE)
+TIED_SEND_KINDS, TIED_RECEIVE_KINDS = _of(Group.TIED_SEND), _of(Group.TIED_RECEIVE)
+TIED_KINDS = TIED_SEND_KINDS | TIED_RECEIVE_KINDS
+STAGE_KINDS = frozenset(kind for kind in Kind if kind.scope is Scope.STAGE)
+"""Kinds whose actions name no micro-batch."""
+
+NUM_COMPUTE, NUM_KEYED = len(COMPUTE_KINDS), len(Kind) - len(STAGE_KINDS)
+"""Codes below them: compute; what names a micro-batch, so that an action has a key."""
+
+# Kernels and rules compare codes with these two numbers, so the order of the rows is part of the table.
+assert set(KINDS[:NUM_COMPUTE]) == COMPUTE_KINDS
+assert set(KINDS[NUM_KEYED:]) == STAGE_KINDS
+assert all(kind.partner.partner is kind for kind in Kind if kind.partner_letter)
