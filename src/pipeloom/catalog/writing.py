@@ -159,6 +159,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, int) or value == int(value):
-        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which nobody reads with a point.
+        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which need no point.
         return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
     return f"{value:.{DIGITS}g}"
