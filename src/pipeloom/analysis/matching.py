@@ -39,7 +39,7 @@ def _is_same(row: Row, ranks: Ints, other_row: Row, other_ranks: Ints) -> bool:
 
 
 def _refuse(schedule: Schedule, found: Spans) -> None:
-    """Say what one has and the other lacks.
+    """Name what one has and the other lacks.
 
     Raises:
         UserError: always.

@@ -12,7 +12,7 @@ from pipeloom.trace.spans import Seconds, Spans
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace says about a step.
+    """A step in figures, from its trace.
 
     Attributes:
         makespan_s: from the first action's start to the last one's end.

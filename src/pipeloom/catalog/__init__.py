@@ -1,6 +1,6 @@
 """Models, clusters and programs as data: found by name in this folder or by path, each constant with its source.
 
-Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
+Units are converted here: files have TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
 
 
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
-    """The cluster of one kind that a group names; if that is wrong, one of the catalog, and the reader knows."""
+    """The cluster of one kind that a group names; one of the catalog, and a problem noted, if it is wrong."""
     try:
         source = str(folder / expand_home(Path(named))) if names_file(named) else named
         is_mixed = names_file(source) and "groups" in read_toml("clusters", source)[0]  # which may name itself
@@ -289,5 +289,5 @@ def _plain(reader: Reader, key: str, default: Any) -> Any:
 
 
 def source_of(folder: str, name_or_path: str) -> str:
-    """What a file of the catalog says about where its facts come from; empty if it says nothing."""
+    """The sources of the facts in a file of the catalog; empty if it names none."""
     return str(read_toml(folder, name_or_path)[0].get("source", ""))

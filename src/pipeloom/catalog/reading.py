@@ -19,11 +19,11 @@ from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What the file of a model says.
+    """The content of the file of a model.
 
     Attributes:
         shape: the sizes.
-        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file does not say.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file has none.
     """
 
     shape: ModelShape
@@ -31,7 +31,7 @@ class ModelFile:
     rope_theta: float | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
-        """A model's settings with all that the file says."""
+        """A model's settings with those of the file."""
         return replace(
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
@@ -236,11 +236,11 @@ class Reader:
         self._problems.append(self._title + problem)
 
     def entitle(self, title: str) -> None:
-        """Say before every problem of this table, and of those inside it, which one it is."""
+        """Name the table before every problem of it, and of those inside it."""
         self._title = f"{title}: "
 
     def complain_of_unknown(self, where: str, known: Set[str]) -> None:
-        """Add a problem for each key that is not among the known ones and that nobody asked for, here and inside."""
+        """Add a problem for each key that is neither known nor read, here and inside."""
         for key in self._table:
             if key not in self._seen | known:
                 hint = did_you_mean(key, self._seen - set(self._table))
@@ -258,7 +258,7 @@ class Reader:
         return list(self._table)
 
     def check(self, known: Callable[[], set[str]] | None = None) -> None:
-        """Raise if anything was wrong, or if there are keys that nobody asked for, here or in a table inside.
+        """Raise if anything was wrong, or if there are keys that nothing has read, here or in a table inside.
 
         Raises:
             ConfigError: with all problems.

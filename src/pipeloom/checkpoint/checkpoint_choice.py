@@ -22,7 +22,7 @@ class Choice:
 
     Attributes:
         path: whole and absolute.
-        damaged: newer ones that are not whole, newest first, each with a sentence that says why.
+        damaged: newer ones that are not whole, newest first, each with the reason in a sentence.
     """
 
     path: Path
@@ -36,8 +36,8 @@ def choose_checkpoint(path: Path) -> Choice:
         path: a checkpoint or a run folder.
 
     Raises:
-        UserError: there is none that is whole; says what is wrong with each and, for a damaged checkpoint that was
-            named, which others of its run are whole.
+        UserError: there is none that is whole; the message names what is wrong with each and, for a damaged checkpoint
+            that was named, which others of its run are whole.
     """
     path = path.absolute()
     if is_checkpoint(path):

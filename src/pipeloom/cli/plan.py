@@ -33,7 +33,7 @@ _NO_NAMES: tuple[str, ...] = ()
 class Options:
     """The best layouts of a model on a cluster: searched over all of them, with reasons.
 
-    Says how each takes its time, why the first one wins over other kinds, what would change that, and how far off
+    Prints where the time of each goes, why the first one wins over other kinds, what would change that, and how far off
     predictions have been.
     """
 
@@ -77,13 +77,13 @@ class Options:
     ways: tuple[Literal["none"] | Way, ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
     ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
-    host), or sequences are cut (slices). none: layouts without, told as well where the others lead to no layout."""
+    host), or sequences are cut (slices). none: layouts without, printed as well where the others lead to no layout."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
-    """How many layouts to tell."""
+    """Number of layouts to print."""
     budget_s: float | None = None
-    """Seconds for the search. When they are over, what was found is told, with what may still be faster. None: until
+    """Stops after this many seconds and prints the best layouts found, with a lower bound on the rest. None: until
     nothing can be."""
     explain: bool = True
     """Whether to look for the best of other kinds, and for what would change the answer."""
@@ -96,11 +96,11 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, and by which names it was asked.
+class Request:
+    """A question, and the names that it uses.
 
     Attributes:
-        question: what is asked.
+        question: the layouts to search.
         model: the model's name or file; ``None`` if a run file gives its sizes.
         cluster: name or file.
         software: name or file.
@@ -118,20 +118,20 @@ def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
     options = parse_flags(Options, words, "plan", Options.__doc__ or "")
-    asked = _asked(options)
+    request = _request(options)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
-            asked.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
+            request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
         )
     if options.json:
         print(json.dumps(to_json(plan)))
     else:
         print_plan(plan)
     if plan.best is not None:
-        _write(options, asked, plan.best)
+        _write(options, request, plan.best)
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if plan.stopped == "interrupt":
@@ -139,10 +139,10 @@ def run(words: list[str]) -> int:
     return 1 if plan.best is None else 0
 
 
-def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
-    config = run_config(best, asked.model, _cluster_file(options, asked, best), asked.software)
-    if asked.config is not None:
-        config = _over(asked.config, config, has_model=options.model is not None)
+def _write(options: Options, request: Request, best: SimulatedStep) -> None:
+    config = run_config(best, request.model, _cluster_file(options, request, best), request.software)
+    if request.config is not None:
+        config = _over(request.config, config, has_model=options.model is not None)
     if options.out is not None:
         try:
             options.out.write_text(format_run(config), encoding="utf-8")
@@ -162,13 +162,15 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
-def _cluster_file(options: Options, asked: Asked, best: SimulatedStep) -> str:
+def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
-    if (options.out is None and options.export is None) or best.cluster == asked.question.cluster:
-        return asked.cluster
+    if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
+        return request.cluster
     beside = options.out or (options.export or Path()) / "run.toml"
     file = beside.with_name(f"{beside.stem}.cluster.toml")
-    note = f"{asked.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+    note = (
+        f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(cluster_to_toml(best.cluster, {"": [note]}), encoding="utf-8")
@@ -193,8 +195,8 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def _asked(options: Options) -> Asked:
-    """The question, with everything that is missing or wrong told at once."""
+def _request(options: Options) -> Request:
+    """The question, or an error with everything that is missing or wrong."""
     problems: list[str] = []
     if options.best < 1:
         problems.append(f"--best must be at least 1, found {options.best}")
@@ -236,7 +238,7 @@ def _asked(options: Options) -> Asked:
         limits=_limits(options),
         has_default_dtype=dtype is None,
     )
-    return Asked(question, model_name, cluster_name, software_name, config)
+    return Request(question, model_name, cluster_name, software_name, config)
 
 
 def _first(*values: Any) -> Any:

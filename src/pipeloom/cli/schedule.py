@@ -140,12 +140,12 @@ def run(words: list[str]) -> int:
 
 
 def _recipe(options: Options) -> Recipe:
-    """What the options ask for. Passes that take communication bring it with them."""
+    """The recipe of the options. Passes that take communication bring it with them."""
     communicates = options.communication or options.transfer or options.reduce_grad
-    asked = (options.unshard, options.tied, options.update, options.resident)
+    chosen = (options.unshard, options.tied, options.update, options.resident)
     return Recipe(
         start=_start(options),
-        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in asked) else None,
+        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in chosen) else None,
         lends_tied=options.tied is not None,
         unshard=None if options.unshard is None else Unshard(_residency(options.unshard), options.prefetch),
         reduce_grad=ReduceGrad(options.gradient_buffers) if options.reduce_grad else None,
@@ -294,7 +294,7 @@ def _start(options: Options) -> Choice | Schedule:
 
 
 def _loops(options: Options) -> int:
-    """As asked for; where nothing is, those of a family that takes one number of them alone."""
+    """Those of the options; by default those of a family that takes one number of them alone."""
     own = FAMILIES[options.family].loops if options.family in FAMILIES else None
     return options.loops if options.loops is not None else own or 1
 
@@ -304,7 +304,7 @@ def _refuse_family_options(options: Options, file: Path) -> None:
     given = [name for name in names if getattr(options, name) != getattr(Options, name)]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{file} says what the schedule is, so {flags} has no effect; leave it out")
+        raise UserError(f"{file} contains the whole schedule, so {flags} has no effect; leave it out")
 
 
 def _is_file(path: Path) -> bool:
@@ -379,7 +379,7 @@ def _left_out(schedule: Schedule) -> str:
 
 
 def _shortened(line: str) -> str:
-    """A line of many values with those in its middle left out; what stands in brackets behind them stays."""
+    """A line of many values with those in its middle left out; what follows them in brackets stays."""
     values, bracket, rest = line.partition(" (")
     words = values.split(" ")
     if len(words) <= _MOST_WORDS:
@@ -389,7 +389,7 @@ def _shortened(line: str) -> str:
 
 
 def _move_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
-    """What moves away in between, if something does or was asked to; a file does not say who accepts it."""
+    """What moves away in between, if the schedule or an option moves anything; a file does not name the partners."""
     evictions, offloads = _counts(schedule, Kind.EVICT), _counts(schedule, Kind.OFFLOAD)
     if not (is_asked or any(evictions) or any(offloads)):
         return {}

@@ -46,7 +46,7 @@ def print_step(step: SimulatedStep, *, with_lanes: bool, with_peaks: bool, has_d
     Args:
         step: the answer.
         with_lanes: whether to print every lane.
-        with_peaks: whether to say when each rank holds most.
+        with_peaks: whether to print when each rank holds most.
         has_default_dtype: whether the type is the devices' default.
     """
     console = wide_console()

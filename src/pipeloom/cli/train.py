@@ -112,7 +112,7 @@ def _patience(config: RunConfig) -> str:
 
 
 def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) -> str:
-    """Refuse a checkpoint of another model; else lines that say how the run goes on, empty without checkpoint."""
+    """Refuse a checkpoint of another model; else lines about how the run goes on, empty without checkpoint."""
     if choice is None:
         return ""
     from pipeloom.train.checkpoints.checkpoint import check_resumable, new_order
@@ -147,7 +147,7 @@ def _check_schedule(config: RunConfig) -> str:
     """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
 
     Returns:
-        A line that says what the schedule moves; empty if nothing may move.
+        A line about what the schedule moves; empty if nothing may move.
     """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
@@ -158,8 +158,8 @@ def _check_schedule(config: RunConfig) -> str:
 
     rows = training_schedule(config).rows
     counts = {name: [int(row.is_kind(kind).sum()) for row in rows] for name, kind in _MOVED.items()}
-    told = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
-    return f"\nmoves      {', '.join(told) or 'nothing'} (by pipeline rank, in a step)"
+    counted = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
+    return f"\nmoves      {', '.join(counted) or 'nothing'} (by pipeline rank, in a step)"
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
@@ -259,7 +259,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
-    print(f"unigram loss      {summary.unigram_loss:.4f} (a model that knows only how frequent each token is)")
+    print(f"unigram loss      {summary.unigram_loss:.4f} (a model of token frequencies alone)")
     print(f"\nwritten to {folder}:")
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SUMMARY = (
     "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
-    "parameter. In float64 unless told otherwise, where rounding leaves no excuse."
+    "parameter. Runs in float64 by default, so that rounding explains no difference."
 )
 _NUM_BATCHES = 2
 _REFERENCE_S = 3600.0

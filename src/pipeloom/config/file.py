@@ -23,7 +23,7 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
-        default: where the file says nothing.
+        default: for what the file does not set.
 
     Returns:
         The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
@@ -89,9 +89,9 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
 
 
 def format_run(config: RunConfig) -> str:
-    """The configuration as a run file that repeats it, without defaults in whose place something else is said.
+    """The configuration as a run file that repeats it, without defaults that another setting replaces.
 
-    A line ``# SET`` stands for each setting without which the run cannot train (``pipeloom.config.unset``).
+    A line ``# SET`` marks each setting without which the run cannot train (``pipeloom.config.unset``).
     Paths are absolute, so that the file means the same in any folder.
     """
     import tomli_w

@@ -23,7 +23,7 @@ def place_paths(tree: dict[str, Any], config_class: type, folder: Path) -> dict[
 
     Args:
         tree: nested dictionaries, as they are read.
-        config_class: the dataclass with these settings; its types say which are paths.
+        config_class: the dataclass with these settings; its types show which are paths.
         folder: the folder of the file.
     """
     hints = get_type_hints(config_class, include_extras=True)
@@ -69,7 +69,7 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
         value = getattr(config, item.name)
         if is_dataclass(value):
             changed[item.name] = _change(value, change)
-        elif isinstance(value, Path) and value != Path():  # which stands for an empty text
+        elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
         elif isinstance(value, str) and _is_path(hints[item.name], value):
             changed[item.name] = str(change(Path(value)))

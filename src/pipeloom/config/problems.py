@@ -212,7 +212,7 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
         return []
     problems: list[str] = []
     if layout.recompute != "none":
-        problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
+        problems.append("layout.recompute and layout.recompute_layers both set what is recomputed; leave one out")
     if len(layout.recompute_layers) != wanted:
         found = len(layout.recompute_layers)
         problems.append(f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {found}")
@@ -285,7 +285,7 @@ def _swap_problems(config: "RunConfig") -> list[str]:
             f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
         )
     if schedule.offload and schedule.activation_budget is None:
-        problems.append("schedule.offload moves what schedule.activation_budget has no room for; say how much that is")
+        problems.append("schedule.offload moves what schedule.activation_budget has no room for; set it")
     if schedule.activation_budget is not None and not (schedule.balance or schedule.offload):
         problems.append("schedule.activation_budget has no effect without schedule.balance or schedule.offload")
     return problems + _size_problems("schedule.activation_budget", schedule.activation_budget)

@@ -21,10 +21,10 @@ class ModelConfig:
     """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
 
     preset: str | None = None
-    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
+    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are set here."""
     file: Path | None = None
     """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
-    all sizes. None: they are said here."""
+    all sizes. None: they are set here."""
     family: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
     num_layers: int = 8
@@ -39,7 +39,7 @@ class ModelConfig:
     """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
     multiple of 32."""
     vocab_size: int | None = None
-    """Tokens that the model knows. None: as many as the tokenizer has."""
+    """Size of the vocabulary. None: as many as the tokenizer has."""
     norm_eps: float | None = None
     """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
     rope_theta: float | None = None
@@ -95,7 +95,7 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
+        """Tokens of the tokenizer: the bytes and end of text, or the size set for byte-pair encoding."""
         return 257 if self.known_tokenizer == "bytes" else self.bpe_vocab_size
 
     @property
@@ -268,7 +268,7 @@ class CheckpointConfig:
     """Seconds without a checkpoint after which one is written, also with every; 0 for never. The clock of rank 0
     decides."""
     keep: int | None = None
-    """How many checkpoints are kept, the newest ones. None: all that every or final say, and the others as long as they
+    """How many checkpoints are kept, the newest ones. None: all that every or final set, and the others as long as they
     are among the two newest."""
     grace_s: float = 25.0
     """Seconds after Ctrl-C, SIGTERM or SIGHUP in which the run ends its step, writes a checkpoint and ends; 0 to end at
@@ -278,7 +278,7 @@ class CheckpointConfig:
     """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Path | None = None
     """Where to go on: a checkpoint, or a run folder, which means its newest whole one. It may be of any other layout.
-    training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
+    training.steps counts from the first start. Writes a run folder of its own, unless output.folder is the same one.
     None: from new weights."""
 
 

@@ -100,13 +100,13 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that training needs to know about its text.
+    """Everything that training needs of its text.
 
     Attributes:
         tokenizer: text to tokens and back.
         train: training windows, shuffled.
         validation: validation windows, in one order for all runs, from all over the text.
-        unigram_loss: loss on the validation tokens of a model that knows only how often each token occurs in the
+        unigram_loss: loss on the validation tokens of a model of how often each token occurs in the
             training tokens; nats a token. A model that has learned anything is below it.
         corpus_sha256: fingerprint of the text.
         description: one line for people.
@@ -182,7 +182,7 @@ def _counts(tokens: TokenArray, vocab_size: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class _Summary:
-    """What ``summary.json`` says."""
+    """The entries in ``summary.json``."""
 
     num_files: int
     num_skipped: int

@@ -1,4 +1,4 @@
-"""Writes a run down for others, and says why where that cannot be done."""
+"""Writes start files of a run for other programs, or the reason why one cannot be written."""
 
 import re
 from collections.abc import Sequence

@@ -101,7 +101,7 @@ class Job:
             if is_on
         ]
         if schedule.keep is not None:
-            found.append(f"schedule.keep: {program} is not told which micro-batches to recompute; leave it out")
+            found.append(f"schedule.keep: {program} cannot select micro-batches to recompute; leave it out")
         if schedule.device_budget is not None:
             found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
         if layout.pipeline_order is not None:

@@ -41,7 +41,7 @@ def _make(job: Job) -> Draft:
         (
             "Near the time limit the run ends its step and writes a checkpoint. A run that ended so, or failed, is "
             "queued again and goes on from its latest checkpoint. "
-            "Add what your site asks for: --partition, --account."
+            "Add what your site requires: --partition, --account."
         )
     ]
     script = "\n".join(

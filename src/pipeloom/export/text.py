@@ -11,7 +11,7 @@ from pipeloom.config import RunConfig, usual_values
 from pipeloom.export.job import Draft
 
 MARK = "Written by pipeloom"
-"""Begins the comment of every file, so that a later call knows what it may replace."""
+"""Begins the comment of every file, so that a later call finds what it may replace."""
 _WIDTH = 116
 
 
@@ -45,11 +45,11 @@ def needs_array(notes: Draft) -> str:
 
 
 def comment(program: str, notes: Draft, about: Sequence[str] = (), config: RunConfig | None = None) -> str:
-    """What a file is for, how it is started, what has to be set and what it does not say; lines that begin with ``#``.
+    """What a file is for, how it is started, what has to be set and what it lacks; lines that begin with ``#``.
 
     Args:
         program: that it is for.
-        notes: what to say.
+        notes: what to print.
         about: more sentences.
         config: the run, where its recipe is in the file.
     """

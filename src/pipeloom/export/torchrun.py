@@ -21,7 +21,7 @@ def _problems(job: Job) -> list[str]:
 def _make(job: Job) -> Draft:
     needs = job.needs({name: f"--{name}" for name in RECIPE})
     notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
-    about = [*about_ranks(job), *([f"What has to be set may stand in {RUN_FILE} as well."] if needs else [])]
+    about = [*about_ranks(job), *([f"These settings may be in {RUN_FILE} as well."] if needs else [])]
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -36,7 +36,7 @@ def _make(job: Job) -> Draft:
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
-    """The run without its folder: the script says where that is."""
+    """The run without its folder, which the script sets."""
     return replace(config, output=replace(config.output, folder=None))
 
 

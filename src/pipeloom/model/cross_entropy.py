@@ -29,7 +29,7 @@ class SplitVocabulary:
 
     Attributes:
         parallel: the ranks.
-        size: tokens that all of them know.
+        size: tokens of all of them together.
     """
 
     parallel: TensorParallel

@@ -122,7 +122,7 @@ def _file(weight: Tensor, taken: Tensor, gradient: Tensor) -> None:
     if here is None:  # a thread of autograd's for a device; one stage runs backward at a time then
         (here,) = _open.values()
     leaf, filed = here[weight.data_ptr()]
-    filed.append(Filed(leaf, taken.detach(), gradient))  # what autograd returns to a backward knows where it is from
+    filed.append(Filed(leaf, taken.detach(), gradient))  # what autograd returns to a backward keeps its graph
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Sequence[Tensor]:

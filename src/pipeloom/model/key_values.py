@@ -70,7 +70,7 @@ class _Kept:
     """Keys, or values, of a layer in one tensor for the whole sequence, filled from its beginning.
 
     So every slice's attention saves a view of the same memory; what it has seen is never written again with other
-    numbers. Autograd is not told of the writing, since it would take any write for a change of what it saved.
+    numbers. The writing is hidden from autograd, since it would take any write for a change of what it saved.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -111,7 +111,7 @@ class _Extend(torch.autograd.Function):
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
     """Which keys each of the last queries sees: those up to its own position, [queries, keys].
 
-    On a GPU it is a value that tells fused kernels so; otherwise a matrix of bools.
+    On a GPU it is a value that selects fused kernels; otherwise a matrix of bools.
     """
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right

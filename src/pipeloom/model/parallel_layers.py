@@ -93,10 +93,10 @@ class Lookup(nn.Embedding, Defers):
 
 
 class SplitEmbedding(Lookup, Split):
-    """An embedding whose rank knows some of the tokens; the others are zero before the sum over the ranks.
+    """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks.
 
     Args:
-        num_embeddings: tokens that all ranks know.
+        num_embeddings: tokens of all ranks together.
         embedding_dim: size of each vector.
         parallel: the ranks.
     """

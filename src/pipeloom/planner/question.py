@@ -91,7 +91,7 @@ class Question:
         return {}
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be asked.
+        """Refuse impossible values.
 
         Raises:
             ConfigError: everything that is wrong.
@@ -130,7 +130,7 @@ class Question:
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Schedules that may be chosen; those that are searched for one by one take long, and have to be asked for."""
+        """Schedules that may be chosen; those that are searched for one by one take long, and have to be named."""
         return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
 
     @cached_property
@@ -194,7 +194,7 @@ class Question:
 
 
 MOST = 10**9
-"""Devices, sequences of a batch and tokens of a sequence that may be asked about."""
+"""Devices, sequences of a batch and tokens of a sequence of a question."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Every sharding level, the least first."""
 

@@ -390,7 +390,7 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
     On a cluster of several kinds of nodes, all of them for every order of its groups.
 
     Args:
-        question: what is asked.
+        question: to answer.
         excluded: receives why others are none: a cause -> how many (tp, pp, dp, micro-batch).
     """
     limits = question.limits

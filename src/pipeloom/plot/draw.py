@@ -227,7 +227,7 @@ def _strips(trace: Trace) -> dict[str, Spans]:
 
 
 def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, float], str]:
-    """Fill and ink of a box, of compute or beside it: the hue tells the stage, the shade the kind."""
+    """Fill and ink of a box, of compute or beside it: the hue shows the stage, the shade the kind."""
     import colorsys
 
     shade = action.kind.shade
@@ -303,7 +303,7 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
     """Draw training time against cost on logarithmic axes, a curve for each method, a point for each cluster.
 
     Args:
-        curves: method -> points; their labels say how many devices.
+        curves: method -> points; their labels show the number of devices.
         front: points of the Pareto front, drawn as a wide band below the curves.
         file: where to; the ending names the format, ``FORMATS``.
         title: the headline.

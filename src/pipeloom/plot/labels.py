@@ -26,7 +26,7 @@ class Label(NamedTuple):
     """A label.
 
     Attributes:
-        text: what it says.
+        text: of the label.
         at: its point, in the units of the axes.
         color: of its curve, as matplotlib takes it.
     """

@@ -94,7 +94,7 @@ class SimulatedStep:
     """A step as it is expected, with everything that the expectation rests on.
 
     Attributes:
-        run, cluster, software: what was asked.
+        run, cluster, software: what was predicted.
         order: which schedule.
         schedule: as it was simulated.
         trace: of the pipeline.

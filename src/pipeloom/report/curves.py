@@ -1,4 +1,4 @@
-"""What the steps of a run say, as curves over its steps."""
+"""A run's metrics as curves over its steps."""
 
 import math
 from statistics import median_high

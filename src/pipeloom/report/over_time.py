@@ -46,7 +46,7 @@ _MEMORY = (
 
 
 def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
-    """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
+    """How large the things are that the ranks hold; ``None`` where the cost model does not cover the run."""
     try:
         described = describe(run.config)
     except UserError:  # such as a cluster file that is not here

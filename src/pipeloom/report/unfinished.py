@@ -1,4 +1,4 @@
-"""What the page of a run says that has no end yet: how far it is, and what is missing, and why."""
+"""The head of the page of an unfinished run: how far it is, what is missing, and why."""
 
 import shlex
 from collections.abc import Iterator

@@ -77,10 +77,10 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        UserError: there is none, it lacks its configuration, or a file in it is broken; says which.
+        UserError: there is none, it lacks its configuration, or a file in it is broken; the message names it.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no run folder {folder}; `pipeloom train` writes one and says where")
+        raise UserError(f"there is no run folder {folder}; `pipeloom train` writes one and prints its path")
     if not (folder / CONFIG).is_file() and (folder / DRAFTS).is_dir():
         raise UserError(f"the run in {folder} has not done its first step, so there is nothing to show yet; try later")
     if not (folder / CONFIG).is_file():

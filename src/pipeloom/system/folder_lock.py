@@ -74,7 +74,7 @@ def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
         patience_s: how long to wait for a lock that is held.
 
     Raises:
-        UserError: another process holds it; says which one.
+        UserError: another process holds it; the message names it.
         OSError: the file of the lock cannot be written.
     """
     deadline = time.monotonic() + patience_s

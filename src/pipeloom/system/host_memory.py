@@ -15,7 +15,7 @@ class Available(NamedTuple):
     """Memory that is there.
 
     Attributes:
-        size_bytes: how much; infinite where nothing says.
+        size_bytes: how much; infinite where no source has it.
         source: what limits it, for people.
     """
 

@@ -58,8 +58,8 @@ class Trace:
 def merge(traces: Iterable[Trace]) -> Trace:
     """One trace from those that several ranks recorded of the same step.
 
-    A rank knows when a transfer was asked for and when it saw its end. When a tensor moved, only both ranks know
-    together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
+    A rank records when it requested a transfer and when it saw its end. When a tensor moved follows only from both
+    ranks together: from when it had been sent, its receive posted, and the tensor before it on the edge had arrived.
     """
     parts = list(traces)
     spans = [span for part in parts for span in part.spans]

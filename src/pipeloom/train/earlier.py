@@ -50,7 +50,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
         return Earlier(loss)
     resumed = before.checkpoint.resume
     first = 0 if resumed is None else step_of(resumed)
-    if first is None:  # nobody knows which lines are of these settings
+    if first is None:  # nothing shows which lines are of these settings
         return Earlier(loss)
     times_s = tuple(float(line["step_time_s"]) for line in lines if line["step"] > first)
     measured, predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))

@@ -1,7 +1,7 @@
 """The weights of a checkpoint as safetensors files, whole and by name, and its tokenizer, in one process.
 
 A model of one file is ``model.safetensors``. A larger one is several files, ``model-00001-of-00003.safetensors`` and
-so on, with ``model.safetensors.index.json``, which says which parameter is in which, as Hugging Face's libraries write
+so on, with ``model.safetensors.index.json``, which maps parameters to files, as Hugging Face's libraries write
 and read them.
 """
 

@@ -130,7 +130,7 @@ class Pipeline:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank is in the pipeline that stands for all replicas where one does."""
+        """Whether this rank is in the pipeline that represents all replicas where one does."""
         return self._place.data == 0
 
     @property

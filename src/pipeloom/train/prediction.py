@@ -1,4 +1,4 @@
-"""What a step should look like on this machine, told before the first one: profiled costs, simulated."""
+"""What a step should look like on this machine, predicted before the first one: profiled costs, simulated."""
 
 import time
 from collections.abc import Hashable

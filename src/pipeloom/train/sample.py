@@ -15,7 +15,7 @@ def sample_text(
     """Continue a prompt, one token at a time.
 
     Each token is one forward-only step of a single micro-batch; the rank with the last stage draws the
-    token and tells the others. Every rank calls this and returns the same text.
+    token and sends it to the others. Every rank calls this and returns the same text.
 
     Args:
         pipeline: trained or not.

@@ -108,8 +108,8 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     """The configuration with everything derived filled in: sizes of the model, partition, group size.
 
     Args:
-        config: as it was asked for.
-        data: tells the tokenizer's size.
+        config: of the run file and flags.
+        data: has the tokenizer's size.
 
     Raises:
         UserError: the model has fewer tokens than the tokenizer.
@@ -132,7 +132,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     return replace(
         config,
         model=model,
-        # what the text or a checkpoint has, so that the run folder says what was used
+        # what the text or a checkpoint has, so that the run folder records what was used
         data=replace(config.data, bpe_vocab_size=needed) if config.data.known_tokenizer == "bpe" else config.data,
         training=replace(config.training, dtype=config.training.known_dtype),
         layout=replace(layout, partition=partition),

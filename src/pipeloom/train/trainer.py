@@ -51,7 +51,7 @@ class RunSummary:
         traced_step: step whose trace was kept; ``None`` without trace.
         train_loss: of the last step, in nats for each token; ``None`` where no metrics have it.
         validation_loss: over ``training.validation_batches`` batches; ``None`` if there were none.
-        unigram_loss: of a model that knows only how frequent each token is, on the tokens that were validated,
+        unigram_loss: of a model of token frequencies alone, on the tokens that were validated,
             or on the whole validation text if none were.
         step_time_s: median over the steps since the start; ``None`` where none was measured.
         predicted_step_time_s: simulated before the first step, from profiled costs; ``None`` without prediction.
@@ -219,7 +219,7 @@ class Trainer:
         return checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
 
     def _predict(self) -> None:
-        """Say what a step will look like; written by rank 0."""
+        """Predict a step; written by rank 0."""
         config = self._config
         if not config.training.predict:
             return
@@ -351,7 +351,7 @@ class Trainer:
         return None if self._earlier is None else self._earlier.predicted
 
     def _swapping(self) -> dict[str, Any]:
-        """What the summary says of swapped stages."""
+        """The part of the summary about swapped stages."""
         if self._updates is None or self._measured is None:
             return {}
         lanes = (FROM_HOST_LANE, TO_HOST_LANE)

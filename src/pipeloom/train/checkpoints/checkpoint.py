@@ -1,7 +1,7 @@
 """Checkpoints of a run: written and read by all ranks, keyed by the names of the whole model's parameters.
 
 The keys are ``model.NAME`` for a parameter, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` for what
-AdamW knows about it. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones share
+AdamW keeps for it. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones share
 them out, and each rank reads what it needs, whatever layout wrote it.
 """
 
@@ -231,7 +231,7 @@ class Checkpoints:
         return tensors, intervals
 
     def _prune(self) -> None:
-        """Remove old checkpoints, without ``keep`` only those that no setting in steps has asked for."""
+        """Remove old checkpoints, without ``keep`` only those that were due by the clock alone."""
         keep = self._config.checkpoint.keep
         for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
             with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
@@ -269,7 +269,7 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
-    """What is said beside the tensors.
+    """Metadata beside the tensors.
 
     Args:
         config: resolved.
@@ -296,7 +296,7 @@ def check_resumable(config: RunConfig) -> None:
         config: resolved, with a checkpoint to resume from.
 
     Raises:
-        UserError: names everything that does not fit, or says why the checkpoint cannot be read.
+        UserError: names everything that does not fit, or why the checkpoint cannot be read.
     """
     path = config.checkpoint.resume
     assert path is not None

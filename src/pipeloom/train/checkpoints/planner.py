@@ -2,7 +2,7 @@
 
 A rank holds a contiguous part of a stage's flat buffer, which cuts parameters anywhere. Here every such cut becomes
 boxes of the whole parameter, so that what one layout wrote can be read by any other. The state that is saved or loaded
-maps each key to the rank's elements of that tensor, as one flat tensor; an interval for each key tells which they are.
+maps each key to the rank's elements of that tensor, as one flat tensor; an interval for each key selects them.
 """
 
 from collections.abc import Mapping

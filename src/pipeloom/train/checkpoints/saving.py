@@ -21,7 +21,7 @@ GRACE = "checkpoint.grace_s"
 
 
 class Saving:
-    """Writes checkpoints in time, and ends the run in order when a signal asks for it.
+    """Writes checkpoints in time, and ends the run in order on a signal.
 
     Ranks notice signals at different times, or only some do, and their clocks differ. So each rank votes in the sum
     that ends a step anyway, and all act on the sums.
@@ -56,7 +56,7 @@ class Saving:
         )
 
     def votes(self) -> list[float]:
-        """What this rank adds to the sums of a step: whether the clock asks for a checkpoint, and each signal."""
+        """What this rank adds to the sums of a step: whether a checkpoint is due by the clock, and each signal."""
         every_s = self._config.checkpoint.every_s
         is_due = self._world.rank == 0 and 0 < every_s <= time.monotonic() - self._saved_s
         return [float(is_due), *self._signal_votes()]
@@ -66,16 +66,16 @@ class Saving:
         self._votes = votes
 
     def after_step(self, step: int) -> None:
-        """Write a checkpoint if it is time for one, and end the run if a signal asks for it.
+        """Write a checkpoint if it is time for one, and end the run after a signal.
 
         Raises:
-            Interrupted: a signal asked for the end; what could be saved is.
+            Interrupted: a signal ended the run; what could be saved is.
             RunError: the checkpoint after the last step cannot be written.
             PeerLostError: another rank went away.
         """
         self._least_step_s = _least(self._least_step_s, time.monotonic() - self._step_begin_s)
         is_due, *signals = self._votes
-        number = self._asked_by(signals)
+        number = self._signal_in(signals)
         cause = self._cause(step, is_due=is_due > 0, is_stopped=number is not None)
         if cause is not None:
             is_needed = step == self._config.training.known_steps and number is None
@@ -118,13 +118,13 @@ class Saving:
         else:
             self._least_save_s = _least(self._least_save_s, time.monotonic() - begin_s)
         self._saved_s = time.monotonic()
-        return self._asked_by(self._world.sum(self._signal_votes()))
+        return self._signal_in(self._world.sum(self._signal_votes()))
 
     def _signal_votes(self) -> list[float]:
         return [float(self.signals.number == number) for number in STOPS]
 
-    def _asked_by(self, votes: Sequence[float]) -> int | None:
-        """The signal that asks for the end, on whichever ranks; all ranks agree on it."""
+    def _signal_in(self, votes: Sequence[float]) -> int | None:
+        """The signal that ends the run, whichever ranks received it; all ranks agree on it."""
         number = next((number for number, vote in zip(STOPS, votes, strict=True) if vote > 0), None)
         if number is not None:
             self.signals.agree(number)

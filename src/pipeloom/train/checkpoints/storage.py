@@ -82,7 +82,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
         raise UserError(
-            f"{METADATA} asks for {module}.{name}, which no checkpoint needs; "
+            f"{METADATA} names {module}.{name}, which no checkpoint needs; "
             "somebody may have changed it to run code on this machine"
         )
 
