@@ -13,8 +13,9 @@ from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
-from pipeloom.config.problems import model_problems
+from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.shape import Attention, shape_of
+from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
@@ -22,9 +23,11 @@ from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
 
+RUN_FILE = "run.toml"
 _NO_NUMBERS: tuple[int, ...] = ()
 _NO_NAMES: tuple[str, ...] = ()
 
@@ -88,7 +91,7 @@ class Options:
     explain: bool = True
     """Whether to look for the best of other kinds, and for what would change the answer."""
     out: Path | None = None
-    """Write the best layout to this file as a run for `pipeloom train`."""
+    """Write the best layout to this folder: run.toml for `pipeloom train`, and schedule.txt, what each rank does."""
     export: Path | None = None
     """Write what others launch to this folder: torchrun, Slurm, PyTorch's schedule, torchtitan, Megatron-LM."""
     json: bool = False
@@ -144,14 +147,16 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
     if request.config is not None:
         config = _over(request.config, config, has_model=options.model is not None)
     if options.out is not None:
-        try:
-            options.out.write_text(format_run(config), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write the run {options.out}: {error.strerror}") from error
+        texts = {RUN_FILE: format_run(config)}
+        if best.software.has_lanes:
+            texts[SCHEDULE] = best.schedule_text
+        _write_texts(options.out, texts)
         if not options.json:
             from pipeloom.cli.launch import print_run
 
-            print_run(config, best.cluster, options.out)
+            print_run(config, best.cluster, options.out / RUN_FILE)
+            if SCHEDULE in texts:
+                print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
@@ -162,12 +167,20 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
+def _write_texts(folder: Path, texts: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the run to the folder {folder}: {error.strerror}") from error
+
+
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
     if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
         return request.cluster
-    beside = options.out or (options.export or Path()) / "run.toml"
-    file = beside.with_name(f"{beside.stem}.cluster.toml")
+    file = (options.out or options.export or Path()) / "run.cluster.toml"
     note = (
         f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
     )
@@ -198,6 +211,8 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
 def _request(options: Options) -> Request:
     """The question, or an error with everything that is missing or wrong."""
     problems: list[str] = []
+    if options.out is not None and options.out.suffix == ".toml":
+        problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
     if options.best < 1:
         problems.append(f"--best must be at least 1, found {options.best}")
     if options.budget_s is not None and not options.budget_s > 0:
@@ -228,7 +243,7 @@ def _request(options: Options) -> Request:
     question = Question(
         shape=shape,
         cluster=cluster,
-        software=software,
+        software=software if config is None else with_optimizer(software, config.optimizer.rule),
         num_devices=num_devices,
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
@@ -252,7 +267,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *([] if unknown else model_problems(config))]
+    problems += [*found, *unknown, *([] if unknown else model_problems(config)), *optimizer_problems(config)]
     return config
 
 

@@ -35,6 +35,8 @@ class Options(RunConfig):
     """Draw the step to this file: .png, .svg or .pdf; of many ranks or actions, the first."""
     trace: Path | None = None
     """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
+    schedule_out: Path | None = None
+    """Write the schedule to this file, which `pipeloom train` executes as --schedule.file."""
     lanes: bool = False
     """Also print every lane of communication; --json always has them."""
     swap_plan: bool = False
@@ -59,12 +61,14 @@ def run(words: list[str]) -> int:
         return 1
     if options.trace is not None:
         _write_trace(step, options.trace)
+    if options.schedule_out is not None:
+        write_schedule(step, options.schedule_out)
     if options.plot is not None:
         from pipeloom.analysis.excerpt import excerpt
         from pipeloom.plot.draw import plot_timeline
 
         part = excerpt(step.trace)
-        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
+        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.title}, simulated{part.note}")
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 
@@ -84,7 +88,7 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> 
     if plan is not None:
         print()
         print_swap_plan(plan)
-    for what, file in (("picture", options.plot), ("trace", options.trace)):
+    for what, file in (("picture", options.plot), ("trace", options.trace), ("schedule", options.schedule_out)):
         if file is not None:
             print(f"{what:<18}{file}")
 
@@ -102,7 +106,7 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
 
 def order_of(config: RunConfig) -> Order:
     """Which schedule a configuration runs, and how it is lowered."""
-    schedule = config.schedule
+    schedule, recipe = config.schedule, config.recipe()
     return Order(
         choice=config.choice(),
         receive_buffers=schedule.receive_buffers,
@@ -110,7 +114,8 @@ def order_of(config: RunConfig) -> Order:
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
         swapping=_swapping(config),
-        moving=config.recipe().moves,
+        moving=recipe.moves,
+        given=recipe.given,
     )
 
 
@@ -122,6 +127,20 @@ def _swapping(config: RunConfig) -> Swapping | None:
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     judge = partial(config.problems, trains=False, is_model_known=is_model_known)
     return [*judge(), *machine_problems(config)]
+
+
+def write_schedule(step: SimulatedStep, file: Path) -> None:
+    """Write the schedule of a step, with what it promises and how it was made.
+
+    Raises:
+        UserError: the program has an order of its own, or the file cannot be written.
+    """
+    if not step.software.has_lanes:
+        raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
+    try:
+        file.write_text(step.schedule_text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the schedule {file}: {error.strerror}") from error
 
 
 def _write_trace(step: SimulatedStep, file: Path) -> None:

@@ -144,13 +144,16 @@ _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.R
 
 
 def _check_schedule(config: RunConfig) -> str:
-    """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
+    """Refuse a family with a mistake, a schedule file that does not fit, and budgets that cannot be kept.
+
+    All of that before the run has a folder.
 
     Returns:
         A line about what the schedule moves; empty if nothing may move.
     """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
+    may_move = may_move or schedule.file is not None
     if not may_move or config.layout.token_slices == "auto":
         config.choice().make()
         return ""
@@ -174,7 +177,7 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
         f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
     )
     step = result.summary.traced_step
-    panels = {f"{config.schedule.family}, measured in step {step}: {what}": result.measured}
+    panels = {f"{config.schedule.title}, measured in step {step}: {what}": result.measured}
     if result.predicted is not None:
         panels["predicted before the first step, from profiled stages"] = result.predicted
     plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
@@ -190,7 +193,7 @@ def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data")
 def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
-        f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        f"pipeline   {schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}\n"

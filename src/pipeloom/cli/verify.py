@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
         if layout.tp > 1:
             replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
         print(
-            f"{schedule.family} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
+            f"{schedule.title} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
             f"{count(layout.loops, 'stage')}, {replicas}{count(layout.num_microbatches, 'micro-batch')}, "
             f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,

@@ -104,9 +104,16 @@ class Job:
             found.append(f"schedule.keep: {program} cannot select micro-batches to recompute; leave it out")
         if schedule.device_budget is not None:
             found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
+        if (given := self.config.recipe().given) is not None and not given.recipe:
+            found.append(f"schedule.file: {program} is not handed an order that is no family's; leave it out")
         if layout.pipeline_order is not None:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found
+
+    def optimizer_problems(self, program: str) -> list[str]:
+        """Why a program cannot update the weights as the run does; empty if it can."""
+        name = self.config.optimizer.name
+        return [] if name == "adamw" else [f"optimizer.name {name}: {program} is started with adamw here; use that"]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""

@@ -125,8 +125,9 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
         )
-    if config.data.path is not None:
-        found.append(f"data.path is {config.data.path.absolute()}, on every node")
+    for name, path in (("data.path", config.data.path), ("schedule.file", config.schedule.file)):
+        if path is not None:
+            found.append(f"{name} is {path.absolute()}, on every node")
     return tuple(found)
 
 

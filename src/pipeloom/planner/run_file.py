@@ -1,7 +1,6 @@
 """A planned step as the configuration of a run: what ``pipeloom train`` takes."""
 
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
@@ -39,7 +38,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             balance=moving.balance,
             offload=moving.offload,
             device_budget=None if order.swapping is None else str(order.swapping.budget),
-            activation_budget=None if moving.budget_bytes is None else str(ceil(moving.budget_bytes)),
+            activation_budget=None if moving.budget_bytes is None else f"{moving.budget_bytes:.0f}",
         ),
         training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(

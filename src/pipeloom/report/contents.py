@@ -40,10 +40,10 @@ def page_contents(run: Run) -> dict[str, Any]:
     traces = {
         name: trace for name, trace in (("measured", run.trace), ("predicted", run.predicted)) if trace is not None
     }
-    layout, family = run.config.layout, run.config.schedule.family
+    layout, order = run.config.layout, run.config.schedule.title
     step = traced_step(run)
     contents = {
-        "title": f"{family}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
+        "title": f"{order}: {count(layout.pp, 'rank')} x {count(layout.loops, 'loop')}, "
         f"{count(layout.num_microbatches, 'micro-batch')}{_other_axes(layout)}",
         "folder": run.folder.resolve().name,
         "unfinished": unfinished_contents(run),

@@ -19,7 +19,6 @@ from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.schedule import format_schedule
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
@@ -27,7 +26,7 @@ from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
@@ -122,7 +121,8 @@ class Trainer:
         self._pipeline = Pipeline(config, world)
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
-        self._optimizer = make_adamw(config.optimizer, decayed, plain)
+        is_whole = self._pipeline.store is None  # stages that are swapped begin one by one
+        self._optimizer = make_optimizer(config.optimizer, decayed, plain, begins=is_whole)
         self._updates = self._make_updates()
         self._checkpoints = Checkpoints(
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
@@ -151,7 +151,7 @@ class Trainer:
         if is_writer:
             self._folder.write_config(config)  # with what the ranks have decided
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
-            self._folder.write(run_folder.SCHEDULE, format_schedule(self._pipeline.schedule))
+            self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
         times: list[float] = []
         loss: float | None = None
         if self._done.step < config.training.known_steps:
