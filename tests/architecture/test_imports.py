@@ -58,11 +58,6 @@ def environment(*folders):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_a_light_module_loads_nothing_heavy(module):
-    assert heavy_after_import([module]) == set()
-
-
 def test_all_light_modules_together_load_nothing_heavy():
     assert heavy_after_import(LIGHT) == set()
 

@@ -27,7 +27,7 @@ from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
 from pipeloom.schedule import Kind, Placement
-from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
