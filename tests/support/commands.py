@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,7 @@ class Command:
         timer.cancel()
         assert self._ended is not None
         out, err = (file.read_bytes().decode("utf-8", "replace") for file in self._printed)
+        err = _COMPILES.sub("", err)
         status, peak_bytes, cpu_s = self._ended
         return Outcome(status, out, err, peak_bytes, cpu_s, is_too_long.is_set())
 
@@ -100,6 +102,10 @@ def pipeloom(words: Sequence[str], cwd: Path = Path(), env: dict[str, str] | Non
     done = Command(words, cwd, env).wait()
     assert not done.is_too_long, done.stdout + done.stderr
     return done
+
+
+_COMPILES = re.compile(r"^Compiling pipeloom\S+ \(once on this machine\) \.\.\.\n", re.MULTILINE)
+"""A note of whichever command is the first on a machine."""
 
 
 class _Server:
