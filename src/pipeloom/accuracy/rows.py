@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
+from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.model import Mlp, ModelShape
+from pipeloom.workload.run import Attention, Run
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")

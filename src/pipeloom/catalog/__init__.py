@@ -12,19 +12,19 @@ from typing import Any, cast, get_args
 
 from pipeloom.catalog.hugging_face import read_config_json
 from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
-from pipeloom.config.heads import head_problems
 from pipeloom.config.paths import expand_home, names_file
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
-from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES
 from pipeloom.registry import Registry
 from pipeloom.terminal.words import same_name
+from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import MOST_LAYERS, Mlp, ModelShape, head_problems
+from pipeloom.workload.run import Run
 
 __all__ = ["CLUSTERS", "find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
@@ -178,18 +178,26 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
 
 
 def _pieces(reader: Reader) -> MeasuredPieces:
-    key = PieceKey(
-        **{
-            name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")
-        },
-        mlp=reader.text("mlp", among=get_args(Mlp)),
+    run = Run(
+        shape=ModelShape(
+            layers=1,
+            hidden=reader.integer("hidden"),
+            heads=reader.integer("heads"),
+            kv_heads=reader.integer("kv_heads"),
+            ffn=reader.integer("ffn"),
+            mlp=cast("Mlp", reader.text("mlp", among=get_args(Mlp))),
+            vocab=reader.integer("vocab"),
+            tied=False,
+        ),
+        seq=reader.integer("seq"),
+        micro_batch=reader.integer("micro_batch"),
         tp=reader.integer("tp", 1),
         sequence_parallel=reader.flag("sequence_parallel", default=False),
         recompute=cast("Recompute", reader.text("recompute", "none", among=get_args(Recompute))),
         precision=cast("Precision", reader.text("precision", among=get_args(Precision))),
     )
     both = {name: reader.pair(f"{name}_us", scale=MICRO) for name in ("embedding", "layer", "head", "stage")}
-    return MeasuredPieces(key=key, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
+    return MeasuredPieces(run=run.of_measured_pieces, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
 
 
 def _update(reader: Reader) -> MeasuredUpdate | None:

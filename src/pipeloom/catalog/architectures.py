@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeloom.cost.shape import Mlp
+from pipeloom.workload.model import Mlp
 
 
 def _keys(text: str) -> frozenset[str]:

@@ -12,11 +12,9 @@ from typing import Any
 
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.reading import ModelFile, Reader, is_positive
-from pipeloom.config.heads import head_problems
-from pipeloom.config.sections import MOST_LAYERS
-from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
+from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
 
 _WIDTH = 100
 """Most characters of a value in a message."""

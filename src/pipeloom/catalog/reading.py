@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config import ModelConfig
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
-from pipeloom.cost.shape import ModelShape, model_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
+from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 
 
 @dataclass(frozen=True)

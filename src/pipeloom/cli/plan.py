@@ -14,7 +14,6 @@ from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
-from pipeloom.cost.shape import Attention, shape_of
 from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
@@ -26,6 +25,8 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Attention
 
 RUN_FILE = "run.toml"
 _NO_NUMBERS: tuple[int, ...] = ()

@@ -212,9 +212,9 @@ def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
 
 def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for found in cluster.pieces:
-        key = found.key
-        name = f"micro-batch {key.micro_batch}, tp {key.tp}"
-        name += "" if key.recompute == "none" else f", {key.recompute} recomputation"
+        run = found.run
+        name = f"micro-batch {run.micro_batch}, tp {run.tp}"
+        name += "" if run.recompute == "none" else f", {run.recompute} recomputation"
         for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
             yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
         if found.message_s:

@@ -13,7 +13,6 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.question import Question
@@ -34,6 +33,8 @@ from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""

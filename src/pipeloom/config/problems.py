@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
-from pipeloom.config.heads import head_problems
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.terminal.words import and_finite, count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.layout import Layout, Shard
+from pipeloom.workload.model import MOST_LAYERS, head_problems
 from pipeloom.workload.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:

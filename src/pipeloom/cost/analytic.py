@@ -22,9 +22,10 @@ from pipeloom.cost.ranks import (
     rank_route,
     rank_slowness,
 )
-from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:

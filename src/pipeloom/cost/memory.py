@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""

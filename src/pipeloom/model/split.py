@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from pipeloom.config import ModelConfig
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
+from pipeloom.workload.model import ModelConfig
 
 _INIT_STD = 0.02
 """Standard deviation of matrices and embeddings, as GPT-2 and llama models use it."""

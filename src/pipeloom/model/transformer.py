@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
 from pipeloom.model.deferred import Defers
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache, causal_mask
@@ -40,6 +39,7 @@ from pipeloom.model.parallel_layers import (
 from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelConfig
 
 TIED_NAME = "embedding.tokens.weight"
 """The parameter that a tied head projects with."""

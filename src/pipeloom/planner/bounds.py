@@ -24,13 +24,13 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
 _ROUNDING = 1e-9

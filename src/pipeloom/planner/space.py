@@ -24,12 +24,12 @@ from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
-from pipeloom.cost.shape import Run
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.run import Run
 
 Kept = Literal["none", "selective", "some", "full"]
 """What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""

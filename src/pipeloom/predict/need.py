@@ -12,10 +12,10 @@ from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import rank_parameters, stage_layers
 from pipeloom.cost.memory import state_bytes
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.predict.describe import described_run
 from pipeloom.workload.dtypes import precision_of
+from pipeloom.workload.run import Run
 
 _TOKEN_BYTES = 8
 _PROCESS_BYTES = 8e6

@@ -15,7 +15,6 @@ from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
-from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -36,6 +35,7 @@ from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
