@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeloom.catalog import load_cluster, load_software
-from pipeloom.cost.shape import Attention, Mlp, ModelShape
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import Mlp, ModelShape
+from pipeloom.workload.run import Attention
 from reproduction.machine import MEGATRON, with_efficiency
 
 CLUSTER = load_cluster("dgx-a100")

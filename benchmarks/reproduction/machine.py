@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.predict.step import Order, SimulatedStep
+from pipeloom.workload.run import Run
 
 Row = Mapping[str, str]
 CLUSTER = load_cluster("dgx-1-v100")
@@ -37,9 +37,7 @@ def with_efficiency(software: Software, **changes: float) -> Software:
 
 def base_run(model: str) -> Run:
     """What does not change: sequences of 1,024 tokens, fp16, every layer recomputed, as the paper's models."""
-    return Run(
-        shape=MODELS[model], seq=1024, recompute="full", attention="fused-softmax", precision="fp16", schedule="none"
-    )
+    return Run(shape=MODELS[model], seq=1024, recompute="full", attention="fused-softmax", precision="fp16")
 
 
 def candidate(run: Run, software: Software, family: str) -> Candidate:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from pipeloom.families import Choice
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import (
     Moves,
     add_moves,
@@ -24,9 +24,9 @@ from pipeloom.passes import (
 )
 from pipeloom.passes.lower_sharding import ReduceGrad, SharedState, Unshard, exchanges, row_with_exchanges
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
-from pipeloom.schedule import Schedule
+from pipeloom.schedule import Schedule, ScheduleFile, format_schedule
 from pipeloom.schedule.clock import SecondsOf, nominal_s
-from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.facts import Graph, Promises
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 
@@ -58,6 +58,7 @@ class Recipe:
         updates: where rows have the optimizer's step of each stage; ``None``: it is not in the schedule.
         residence: stages that visit the device; ``None``: all are there.
         moves: what leaves ranks between forward and backward.
+        given: the schedule itself, which only has to fit what all others make; ``None``: it is made.
     """
 
     start: Choice | Schedule
@@ -68,6 +69,7 @@ class Recipe:
     updates: UpdatePlace | None = None
     residence: Residence | None = None
     moves: Moves = field(default_factory=Moves)
+    given: ScheduleFile | None = None
 
 
 def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> SharedState | None:
@@ -98,6 +100,7 @@ def run_recipe(
     device_budget: int | None = None,
     needs_norm: bool = False,
     moves: Moves | None = None,
+    given: ScheduleFile | None = None,
 ) -> Recipe:
     """The recipe of a training run.
 
@@ -112,6 +115,7 @@ def run_recipe(
         device_budget: most bytes of stages on the device at once; ``None``: all are there. One rank only.
         needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
         moves: see ``Recipe``.
+        given: see ``Recipe``.
     """
     unshard, reduce_grad = None, None
     if shard is not None:
@@ -128,6 +132,7 @@ def run_recipe(
         updates=place_of_updates(choice.pp * choice.loops, needs_norm=needs_norm) if swaps else None,
         residence=None if device_budget is None else Residence(device_budget),
         moves=moves or Moves(),
+        given=given,
     )
 
 
@@ -174,19 +179,76 @@ def build(recipe: Recipe, sizes: Sizes | None = None, timing: Timing = nominal) 
         timing: seconds, for recipes with moves.
 
     Raises:
-        UserError: the family cannot be made with these sizes, passes cannot be combined, or a budget cannot be kept.
+        UserError: the family cannot be made with these sizes, passes cannot be combined, a budget cannot be kept, or
+            the schedule that is given does not fit.
     """
+    schedule = _unmoved(recipe, sizes)
+    if recipe.given is not None:
+        return recipe.given.fitted(schedule, recipe_lines(recipe, schedule, sizes))
+    if not recipe.moves.is_any:
+        return schedule
+    kept = KeptBytes() if sizes is None else sizes.kept(schedule)
+    placed = timing(schedule, kept)
+    return add_moves(schedule, recipe.moves, kept, seconds_of=placed.seconds_of, partners=placed.partners)
+
+
+def schedule_text(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None) -> str:
+    """A schedule that ``build`` returned as the text of a file, with what it promises and how it was made.
+
+    Args:
+        recipe: of which.
+        schedule: that was built.
+        sizes: with which.
+    """
+    if recipe.given is not None:
+        return format_schedule(schedule, recipe.given.recipe)
+    return format_schedule(schedule, recipe_lines(recipe, schedule, sizes))
+
+
+def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None) -> dict[str, str]:
+    """How a schedule is made, by the names of settings; empty for one that does not begin with a family.
+
+    Two recipes that make the same rows for the same seconds have the same lines.
+
+    Args:
+        recipe: of a run.
+        schedule: that it makes; before anything moves in it, or after.
+        sizes: as for ``build``.
+    """
+    choice, moves, residence = recipe.start, recipe.moves, recipe.residence
+    if isinstance(choice, Schedule):
+        return {}
+    lines: dict[str, object] = {
+        "family": choice.family,
+        "placement": choice.placement_name,
+        "group_size": (choice.group_size or choice.known_group_size) if FAMILIES[choice.family].is_grouped else None,
+        "keep": None if choice.keep is None else " ".join(map(str, choice.keep)),
+        "receive_buffers": recipe.receive_buffers,
+        "tied": "true" if recipe.lends_tied else None,
+    }
+    if recipe.unshard is not None:
+        lines |= {"residency": recipe.unshard.residency or "all", "prefetch": recipe.unshard.prefetch}
+    if recipe.reduce_grad is not None:
+        lines["gradient_buffers"] = recipe.reduce_grad.gradient_buffers or "all"
+    if residence is not None:
+        lines |= {"updates": recipe.updates, "device_budget": residence.room}
+    if moves.is_any:
+        kept = KeptBytes() if sizes is None else sizes.kept(schedule)
+        lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}
+        lines["activation_budget"] = None if moves.budget_bytes is None else f"{moves.budget_bytes:.15g}"
+        lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.whole_of(range(schedule.num_stages)))
+    return {name: str(value) for name, value in lines.items() if value is not None}
+
+
+def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
+    """The schedule with everything but what leaves ranks between forward and backward."""
     schedule = communicating(recipe)
     trains = schedule.first_backward_stage < schedule.num_stages
     if recipe.updates is not None and trains:
         schedule = add_updates(schedule, recipe.updates)
     if recipe.residence is not None:
         schedule = _visiting(schedule, recipe.residence, sizes)
-    if not recipe.moves.is_any:
-        return schedule
-    kept = KeptBytes() if sizes is None else sizes.kept(schedule)
-    placed = timing(schedule, kept)
-    return add_moves(schedule, recipe.moves, kept, seconds_of=placed.seconds_of, partners=placed.partners)
+    return schedule
 
 
 def _visiting(schedule: Schedule, residence: Residence, sizes: Sizes | None) -> Schedule:
@@ -223,7 +285,7 @@ def without_messages(recipe: Recipe) -> Graph:
 
 
 def _without_bytes(recipe: Recipe) -> Recipe:
-    return replace(recipe, updates=None, residence=None, moves=Moves())
+    return replace(recipe, updates=None, residence=None, moves=Moves(), given=None)
 
 
 def _exchanges(recipe: Recipe) -> bool:
@@ -262,7 +324,8 @@ def _make_without_messages(recipe: Recipe) -> Graph:
     schedule = communicating(replace(recipe, unshard=None, reduce_grad=None))
     add = partial(row_with_exchanges, unshard=recipe.unshard, reduce_grad=recipe.reduce_grad)
     buffers = None if recipe.reduce_grad is None else recipe.reduce_grad.gradient_buffers
-    return Graph(replace(schedule.facts, rows=[add(row) for row in schedule.rows]), buffers)
+    rows = [add(row) for row in schedule.rows]
+    return replace(schedule.facts, rows=rows, promises=Promises(gradient_buffers=buffers)).graph
 
 
 _Made = TypeVar("_Made", Schedule, Graph)

@@ -113,14 +113,16 @@ def test_limits_are_kept(model, capsys):
 
 
 def test_the_run_is_written_and_can_be_asked_about_again(model, tmp_path, capsys):
-    out = tmp_path / "run.toml"
+    out = tmp_path / "planned"
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
-    config, problems = read_run_file(out)
+    config, problems = read_run_file(out / "run.toml")
     assert problems == []
     assert config.layout.num_ranks == 4
     assert config.layout.batch_size == 8
-    assert f"start pipeloom train {out}" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", str(out), "--no-explain", "--json"]) == 0
+    main(["simulate", str(out / "run.toml"), "--schedule-out", str(tmp_path / "simulated.txt")])
+    assert (tmp_path / "simulated.txt").read_text() == (out / "schedule.txt").read_text()
+    assert f"start pipeloom train {out / 'run.toml'}" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(out / "run.toml"), "--no-explain", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)["layouts"][0]
     assert (again["tp"], again["pp"], again["dp"]) == (config.layout.tp, config.layout.pp, config.layout.dp)
 
@@ -136,48 +138,48 @@ RECIPE = {
 
 
 def test_a_run_that_train_cannot_compute_has_its_reason_in_place_of_a_start(model, tmp_path, capsys):
-    out = tmp_path / "run.toml"
+    out = tmp_path / "planned"
     assert main([*words(model, dtype="float16"), "--out", str(out), "--no-explain"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "refused by pipeloom train: training.dtype float16" in said
-    assert f"start pipeloom train {out}" not in said
+    assert f"start pipeloom train {out / 'run.toml'}" not in said
 
 
 def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsys, monkeypatch):
-    out, folder = tmp_path / "run.toml", tmp_path / "trained"
+    out, folder = tmp_path / "planned", tmp_path / "trained"
     assert main([*words(model, cluster="dgx-a100", dtype="bfloat16"), "--out", str(out), "--no-explain"]) == 0
-    text, said = out.read_text(), capsys.readouterr().out
-    config, problems = read_run_file(out)
+    text, said = (out / "run.toml").read_text(), capsys.readouterr().out
+    config, problems = read_run_file(out / "run.toml")
     assert (problems, list(unset(config))) == ([], list(RECIPE))
     for name in RECIPE:
         assert f"# SET: {name.split('.')[1]} = ..." in text
         assert f"to set    {name}: " in said
     assert "rope_theta" not in text  # positions of this family are learned
     assert "optimizer.weight_decay 0.1" in " ".join(said.split())
-    assert main(["train", str(out), "--optimizer.lr", "0.001", "--output.folder", str(folder)]) == 2
+    assert main(["train", str(out / "run.toml"), "--optimizer.lr", "0.001", "--output.folder", str(folder)]) == 2
     error = capsys.readouterr().err
     assert all(f"      {name} " in error for name in RECIPE if name != "optimizer.lr")
     assert "optimizer.lr " not in error
     assert not folder.exists()
     monkeypatch.chdir(Path(__file__).parents[2])
     flags = [word for name, value in RECIPE.items() for word in (f"--{name}", value)]
-    known = parse_config([str(out), *flags], "train", "", RunConfig(), RunConfig.problems)
+    known = parse_config([str(out / "run.toml"), *flags], "train", "", RunConfig(), RunConfig.problems)
     assert recipe_problems(known) == []
     assert known.optimizer.lr == 0.001
 
 
 def test_a_run_file_with_a_model_of_its_own_keeps_its_recipe(tmp_path, capsys):
-    own, out = tmp_path / "own.toml", tmp_path / "planned.toml"
+    own, out = tmp_path / "own.toml", tmp_path / "planned"
     own.write_text("layout = { pp = 2, num_microbatches = 4 }\noptimizer.lr = 0.0007\ntraining.steps = 7\n")
     assert main(["plan", str(own), "--out", str(out), "--no-explain", "--families", "1f1b", "--tp", "1"]) == 0
     assert "to set" not in capsys.readouterr().out
-    config, problems = read_run_file(out)
+    config, problems = read_run_file(out / "run.toml")
     assert [*problems, *recipe_problems(config)] == []
     assert (config.optimizer.lr, config.training.steps) == (0.0007, 7)
 
 
 def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys):
-    out = tmp_path / "run.toml"
+    out = tmp_path / "planned"
     asked = [
         *words(model, devices=16, cluster="dgx-a100", dtype="bfloat16", **{"global-batch": 16}),
         "--families",
@@ -186,20 +188,20 @@ def test_a_run_on_several_nodes_is_not_started_by_train(model, tmp_path, capsys)
     ]
     assert main([*asked, "--ways", "none", "--out", str(out)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"start pipeloom launch {out} --out FOLDER" in said
+    assert f"start pipeloom launch {out / 'run.toml'} --out FOLDER" in said
     assert "16 processes on 2 nodes of dgx-a100" in said
-    assert f"start pipeloom train {out}" not in said
+    assert f"start pipeloom train {out / 'run.toml'}" not in said
 
 
 def test_another_model_goes_over_that_of_a_run_file(model, tmp_path, capsys):
-    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first, second = tmp_path / "first", tmp_path / "second"
     assert main([*words(model), "--out", str(first), "--no-explain"]) == 0
     other = tmp_path / "other.toml"
     other.write_text(MODEL.replace("layers = 6", "layers = 9"))
-    assert main(["plan", str(first), "--model", str(other), "--out", str(second), "--no-explain"]) == 0
-    assert read_run_file(second)[0].model.file == other
+    assert main(["plan", str(first / "run.toml"), "--model", str(other), "--out", str(second), "--no-explain"]) == 0
+    assert read_run_file(second / "run.toml")[0].model.file == other
     capsys.readouterr()
-    assert main(["simulate", str(second), "--json"]) == 0
+    assert main(["simulate", str(second / "run.toml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["shape"]["layers"] == 9
 
 

@@ -28,14 +28,14 @@ def asked(tmp_path):
 
 def test_the_chosen_order_is_written_beside_the_run(asked, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
-    run, exported = tmp_path / "run.toml", tmp_path / "exported"
+    run, exported = tmp_path / "planned", tmp_path / "exported"
     assert main([*asked, "--out", str(run), "--export", str(exported)]) == 0
     shown = capsys.readouterr().out
-    cluster = load_cluster(str(tmp_path / "run.cluster.toml"))
+    cluster = load_cluster(str(run / "run.cluster.toml"))
     order = [kind.name for kind, _ in cluster.kinds(4)]
     assert order in (list("abcd"), list("dcba"))
     assert f"pipeline ranks {'; '.join(f'{rank} on {name}, node {rank}' for rank, name in enumerate(order))}" in shown
-    assert main(["simulate", str(run), "--json"]) == 0
+    assert main(["simulate", str(run / "run.toml"), "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)
     assert [place["kind"] for place in simulated["places"]] == order
     script = (exported / "torchrun.sh").read_text()

@@ -290,7 +290,9 @@ def test_offload_keeps_a_budget_alone_and_behind_balance(capsys):
 def test_a_file_that_moves_says_so(capsys, tmp_path):
     file = tmp_path / "saved.txt"
     words = ["1f1b", "--pp", "4", "--microbatches", "8"]
-    file.write_text(schedule(capsys, *words, "--balance"), encoding="utf-8")
+    file.write_text(balanced := schedule(capsys, *words, "--balance"), encoding="utf-8")
+    assert "# partners           3 2 1 0 (by rank)" in schedule(capsys, str(file)).splitlines()
+    file.write_text("\n".join(line for line in balanced.splitlines() if " = " not in line), encoding="utf-8")
     lines = schedule(capsys, str(file)).splitlines()
     assert "# partners           unknown" in lines
     assert "# evictions          3 0 0 0 (by rank)" in lines
@@ -342,6 +344,8 @@ def test_stages_that_visit_the_device(capsys, tmp_path):
     assert "stages swapped in  14 (by rank)" in updated
     file = tmp_path / "visits.txt"
     file.write_text(updated, encoding="utf-8")
+    assert "stages swapped in  14 (by rank)\n" in schedule(capsys, str(file), "--stage-swap", "1")
+    file.write_text("\n".join(line for line in updated.splitlines() if " = " not in line), encoding="utf-8")
     again = schedule(capsys, str(file), "--stage-swap", "1")
     assert "stages swapped in  14 (by rank): room unknown, so that none waits for it" in again
     file.write_text("0F0 0B0\n", encoding="utf-8")

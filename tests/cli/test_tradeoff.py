@@ -89,7 +89,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: say one with --price"),
+        (("--cluster", "dgx-1-v100"), "the cluster 'dgx-1-v100' has no price_per_device_hour: set one with --price"),
         (("--dtype", "float32", "--cluster", "dgx-1-v100", "--price", "0"), "price of a device hour must be above 0"),
         (("--software", "pipeloom", "nanotron"), "--software takes one program for all methods, found pipeloom, nano"),
         (("--software", "breadth-first=megatron-2021"), "breadth-first: megatron-2021 has no family 'breadth-first'"),

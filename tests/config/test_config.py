@@ -245,7 +245,7 @@ AXES = {
     ),
     "no room to offload from": (
         {"schedule__offload": True},
-        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
+        "schedule.offload moves what schedule.activation_budget has no room for; set it",
     ),
     "a balance of one": (
         {"schedule__balance": True, "layout__pp": 1},
@@ -265,7 +265,7 @@ AXES = {
     ),
     "offloading what nobody says": (
         {"schedule__offload": True},
-        "schedule.offload moves what schedule.activation_budget has no room for; say how much that is",
+        "schedule.offload moves what schedule.activation_budget has no room for; set it",
     ),
     "a limit that nothing keeps": (
         {"schedule__activation_budget": "2GB"},
@@ -296,7 +296,7 @@ def test_layers_that_recompute_are_named_one_by_one_or_all_at_once():
     assert changed(layout__recompute_layers=("full",) * 8).problems() == []
     both = changed(layout__recompute="full", layout__recompute_layers=("none", "full"))
     assert both.problems() == [
-        "layout.recompute and layout.recompute_layers both say what is recomputed; leave one out",
+        "layout.recompute and layout.recompute_layers both set what is recomputed; leave one out",
         "layout.recompute_layers must name 8 layers (model.num_layers), found 2",
     ]
 

@@ -8,7 +8,6 @@ from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.ranks import are_near, first_device
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
@@ -17,12 +16,13 @@ from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.layout import paired_order
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 PAIRED = (0, 7, 1, 6, 2, 5, 3, 4)
 RUN = Run(
-    shape=load_model("llama-65b"), seq=2048, pp=8, tp=4, micro_batch=4, global_batch=128, schedule="1f1b",
+    shape=load_model("llama-65b"), seq=2048, pp=8, tp=4, micro_batch=4, global_batch=128,
     sequence_parallel=True, pipeline_order=PAIRED,
 )  # fmt: skip
 

@@ -54,8 +54,9 @@ def test_every_schedule_reads_back_from_its_text_and_its_csv():
     assert number > 100
 
 
-def test_text_is_one_line_for_each_rank():
-    assert format_schedule(make_schedule("gpipe", pp=2, num_microbatches=2)) == "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
+def test_text_is_one_line_for_each_promise_and_for_each_rank():
+    text = format_schedule(make_schedule("gpipe", pp=2, num_microbatches=2))
+    assert text == "max_stage_inputs = 2 2\n0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n"
 
 
 def test_csv_is_one_cell_for_each_action():

@@ -1,1 +1,1 @@
-"""What a trace says, whether it was simulated or measured: times, bubbles, communication, memory over time."""
+"""Analysis of a trace, simulated or measured: times, bubbles, communication, memory over time."""

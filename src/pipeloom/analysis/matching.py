@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.depend import HOST_LANE
+from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.row import Ints
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans
@@ -39,7 +39,7 @@ def _is_same(row: Row, ranks: Ints, other_row: Row, other_ranks: Ints) -> bool:
 
 
 def _refuse(schedule: Schedule, found: Spans) -> None:
-    """Say what one has and the other lacks.
+    """Name what one has and the other lacks.
 
     Raises:
         UserError: always.

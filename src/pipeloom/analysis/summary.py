@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
 from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Seconds, Spans
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace says about a step.
+    """A step in figures, from its trace.
 
     Attributes:
         makespan_s: from the first action's start to the last one's end.

@@ -1,6 +1,6 @@
 """Models, clusters and programs as data: found by name in this folder or by path, each constant with its source.
 
-Units are converted here: files say TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
+Units are converted here: files have TFLOP/s, GB, GB/s and microseconds, values hold FLOP/s, bytes, bytes/s and seconds.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from typing import Any, cast, get_args
 
 from pipeloom.catalog.hugging_face import read_config_json
 from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
-from pipeloom.config.heads import head_problems
 from pipeloom.config.paths import expand_home, names_file
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
-from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES
 from pipeloom.registry import Registry
 from pipeloom.terminal.words import same_name
+from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import MOST_LAYERS, Mlp, ModelShape, head_problems
+from pipeloom.workload.run import Run
 
 __all__ = ["CLUSTERS", "find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
@@ -61,6 +61,7 @@ def _read_cluster(name_or_path: str) -> Cluster:
 
 
 for _name in names("clusters"):
+    # Read when it is looked up: a command needs one of them, and a broken file must not stop the others.
     CLUSTERS.add_later(_name, partial(_read_cluster, _name))
 
 
@@ -74,6 +75,7 @@ def _cluster(reader: Reader) -> Cluster:
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
+        # 0 stands for an unknown price, as a default has to be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         cores_per_node=int(reader.number("cores_per_node", 0)),
         pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
@@ -109,7 +111,7 @@ def _group(reader: Reader, folder: Path) -> NodeGroup:
 
 
 def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
-    """The cluster of one kind that a group names; if that is wrong, one of the catalog, and the reader knows."""
+    """The cluster of one kind that a group names; one of the catalog, and a problem noted, if it is wrong."""
     try:
         source = str(folder / expand_home(Path(named))) if names_file(named) else named
         is_mixed = names_file(source) and "groups" in read_toml("clusters", source)[0]  # which may name itself
@@ -122,6 +124,7 @@ def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
             reader.complain(f"{named}: {problem}")
     except UserError as error:
         reader.complain(str(error))
+    # Any cluster of one kind, so that reading goes on and finds the other problems; the result is never used.
     return load_cluster(names("clusters")[0])
 
 
@@ -130,6 +133,7 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
     reader.entitle(f"link between {' and '.join(between)}")
     if len(set(between)) != 2 or len(between) != 2 or not set(between) <= set(known):
         reader.complain(f"between must be two of the groups {', '.join(known)}, found {list(between)}")
+        # Two names that no group has, so that the rest of the file is still read.
         between = ("", "")
     return GroupLink(between=(between[0], between[1]), link=_link(reader))
 
@@ -178,18 +182,26 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
 
 
 def _pieces(reader: Reader) -> MeasuredPieces:
-    key = PieceKey(
-        **{
-            name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")
-        },
-        mlp=reader.text("mlp", among=get_args(Mlp)),
+    run = Run(
+        shape=ModelShape(
+            layers=1,
+            hidden=reader.integer("hidden"),
+            heads=reader.integer("heads"),
+            kv_heads=reader.integer("kv_heads"),
+            ffn=reader.integer("ffn"),
+            mlp=cast("Mlp", reader.text("mlp", among=get_args(Mlp))),
+            vocab=reader.integer("vocab"),
+            tied=False,
+        ),
+        seq=reader.integer("seq"),
+        micro_batch=reader.integer("micro_batch"),
         tp=reader.integer("tp", 1),
         sequence_parallel=reader.flag("sequence_parallel", default=False),
         recompute=cast("Recompute", reader.text("recompute", "none", among=get_args(Recompute))),
         precision=cast("Precision", reader.text("precision", among=get_args(Precision))),
     )
     both = {name: reader.pair(f"{name}_us", scale=MICRO) for name in ("embedding", "layer", "head", "stage")}
-    return MeasuredPieces(key=key, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
+    return MeasuredPieces(run=run.of_measured_pieces, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
 
 
 def _update(reader: Reader) -> MeasuredUpdate | None:
@@ -257,6 +269,7 @@ def load_software(name_or_path: str) -> Software:
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
+        # By the type of the default, so that a new setting of a program is read without a line here.
         if isinstance(getattr(default, item.name), bool | int | float)
     }
     software = Software(
@@ -289,5 +302,5 @@ def _plain(reader: Reader, key: str, default: Any) -> Any:
 
 
 def source_of(folder: str, name_or_path: str) -> str:
-    """What a file of the catalog says about where its facts come from; empty if it says nothing."""
+    """The sources of the facts in a file of the catalog; empty if it names none."""
     return str(read_toml(folder, name_or_path)[0].get("source", ""))

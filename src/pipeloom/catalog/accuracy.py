@@ -1,4 +1,4 @@
-"""How far predictions were off where they were held against measurements: ``accuracy.toml`` of the catalog."""
+"""How far predictions were off where they were compared with measurements: ``accuracy.toml`` of the catalog."""
 
 import tomllib
 from dataclasses import dataclass
@@ -51,13 +51,13 @@ class Accuracy:
 def load_accuracy() -> Accuracy:
     """The packaged file."""
     text = files("pipeloom.catalog").joinpath("accuracy.toml").read_text(encoding="utf-8")
-    told = tomllib.loads(text)
+    content = tomllib.loads(text)
     return Accuracy(
-        table=told["provenance"]["table"],
-        date=told["provenance"]["date"],
-        by_program={(entry["program"], entry["device"]): _errors(entry) for entry in told["program"]},
-        by_device={entry["device"]: _errors(entry) for entry in told["general"]},
-        general_of={entry["device"]: entry["mean_abs_error_of"] for entry in told["general"]},
+        table=content["provenance"]["table"],
+        date=content["provenance"]["date"],
+        by_program={(entry["program"], entry["device"]): _errors(entry) for entry in content["program"]},
+        by_device={entry["device"]: _errors(entry) for entry in content["general"]},
+        general_of={entry["device"]: entry["mean_abs_error_of"] for entry in content["general"]},
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeloom.cost.shape import Mlp
+from pipeloom.workload.model import Mlp
 
 
 def _keys(text: str) -> frozenset[str]:
@@ -116,7 +116,7 @@ _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
         "used": _keys(
             "num_key_value_heads head_dim sliding_window layer_types rope_theta rope_scaling rope_parameters"
         ),
-        # A rotary angle is defined at any position; pretraining_tp says in which parts products are computed.
+        # A rotary angle is defined at any position; pretraining_tp sets in which parts products are computed.
         "unused": _keys("max_position_embeddings max_sequence_length pretraining_tp"),
     }
 )

@@ -8,22 +8,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config import ModelConfig
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
-from pipeloom.cost.shape import ModelShape, model_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
+from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What the file of a model says.
+    """The content of the file of a model.
 
     Attributes:
         shape: the sizes.
-        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file does not say.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file has none.
     """
 
     shape: ModelShape
@@ -31,7 +30,7 @@ class ModelFile:
     rope_theta: float | None = None
 
     def over(self, model: ModelConfig) -> ModelConfig:
-        """A model's settings with all that the file says."""
+        """A model's settings with those of the file."""
         return replace(
             model_of(self.shape, model),
             norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
@@ -86,6 +85,7 @@ def is_positive(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # A bool is an int in Python, and `true` is no number in a file.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
@@ -154,6 +154,7 @@ class Reader:
         if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
+            # Any legal value: reading goes on, so that one message has all problems.
             return [1.0]
         return [float(item) * scale for item in value]
 
@@ -236,11 +237,11 @@ class Reader:
         self._problems.append(self._title + problem)
 
     def entitle(self, title: str) -> None:
-        """Say before every problem of this table, and of those inside it, which one it is."""
+        """Name the table before every problem of it, and of those inside it."""
         self._title = f"{title}: "
 
     def complain_of_unknown(self, where: str, known: Set[str]) -> None:
-        """Add a problem for each key that is not among the known ones and that nobody asked for, here and inside."""
+        """Add a problem for each key that is neither known nor read, here and inside."""
         for key in self._table:
             if key not in self._seen | known:
                 hint = did_you_mean(key, self._seen - set(self._table))
@@ -258,17 +259,19 @@ class Reader:
         return list(self._table)
 
     def check(self, known: Callable[[], set[str]] | None = None) -> None:
-        """Raise if anything was wrong, or if there are keys that nobody asked for, here or in a table inside.
+        """Raise if anything was wrong, or if there are keys that nothing has read, here or in a table inside.
 
         Raises:
             ConfigError: with all problems.
         """
         self.complain_of_unknown("here", known() if known else set())
         if self._problems:
+            # Each once: a value that two settings read is complained of twice.
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
 
     def _inside(self, name: str, table: Mapping[str, Any]) -> "Reader":
         inner = Reader(table, self._source)
+        # The same list, not a copy: problems stay in the order of the file.
         inner._problems, inner._title = self._problems, self._title
         self._inner.append((name, inner))
         return inner

@@ -1,8 +1,7 @@
-"""A cluster -> the text of its file: what ``load_cluster`` reads, with comments that say where numbers come from."""
+"""A cluster -> the text of its file: what ``load_cluster`` reads, with comments on where numbers come from."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
@@ -28,24 +27,26 @@ def cluster_to_toml(cluster: Cluster, notes: Mapping[str, Sequence[str]] | None 
         notes: lines of comment by what they stand above: ``""`` for the head of the file, a table such as
             ``intra``, a key such as ``device.kernel_us``, or ``collectives.2`` for the curves of two ranks.
     """
-    told = dict(notes or {})
-    head, parts = _comment(told.pop("", ())), list[list[str]]()
+    comments = dict(notes or {})
+    head, parts = _comment(comments.pop("", ())), list[list[str]]()
     if isinstance(cluster, MixedCluster):
-        parts.append([*head, *_lines("", [("name", cluster.name)], told)])
+        parts.append([*head, *_lines("", [("name", cluster.name)], comments)])
         for group in cluster.groups:
-            first, *rest = _parts(group.cluster, [("num_nodes", group.num_nodes)], told, "groups.")
+            first, *rest = _parts(group.cluster, [("num_nodes", group.num_nodes)], comments, "groups.")
             parts += [["[[groups]]", *first], *rest]
         for one in cluster.links:
             lines = [("between", list(one.between)), *_link(one.link)]
-            parts.append(["[[links]]", *_lines("", lines, told)])
+            parts.append(["[[links]]", *_lines("", lines, comments)])
     else:
-        first, *rest = _parts(cluster, [], told, "")
+        first, *rest = _parts(cluster, [], comments, "")
         parts += [[*head, *first], *rest]
-    assert not told, f"notes for what is not in the file: {', '.join(told)}"
+    assert not comments, f"notes for what is not in the file: {', '.join(comments)}"
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str]], prefix: str) -> Iterator[list[str]]:
+def _parts(
+    cluster: Cluster, more: Sequence[_Line], comments: dict[str, Sequence[str]], prefix: str
+) -> Iterator[list[str]]:
     """A cluster of one kind: its own keys, then its tables, whose names begin with ``prefix``."""
     top: list[_Line] = [("name", cluster.name), *more, ("devices_per_node", cluster.devices_per_node)]
     if cluster.adapters_per_node:
@@ -54,30 +55,34 @@ def _parts(cluster: Cluster, more: Sequence[_Line], told: dict[str, Sequence[str
         top.append(("cores_per_node", cluster.cores_per_node))
     if cluster.price_per_device_hour is not None:
         top.append(("price_per_device_hour", cluster.price_per_device_hour))
-    yield _lines("", top, told)
-    yield _table(f"{prefix}device", _device(cluster.device), told)
+    yield _lines("", top, comments)
+    yield _table(f"{prefix}device", _device(cluster.device), comments)
     links = {"intra": cluster.intra, "inter": cluster.inter}
     if cluster.host is not None:
         links["host"] = cluster.host
     for name, link in links.items():
-        yield _table(f"{prefix}{name}", _link(link), told)
+        yield _table(f"{prefix}{name}", _link(link), comments)
     if cluster.bus_curves:
         nodes = next(iter(cluster.bus_curves.values()))
-        yield _table(f"{prefix}bus", [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())], told)
+        yield _table(f"{prefix}bus", [("nodes", [x for x, _ in nodes]), *_rates(cluster.bus_curves.items())], comments)
     for (ranks, sizes), curves in _by_ranks(cluster).items():
         lines = [
             ("ranks", ranks),
             ("message_bytes", [int(size) for size in sizes]),
             *_rates((k, c.points) for k, c in curves),
         ]
-        note = _comment(told.pop(f"{prefix}collectives.{ranks}", ()))
-        yield [*note, f"[[{prefix}collectives]]", *_lines("", lines, told)]
+        note = _comment(comments.pop(f"{prefix}collectives.{ranks}", ()))
+        yield [*note, f"[[{prefix}collectives]]", *_lines("", lines, comments)]
     if cluster.update is not None:
         update = cluster.update
         seconds = [("fixed_us", update.fixed_s / 1e-6), ("parameter_ns", update.parameter_s / 1e-9)]
-        yield _table(f"{prefix}update", [("precision", update.precision), *seconds], told)
+        yield _table(f"{prefix}update", [("precision", update.precision), *seconds], comments)
     for one in cluster.pieces:
-        yield [*_comment(told.pop(f"{prefix}pieces", ())), f"[[{prefix}pieces]]", *_lines("", _pieces(one), told)]
+        yield [
+            *_comment(comments.pop(f"{prefix}pieces", ())),
+            f"[[{prefix}pieces]]",
+            *_lines("", _pieces(one), comments),
+        ]
 
 
 def _device(device: Device) -> list[_Line]:
@@ -99,9 +104,15 @@ def _device(device: Device) -> list[_Line]:
     return lines
 
 
+_PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "mlp", "vocab")
+_PIECE_AXES = ("seq", "tp", "sequence_parallel", "micro_batch", "recompute", "precision")
+
+
 def _pieces(found: MeasuredPieces) -> list[_Line]:
     seconds = {"embedding": found.embedding, "layer": found.layer, "head": found.head, "stage": found.stage}
-    lines: list[_Line] = [*asdict(found.key).items()]
+    run = found.run
+    lines: list[_Line] = [(name, getattr(run.shape, name)) for name in _PIECE_SIZES]
+    lines += [(name, getattr(run, name)) for name in _PIECE_AXES]
     lines += [(f"{name}_us", [value / 1e-6 for value in both]) for name, both in seconds.items()]
     return [*lines, ("message_us", found.message_s / 1e-6)] if found.message_s else lines
 
@@ -146,11 +157,13 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
+        # A JSON string is a TOML basic string; other letters stay readable.
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, int) or value == int(value):
+        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which need no point.
         return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
     return f"{value:.{DIGITS}g}"

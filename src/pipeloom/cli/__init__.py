@@ -15,9 +15,9 @@ COMMANDS = {
     "export": "write the weights of a checkpoint as safetensors files",
     "report": "write a run as one HTML page: predicted beside measured",
     "plan": "find the best layout of a model on a cluster, with reasons",
-    "tradeoff": "say what a training costs and how long it takes, over cluster sizes",
-    "simulate": "say what a step of a described run will look like on a cluster",
-    "slices": "say into which token slices a run's sequences are best cut",
+    "tradeoff": "estimate training cost and time across cluster sizes",
+    "simulate": "predict a training step of a run on a cluster",
+    "slices": "choose the token slices for a run's sequences",
     "launch": "write what starts a run: torchrun, Slurm, torchtitan, Megatron-LM",
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "families": "compare all families of schedules: bubble, memory, messages",
@@ -31,7 +31,7 @@ _USAGE = (
     + ",".join(COMMANDS)
     + "} ...\n\n"
     + "\n".join(f"  pipeloom {name:<10} {summary}" for name, summary in COMMANDS.items())
-    + "\n\n  pipeloom COMMAND --help   tells what a command takes\n  pipeloom --version"
+    + "\n\n  pipeloom COMMAND --help   prints the options of a command\n  pipeloom --version"
 )
 
 
@@ -64,12 +64,12 @@ def _complain(command: str, message: str, error: BaseException) -> None:
         import traceback
 
         traceback.print_exception(error)
-    with suppress(OSError):  # of a terminal that has gone away: the status says it as well
+    with suppress(OSError):  # of a closed terminal: the exit status reports it as well
         print("\n".join([f"pipeloom {command}: {message}", *getattr(error, "__notes__", [])]), file=sys.stderr)
 
 
 def _mention_broken_plugins(command: str, message: str = "") -> None:
-    """Print which plug-ins were left out, once for all ranks, and not again where an error says it."""
+    """Print which plug-ins were left out, once for all ranks, unless an error contains them."""
     from pipeloom.registry import broken_plugins
 
     for sentence in broken_plugins():

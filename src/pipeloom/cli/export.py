@@ -32,7 +32,7 @@ def _kind(file: Path) -> str:
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, write the files, say which."""
+    """Parse the arguments, write the files, print their paths."""
     options = parse_flags(Options, words, "export", Options.__doc__ or "")
     if not 0 < options.file_gb < math.inf:
         raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")

@@ -84,12 +84,12 @@ def table(first: str, columns: Sequence[str], texts: Collection[str] = ()) -> Ta
 
 
 def unit_s(seconds: float) -> tuple[float, str]:
-    """The unit that a time is told in: its seconds, and its name."""
+    """The unit of a time: its seconds, and its name."""
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 
 def unit_bytes(size: float) -> tuple[float, str]:
-    """The unit that a memory is told in: its bytes, and its name."""
+    """The unit of a memory: its bytes, and its name."""
     return (1e9, "GB") if size >= 1e10 else (1e6, "MB")
 
 

@@ -39,13 +39,13 @@ def parse_flags(
         words: behind the command.
         command: its name, as the help shows it.
         description: for the help.
-        default: where no flag says anything; ``None`` for the defaults of the class.
+        default: without flags; ``None`` for the defaults of the class.
         beside: what else is wrong, which is reported with the flags.
         source: what has these problems, for the headline.
 
     Raises:
         ConfigError: each flag that is unknown, with those that are close, and each value that is wrong.
-        SystemExit: with what the parser prints where it alone finds something wrong; or help was asked for.
+        SystemExit: with what the parser prints where it alone finds something wrong; or for --help.
     """
     import tyro  # takes a quarter of a second, which a run without flags need not wait for
 

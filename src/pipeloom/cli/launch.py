@@ -18,7 +18,7 @@ from pipeloom.predict.describe import machine_problems, with_model_sizes
 
 _SUMMARY = (
     "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "
-    "say why where a program cannot express it. The nodes are those of machine.cluster."
+    "explain what a program cannot express. The nodes are those of machine.cluster."
 )
 
 
@@ -35,7 +35,7 @@ class Options(RunConfig):
 
 
 def run(words: list[str]) -> int:
-    """Parse the configuration, write the files, say which, and what was refused."""
+    """Parse the configuration, write the files, print their paths and what was refused."""
     options = parse_config(words, "launch", _SUMMARY, Options(), _problems)
     if options.out is None:
         raise UserError("--out FOLDER is missing: where the files go")
@@ -80,7 +80,7 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
 
 
 def print_handed_over(done: HandedOver) -> None:
-    """Say what was written and how it is started, and what was refused and why."""
+    """Print what was written and how to start it, and what was refused and why."""
     for written in done.written:
         print(f"\n{written.target}: {written.program}")
         _print_item("files", ", ".join(map(str, written.files)))

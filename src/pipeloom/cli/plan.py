@@ -13,8 +13,8 @@ from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
-from pipeloom.config.problems import model_problems
-from pipeloom.cost.shape import Attention, shape_of
+from pipeloom.config.problems import model_problems, optimizer_problems
+from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
@@ -22,9 +22,13 @@ from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Attention
 
+RUN_FILE = "run.toml"
 _NO_NUMBERS: tuple[int, ...] = ()
 _NO_NAMES: tuple[str, ...] = ()
 
@@ -33,7 +37,7 @@ _NO_NAMES: tuple[str, ...] = ()
 class Options:
     """The best layouts of a model on a cluster: searched over all of them, with reasons.
 
-    Says how each takes its time, why the first one wins over other kinds, what would change that, and how far off
+    Prints where the time of each goes, why the first one wins over other kinds, what would change that, and how far off
     predictions have been.
     """
 
@@ -77,18 +81,18 @@ class Options:
     ways: tuple[Literal["none"] | Way, ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
     ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
-    host), or sequences are cut (slices). none: layouts without, told as well where the others lead to no layout."""
+    host), or sequences are cut (slices). none: layouts without, printed as well where the others lead to no layout."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
-    """How many layouts to tell."""
+    """Number of layouts to print."""
     budget_s: float | None = None
-    """Seconds for the search. When they are over, what was found is told, with what may still be faster. None: until
+    """Stops after this many seconds and prints the best layouts found, with a lower bound on the rest. None: until
     nothing can be."""
     explain: bool = True
     """Whether to look for the best of other kinds, and for what would change the answer."""
     out: Path | None = None
-    """Write the best layout to this file as a run for `pipeloom train`."""
+    """Write the best layout to this folder: run.toml for `pipeloom train`, and schedule.txt, what each rank does."""
     export: Path | None = None
     """Write what others launch to this folder: torchrun, Slurm, PyTorch's schedule, torchtitan, Megatron-LM."""
     json: bool = False
@@ -96,11 +100,11 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question, and by which names it was asked.
+class Request:
+    """A question, and the names that it uses.
 
     Attributes:
-        question: what is asked.
+        question: the layouts to search.
         model: the model's name or file; ``None`` if a run file gives its sizes.
         cluster: name or file.
         software: name or file.
@@ -118,20 +122,20 @@ def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
     options = parse_flags(Options, words, "plan", Options.__doc__ or "")
-    asked = _asked(options)
+    request = _request(options)
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
-            asked.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
+            request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
         )
     if options.json:
         print(json.dumps(to_json(plan)))
     else:
         print_plan(plan)
     if plan.best is not None:
-        _write(options, asked, plan.best)
+        _write(options, request, plan.best)
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if plan.stopped == "interrupt":
@@ -139,19 +143,21 @@ def run(words: list[str]) -> int:
     return 1 if plan.best is None else 0
 
 
-def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
-    config = run_config(best, asked.model, _cluster_file(options, asked, best), asked.software)
-    if asked.config is not None:
-        config = _over(asked.config, config, has_model=options.model is not None)
+def _write(options: Options, request: Request, best: SimulatedStep) -> None:
+    config = run_config(best, request.model, _cluster_file(options, request, best), request.software)
+    if request.config is not None:
+        config = _over(request.config, config, has_model=options.model is not None)
     if options.out is not None:
-        try:
-            options.out.write_text(format_run(config), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write the run {options.out}: {error.strerror}") from error
+        texts = {RUN_FILE: format_run(config)}
+        if best.software.has_lanes:
+            texts[SCHEDULE] = best.schedule_text
+        _write_texts(options.out, texts)
         if not options.json:
             from pipeloom.cli.launch import print_run
 
-            print_run(config, best.cluster, options.out)
+            print_run(config, best.cluster, options.out / RUN_FILE)
+            if SCHEDULE in texts:
+                print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
         from pipeloom.export import hand_over
@@ -162,13 +168,23 @@ def _write(options: Options, asked: Asked, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
-def _cluster_file(options: Options, asked: Asked, best: SimulatedStep) -> str:
+def _write_texts(folder: Path, texts: dict[str, str]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the run to the folder {folder}: {error.strerror}") from error
+
+
+def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
-    if (options.out is None and options.export is None) or best.cluster == asked.question.cluster:
-        return asked.cluster
-    beside = options.out or (options.export or Path()) / "run.toml"
-    file = beside.with_name(f"{beside.stem}.cluster.toml")
-    note = f"{asked.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+    if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
+        return request.cluster
+    file = (options.out or options.export or Path()) / "run.cluster.toml"
+    note = (
+        f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(cluster_to_toml(best.cluster, {"": [note]}), encoding="utf-8")
@@ -193,9 +209,11 @@ def _over(config: RunConfig, planned: RunConfig, *, has_model: bool) -> RunConfi
     )
 
 
-def _asked(options: Options) -> Asked:
-    """The question, with everything that is missing or wrong told at once."""
+def _request(options: Options) -> Request:
+    """The question, or an error with everything that is missing or wrong."""
     problems: list[str] = []
+    if options.out is not None and options.out.suffix == ".toml":
+        problems.append(f"--out takes a folder, to which {RUN_FILE} and {SCHEDULE} go, found {options.out}")
     if options.best < 1:
         problems.append(f"--best must be at least 1, found {options.best}")
     if options.budget_s is not None and not options.budget_s > 0:
@@ -226,7 +244,7 @@ def _asked(options: Options) -> Asked:
     question = Question(
         shape=shape,
         cluster=cluster,
-        software=software,
+        software=software if config is None else with_optimizer(software, config.optimizer.rule),
         num_devices=num_devices,
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
@@ -236,7 +254,7 @@ def _asked(options: Options) -> Asked:
         limits=_limits(options),
         has_default_dtype=dtype is None,
     )
-    return Asked(question, model_name, cluster_name, software_name, config)
+    return Request(question, model_name, cluster_name, software_name, config)
 
 
 def _first(*values: Any) -> Any:
@@ -250,7 +268,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *([] if unknown else model_problems(config))]
+    problems += [*found, *unknown, *([] if unknown else model_problems(config)), *optimizer_problems(config)]
     return config
 
 

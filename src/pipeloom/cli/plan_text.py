@@ -92,7 +92,7 @@ def _devices(question: Question) -> str:
 
 
 def _print_layout(console: Console, best: SimulatedStep) -> None:
-    """What the first row does not say."""
+    """What the first row does not contain."""
     run, order = best.run, best.order
     parts = [f"{count(run.num_stages, 'stage')}"]
     if run.layers_by_stage is not None and run.num_stages > 1:
@@ -140,8 +140,8 @@ def _best_table(plan: Plan) -> Table:
     memory, bytes_name = unit_bytes(plan.question.cluster.device.memory_bytes)
     rows: list[dict[str, str]] = []
     for step in plan.steps:
-        run, told = step.run, causes(step)
-        exposed_s = told["exposed_p2p_s"] + told["exposed_data_parallel_s"]
+        run, seconds = step.run, causes(step)
+        exposed_s = seconds["exposed_p2p_s"] + seconds["exposed_data_parallel_s"]
         dollars = dollars_per_billion_tokens(step)
         rows.append(
             {
@@ -162,8 +162,8 @@ def _best_table(plan: Plan) -> Table:
                 "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
             }
         )
-    told = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
-    columns = [name for name in rows[0] if name in told]
+    shown = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
+    columns = [name for name in rows[0] if name in shown]
     found = table("", columns)
     for number, row in enumerate(rows, start=1):
         found.add_row(str(number), *(row[name] for name in columns))
@@ -202,14 +202,14 @@ def _axes(step: SimulatedStep) -> str:
 def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
     """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
-    told = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
-    rows = table("", ["step", *(CAUSES[name] for name in told), "layout"], texts=["layout"])
+    shown = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
+    rows = table("", ["step", *(CAUSES[name] for name in shown), "layout"], texts=["layout"])
     for rival in rivals:
         if rival.step is None:
-            rows.add_row(rival.kind, "none fits", *[""] * len(told), "")
+            rows.add_row(rival.kind, "none fits", *[""] * len(shown), "")
             continue
         more_s = rival.step.prediction.step_time_s - best.prediction.step_time_s
-        cells = [_signed(rival.more_s[name] / unit) for name in told]
+        cells = [_signed(rival.more_s[name] / unit) for name in shown]
         rows.add_row(rival.kind, _signed(more_s / unit), *cells, _axes(rival.step))
     return rows
 

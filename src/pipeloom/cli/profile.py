@@ -62,7 +62,7 @@ def run(words: list[str]) -> int:
 
     share = 1.0 if options.model is None else _MACHINE
     request = Request.make(options.device, options.processes, options.budget_s * share)
-    asked = None if options.model is None else _asked(options, request)
+    pieces_of = None if options.model is None else _piece_request(options, request)
     if is_first():
         check_writable(options.output)
     try:
@@ -73,8 +73,8 @@ def run(words: list[str]) -> int:
     if findings is None:
         return 0
     cluster, notes = describe_cluster(options.output.stem, findings)
-    if asked is not None:
-        cluster, notes = _with_pieces(cluster, notes, asked)
+    if pieces_of is not None:
+        cluster, notes = _with_pieces(cluster, notes, pieces_of)
     try:
         options.output.write_text(cluster_to_toml(cluster, notes), encoding="utf-8")
     except OSError as error:
@@ -87,7 +87,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _asked(options: Options, request: "Request") -> "PieceRequest":
+def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     """What is to be measured of a model.
 
     Raises:
@@ -138,30 +138,30 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
         if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
     ]
     if model.num_layers < 2:
-        found.append(f"--model must have 2 layers or more, to tell a layer from a stage, found {model.num_layers}")
+        found.append(f"--model must have 2 layers or more, to separate a layer from a stage, found {model.num_layers}")
     if is_launched():
         found.append("--model is measured by processes of its own, found those of a launcher; start without one")
     return found
 
 
 def _with_pieces(
-    cluster: Cluster, notes: dict[str, list[str]], asked: "PieceRequest"
+    cluster: Cluster, notes: dict[str, list[str]], pieces_of: "PieceRequest"
 ) -> tuple[Cluster, dict[str, list[str]]]:
-    """The cluster with a model's pieces, measured now, and what its file says about them."""
+    """The cluster with a model's pieces, measured now, and the comments on them in its file."""
     from pipeloom.train.pieces import measure_pieces
 
-    found = measure_pieces(asked)
-    how = "CPU time of a process" if asked.shares_cores else "Seconds"
+    found = measure_pieces(pieces_of)
+    how = "CPU time of a process" if pieces_of.shares_cores else "Seconds"
     about = [
-        f"{how}, forward and backward of one micro-batch, while all of {asked.num_processes} processes computed.",
+        f"{how}, forward and backward of one micro-batch, while all of {pieces_of.num_processes} processes computed.",
         f"The lower quartile of {found.rounds} rounds.",
     ]
-    told = {"pieces": about, "update": ["Gradients to zero, their norm, clipping and AdamW, of one rank."]}
-    return replace(cluster, pieces=found.pieces, update=found.update), {**notes, **told}
+    about_pieces = {"pieces": about, "update": ["Gradients to zero, their norm, clipping and AdamW, of one rank."]}
+    return replace(cluster, pieces=found.pieces, update=found.update), {**notes, **about_pieces}
 
 
 def check_writable(path: Path) -> None:
-    """Say now what would go wrong after a minute of measuring.
+    """Find now what would go wrong after a minute of measuring.
 
     Raises:
         UserError: the folder is not there, or the file cannot be written.
@@ -212,9 +212,9 @@ def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
 
 def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for found in cluster.pieces:
-        key = found.key
-        name = f"micro-batch {key.micro_batch}, tp {key.tp}"
-        name += "" if key.recompute == "none" else f", {key.recompute} recomputation"
+        run = found.run
+        name = f"micro-batch {run.micro_batch}, tp {run.tp}"
+        name += "" if run.recompute == "none" else f", {run.recompute} recomputation"
         for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
             yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
         if found.message_s:

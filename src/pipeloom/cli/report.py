@@ -13,7 +13,7 @@ from pipeloom.cli.flags import parse_flags
 class Options:
     """Write a run as one self-contained HTML page: loss, timelines, bubble account, communication, memory.
 
-    Of a run that has not finished, the page shows what there is, and says what is missing.
+    The page of an unfinished run shows what there is and lists what is missing.
     """
 
     folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -23,7 +23,7 @@ class Options:
 
 
 def run(words: list[str]) -> int:
-    """Parse the arguments, write the page, say where it is."""
+    """Parse the arguments, write the page, print its path."""
     options = parse_flags(Options, words, "report", Options.__doc__ or "")
     from pipeloom.report import write_page
     from pipeloom.report.unfinished import unfinished_contents
@@ -34,5 +34,5 @@ def run(words: list[str]) -> int:
     unfinished = unfinished_contents(found)
     if unfinished is not None:
         print(f"           {unfinished['headline']}. {unfinished['state']}".rstrip())
-        print("           The page says what is missing, and why.")
+        print("           The page lists what is missing, and why.")
     return 0

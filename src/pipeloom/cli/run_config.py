@@ -28,19 +28,19 @@ def parse_run_config(words: list[str], command: str, summary: str, default: RunC
 def parse_config(
     words: list[str], command: str, summary: str, default: _Config, judge: Callable[..., list[str]]
 ) -> _Config:
-    """Read the file, if the first word names one, then the flags over it; take the model's sizes from where it says.
+    """Read the file that the first word names, if any, then the flags over it; take the model's sizes from its source.
 
     Args:
         words: of the command line, behind the command.
         command: its name.
         summary: a line for people.
-        default: where neither file nor flags say anything; its type is that of the result.
+        default: for settings that neither file nor flags set; its type is that of the result.
         judge: what is wrong with a configuration; called with ``is_model_known``.
 
     Raises:
         ConfigError: everything that is wrong, in the file, in the flags and in the values.
         UserError: the file cannot be read.
-        SystemExit: help was asked for.
+        SystemExit: for --help.
     """
     config, source = default, "the command line"
     problems: list[str] = []
@@ -52,17 +52,17 @@ def parse_config(
         refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
         problems += found
-        asked = config
+        given = config
         config = parse_flags(
-            type(asked),
+            type(given),
             words,
             f"{command} [CONFIG]",
             f"{summary}\n\n{_CONFIG}",
-            default=asked,
-            beside=lambda: [*problems, *_problems(asked, judge)[1]],
+            default=given,
+            beside=lambda: [*problems, *_problems(given, judge)[1]],
             source=source if source == "the command line" else f"{source} with the flags over it",
         )
-        config = _without_stale_sizes(config, asked)
+        config = _without_stale_sizes(config, given)
     config, found = _problems(with_home(config), judge)
     problems = [*problems, *found]
     if problems:

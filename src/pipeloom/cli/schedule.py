@@ -14,6 +14,7 @@ from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.analysis.summary import summarize
 from pipeloom.cli.flags import parse_flags
+from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
@@ -21,8 +22,10 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves, add_slices
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
-from pipeloom.recipe import PlacedBy, Recipe, Residence, build
-from pipeloom.schedule import Kind, Schedule, format_schedule, parse_schedule
+from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.step import sizes_in_training
+from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal, schedule_text
+from pipeloom.schedule import Kind, Schedule, format_schedule, read_schedule
 from pipeloom.schedule.held import KeptBytes, all_changes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
@@ -35,8 +38,11 @@ from pipeloom.trace import Trace
 class Options:
     """Print a schedule, its bubble and its memory on a clock of unit costs."""
 
-    family: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FAMILY")]
+    family: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="FAMILY")] = None
     """A family by name, or a file with a schedule as text (one row a line) or as PyTorch's CSV (.csv)."""
+    run: Path | None = None
+    """A run file, whose schedule is printed instead: the one that `pipeloom train` executes. With --format text as the
+    file that the run's folder has."""
     pp: int = 4
     """Pipeline ranks."""
     loops: int | None = None
@@ -106,8 +112,8 @@ def run(words: list[str]) -> int:
     """Parse the arguments, make the schedule, print it."""
     families = "\n".join(f"  {item.name:<15}{item.summary}" for item in FAMILIES.values())
     options = parse_flags(Options, words, "schedule", f"{Options.__doc__}\n\nFamilies:\n{families}")
-    recipe = _recipe(options)
-    plain = build(replace(recipe, moves=Moves()))
+    recipe, sizes = (_recipe(options), None) if options.run is None else _run_recipe(options, options.run)
+    plain = build(replace(recipe, moves=Moves(), given=None), sizes)
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
         options.forward / plain.num_slices,
@@ -121,13 +127,16 @@ def run(words: list[str]) -> int:
         tied_grad_s=options.tied or 0.0,
         move=Amounts(weights=1, gradient=1, state=2).times(options.stage_swap),
     )
-    schedule = build(recipe, timing=lambda *_: PlacedBy(costs.seconds))
+    timing = nominal if sizes is not None else lambda *_: PlacedBy(costs.seconds)
+    schedule = build(recipe, sizes, timing)
     trace = simulate(schedule, costs)
     if options.plot is not None:
         _plot(options, schedule, trace)
     form = "json" if options.json else options.format
     if form == "torch-csv":
         print(format_torch_csv(schedule), end="")
+    elif form == "text" and options.run is not None:
+        print(schedule_text(recipe, schedule, sizes), end="")
     elif form == "json":
         print(_one_row_a_line(to_json(schedule, trace)))
     else:
@@ -140,12 +149,12 @@ def run(words: list[str]) -> int:
 
 
 def _recipe(options: Options) -> Recipe:
-    """What the options ask for. Passes that take communication bring it with them."""
+    """The recipe of the options. Passes that take communication bring it with them."""
     communicates = options.communication or options.transfer or options.reduce_grad
-    asked = (options.unshard, options.tied, options.update, options.resident)
+    chosen = (options.unshard, options.tied, options.update, options.resident)
     return Recipe(
         start=_start(options),
-        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in asked) else None,
+        receive_buffers=options.receive_buffers if communicates or any(one is not None for one in chosen) else None,
         lends_tied=options.tied is not None,
         unshard=None if options.unshard is None else Unshard(_residency(options.unshard), options.prefetch),
         reduce_grad=ReduceGrad(options.gradient_buffers) if options.reduce_grad else None,
@@ -153,6 +162,26 @@ def _recipe(options: Options) -> Recipe:
         residence=None if options.resident is None else Residence(options.resident, is_bytes=False),
         moves=Moves(balance=options.balance, offload=options.offload, budget_bytes=options.budget),
     )
+
+
+def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
+    """What a run file asks for, with the bytes of its stages."""
+    problems = [*_option_problems(options), *_family_problems(options, file, _MAKE)]
+    problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
+    config, found = read_run_file(file)
+    config, unknown = with_model_sizes(config)
+    problems += [*found, *unknown, *config.problems(trains=False, is_model_known=not unknown)]
+    if problems:
+        raise ConfigError(problems, str(file))
+    return config.recipe(), sizes_in_training(config)
+
+
+_SIZES = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
+_MAKE = (
+    *_SIZES, "slices", "tied", "communication", "receive_buffers", "unshard", "prefetch", "reduce_grad",
+    "gradient_buffers", "update", "resident", "balance", "offload", "budget",
+)  # fmt: skip
+"""Options that say what a schedule is."""
 
 
 def _residency(unshard: int | str) -> int | None:
@@ -265,7 +294,12 @@ def _option_problems(options: Options) -> list[str]:
 
 def _start(options: Options) -> Choice | Schedule:
     """The family with its sizes, or the schedule of a file."""
-    file, problems = Path(options.family), _option_problems(options)
+    problems = _option_problems(options)
+    if options.family is None:
+        raise ConfigError(
+            [*problems, "expected FAMILY, a family or a file with a schedule, or --run"], "the command line"
+        )
+    file = Path(options.family)
     is_path = os.sep in options.family or file.suffix or _is_file(file)
     is_family = options.family in FAMILIES or not is_path
     choice = Choice(
@@ -284,27 +318,31 @@ def _start(options: Options) -> Choice | Schedule:
         raise ConfigError(problems, "the command line")
     if is_family:
         return choice
-    _refuse_family_options(options, file)
-    text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
-    try:
-        schedule = parse_torch_csv(text) if file.suffix == ".csv" else parse_schedule(text)
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from error
+    if found := _family_problems(options, file, _SIZES):
+        raise ConfigError(found, "the command line")
+    schedule = _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 
 def _loops(options: Options) -> int:
-    """As asked for; where nothing is, those of a family that takes one number of them alone."""
+    """Those of the options; by default those of a family that takes one number of them alone."""
     own = FAMILIES[options.family].loops if options.family in FAMILIES else None
     return options.loops if options.loops is not None else own or 1
 
 
-def _refuse_family_options(options: Options, file: Path) -> None:
-    names = ("pp", "loops", "microbatches", "group_size", "placement", "keep")
+def _read_csv(file: Path) -> Schedule:
+    text = read_text(file, "the schedule", MOST_SCHEDULE_BYTES)
+    try:
+        return parse_torch_csv(text)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
+
+
+def _family_problems(options: Options, file: Path, names: Sequence[str]) -> list[str]:
+    """Options that have no effect, since a file says what the schedule is."""
     given = [name for name in names if getattr(options, name) != getattr(Options, name)]
-    if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UserError(f"{file} says what the schedule is, so {flags} has no effect; leave it out")
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    return [f"{file} contains the whole schedule, so {flags} has no effect; leave it out"] if given else []
 
 
 def _is_file(path: Path) -> bool:
@@ -319,7 +357,7 @@ def _title(options: Options, schedule: Schedule) -> str:
     cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
     passes = told_passes(options.keep, balance=options.balance, offload=options.offload)
     return (
-        f"{Path(options.family).name}{passes}: {count(schedule.num_stages, 'stage')} on "
+        f"{(options.run or Path(options.family or '')).name}{passes}: {count(schedule.num_stages, 'stage')} on "
         f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "
         f"forward {options.forward:g}{backward}"
     )
@@ -379,7 +417,7 @@ def _left_out(schedule: Schedule) -> str:
 
 
 def _shortened(line: str) -> str:
-    """A line of many values with those in its middle left out; what stands in brackets behind them stays."""
+    """A line of many values with those in its middle left out; what follows them in brackets stays."""
     values, bracket, rest = line.partition(" (")
     words = values.split(" ")
     if len(words) <= _MOST_WORDS:
@@ -389,7 +427,7 @@ def _shortened(line: str) -> str:
 
 
 def _move_lines(schedule: Schedule, trace: Trace, *, is_asked: bool) -> dict[str, str]:
-    """What moves away in between, if something does or was asked to; a file does not say who accepts it."""
+    """What moves away in between, if the schedule or an option moves anything; a file does not name the partners."""
     evictions, offloads = _counts(schedule, Kind.EVICT), _counts(schedule, Kind.OFFLOAD)
     if not (is_asked or any(evictions) or any(offloads)):
         return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeloom.analysis.summary import communication
 from pipeloom.cli.run_config import parse_config
-from pipeloom.cli.swap_plan import ToldPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
+from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
@@ -20,14 +20,14 @@ from pipeloom.schedule import Level
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
-    "Say what a step will look like on a described cluster: time, utilization, where each rank's time goes, "
+    "Predict a training step on a described cluster: time, utilization, where each rank's time goes, "
     "communication hidden and exposed, memory."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunConfig):
-    """A run, and what to say about its step."""
+    """A run, and what to print about its step."""
 
     json: bool = False
     """Print JSON for programs; docs/simulate.md lists its keys."""
@@ -35,12 +35,14 @@ class Options(RunConfig):
     """Draw the step to this file: .png, .svg or .pdf; of many ranks or actions, the first."""
     trace: Path | None = None
     """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
+    schedule_out: Path | None = None
+    """Write the schedule to this file, which `pipeloom train` executes as --schedule.file."""
     lanes: bool = False
     """Also print every lane of communication; --json always has them."""
     swap_plan: bool = False
-    """With schedule.device_budget, also say where to cut the model and how many micro-batches hide the swaps."""
+    """With schedule.device_budget, also print where to cut the model and how many micro-batches hide the swaps."""
     memory_over_time: bool = False
-    """Say when each rank holds most and what that is made of; with --json also its curve."""
+    """Print when each rank holds most and what that consists of; with --json also its curve."""
 
 
 def run(words: list[str]) -> int:
@@ -59,17 +61,19 @@ def run(words: list[str]) -> int:
         return 1
     if options.trace is not None:
         _write_trace(step, options.trace)
+    if options.schedule_out is not None:
+        write_schedule(step, options.schedule_out)
     if options.plot is not None:
         from pipeloom.analysis.excerpt import excerpt
         from pipeloom.plot.draw import plot_timeline
 
         part = excerpt(step.trace)
-        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.family}, simulated{part.note}")
+        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.title}, simulated{part.note}")
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 
 
-def _print(options: Options, step: SimulatedStep, plan: ToldPlan | None) -> None:
+def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> None:
     is_default, may_differ = options.training.dtype is None, why_schedules_may_differ(options)
     if options.json:
         tree = to_json(step, with_curves=options.memory_over_time)
@@ -84,7 +88,7 @@ def _print(options: Options, step: SimulatedStep, plan: ToldPlan | None) -> None
     if plan is not None:
         print()
         print_swap_plan(plan)
-    for what, file in (("picture", options.plot), ("trace", options.trace)):
+    for what, file in (("picture", options.plot), ("trace", options.trace), ("schedule", options.schedule_out)):
         if file is not None:
             print(f"{what:<18}{file}")
 
@@ -96,13 +100,13 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
         ConfigError: cluster or program are unknown or wrong.
     """
     described, order = describe(config), order_of(config)
-    asked = described.run, described.cluster, described.software, order
-    return plan_slices(*asked).step if config.layout.token_slices == "auto" else simulate_step(*asked)
+    step_of = described.run, described.cluster, described.software, order
+    return plan_slices(*step_of).step if config.layout.token_slices == "auto" else simulate_step(*step_of)
 
 
 def order_of(config: RunConfig) -> Order:
     """Which schedule a configuration runs, and how it is lowered."""
-    schedule = config.schedule
+    schedule, recipe = config.schedule, config.recipe()
     return Order(
         choice=config.choice(),
         receive_buffers=schedule.receive_buffers,
@@ -110,7 +114,8 @@ def order_of(config: RunConfig) -> Order:
         prefetch=schedule.known_prefetch,
         gradient_buffers=schedule.gradient_buffers,
         swapping=_swapping(config),
-        moving=config.recipe().moves,
+        moving=recipe.moves,
+        given=recipe.given,
     )
 
 
@@ -122,6 +127,20 @@ def _swapping(config: RunConfig) -> Swapping | None:
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     judge = partial(config.problems, trains=False, is_model_known=is_model_known)
     return [*judge(), *machine_problems(config)]
+
+
+def write_schedule(step: SimulatedStep, file: Path) -> None:
+    """Write the schedule of a step, with what it promises and how it was made.
+
+    Raises:
+        UserError: the program has an order of its own, or the file cannot be written.
+    """
+    if not step.software.has_lanes:
+        raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
+    try:
+        file.write_text(step.schedule_text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the schedule {file}: {error.strerror}") from error
 
 
 def _write_trace(step: SimulatedStep, file: Path) -> None:
@@ -147,7 +166,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``--memory-over-time`` also ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and
     ``points``, (seconds, bytes held from then on).
 
-    ``places`` says for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
+    ``places`` has for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
     ``help``, are those of the fullest rank's devices. With ``--swap-plan`` also ``swap_plan``: ``partition``,
     ``num_microbatches``, ``device_budget``, ``step_s``, and as fractions ``utilization`` and ``hidden``.

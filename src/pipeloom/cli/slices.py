@@ -16,7 +16,7 @@ from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
-    "Say into which token slices a run's sequences are best cut on a described cluster: by dynamic programming over "
+    "Choose the token slices for a run's sequences on a described cluster: by dynamic programming over "
     "their lengths, judged by simulating the schedule, beside even slices and whole sequences."
 )
 

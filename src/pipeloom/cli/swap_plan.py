@@ -1,4 +1,4 @@
-"""What ``pipeloom simulate --swap-plan`` says: where to cut a model that visits its device."""
+"""What ``pipeloom simulate --swap-plan`` prints: where to cut a model that visits its device."""
 
 import json
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ _MOST_DOUBLINGS = 11
 
 
 @dataclass(frozen=True)
-class ToldPlan:
+class ReportedPlan:
     """A plan, and whether there had to be one.
 
     Attributes:
         plan: the best cut.
-        budget: as it was asked for.
+        budget: of the configuration.
         is_needed: whether the model does not fit the budget as it is.
     """
 
@@ -27,17 +27,17 @@ class ToldPlan:
     is_needed: bool
 
 
-def make_swap_plan(config: RunConfig, swapping: Swapping) -> ToldPlan:
+def make_swap_plan(config: RunConfig, swapping: Swapping) -> ReportedPlan:
     """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
     described = describe(config)
     plan = plan_swaps(question_of(described, swapping), [2**power for power in range(_MOST_DOUBLINGS)])
     whole = sum(one.total for one in swapped_amounts(described.run, described.software))
-    return ToldPlan(plan, swapping.budget, whole > swapping.budget)
+    return ReportedPlan(plan, swapping.budget, whole > swapping.budget)
 
 
-def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
+def swap_plan_to_json(swap_plan: ReportedPlan) -> dict[str, Any]:
     """A key ``swap_plan``: its partition, micro-batches, seconds of a step, utilization, and whether it is needed."""
-    plan = told.plan
+    plan = swap_plan.plan
     return {
         "swap_plan": {
             "partition": list(plan.partition),
@@ -46,33 +46,33 @@ def swap_plan_to_json(told: ToldPlan) -> dict[str, Any]:
             "step_s": plan.step_s,
             "utilization": plan.utilization,
             "hidden": plan.hidden,
-            "is_needed": told.is_needed,
+            "is_needed": swap_plan.is_needed,
         }
     }
 
 
-def print_swap_plan(told: ToldPlan, refused: str = "", *, as_json: bool = False) -> None:
+def print_swap_plan(swap_plan: ReportedPlan, refused: str = "", *, as_json: bool = False) -> None:
     """Print the plan.
 
     Args:
-        told: the plan.
+        swap_plan: the plan.
         refused: why the cut as it was given cannot be simulated, if it cannot.
         as_json: for programs.
     """
     if as_json:
-        print(json.dumps(swap_plan_to_json(told) | {"refused": refused}))
+        print(json.dumps(swap_plan_to_json(swap_plan) | {"refused": refused}))
         return
-    plan = told.plan
+    plan = swap_plan.plan
     if refused:
         print(f"as it is given    {refused}")
     cut = ",".join(map(str, plan.partition))
     print(f"swap plan         layout.loops {len(plan.partition)}, layout.partition [{cut}],")
     room = plan.schedule.max_resident
-    if room is not None and room < told.budget:
+    if room is not None and room < swap_plan.budget:
         print(f"                  schedule.device_budget {room}: with more the swaps hide less,")
     print(
         f"                  layout.num_microbatches {plan.num_microbatches}: the device computes {plan.utilization:.1%}"
     )
     print(f"                  of the step, {plan.hidden:.1%} of the swaps are hidden")
-    if not told.is_needed:
+    if not swap_plan.is_needed:
         print("                  the whole model fits the budget: without one it trains faster")

@@ -13,7 +13,6 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.question import Question
@@ -34,6 +33,8 @@ from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
@@ -41,14 +42,14 @@ _TOKENS_PER_PARAMETER = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Say what training a model costs and how long it takes on clusters of several sizes, with each method's best
+    """Estimate what training a model costs and how long it takes on clusters of several sizes, with each method's best
     layout and batch: a larger batch needs 1 + B / B_crit times the tokens, a smaller one keeps devices less busy.
     """
 
     model: str
     """A model of the catalog, a TOML file, or a Hugging Face config.json."""
     cluster: str
-    """A cluster of the catalog or a file; how many devices is said below."""
+    """A cluster of the catalog or a file; the number of devices is set below."""
     seq: int
     """Tokens of a sequence."""
     tokens: float | None = None
@@ -58,7 +59,7 @@ class Options:
     critical_batch_tokens: float | None = None
     """B_crit in tokens instead."""
     price: float | None = None
-    """Dollars for a device and hour. None: what the cluster's file says."""
+    """Dollars for a device and hour. None: that of the cluster's file."""
     devices: tuple[int, ...] = DEVICE_COUNTS
     """Cluster sizes."""
     reference: int | None = None
@@ -90,12 +91,12 @@ def run(words: list[str]) -> int:
         from pipeloom.plot.draw import check_formats
 
         check_formats([options.plot])
-    asked = asked_by(options)
-    with TradeoffProgress(len(asked.methods) * len(asked.batches_per_device)) as bar:
-        curves = tradeoff(asked, bar.show)
+    inputs = inputs_of(options)
+    with TradeoffProgress(len(inputs.methods) * len(inputs.batches_per_device)) as bar:
+        curves = tradeoff(inputs, bar.show)
     if not curves.points:
         raise UserError(
-            f"no layout of any method fits {asked.question.num_devices} devices of {asked.question.cluster.name}: "
+            f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
             "take more for the reference, with --reference and --devices, or devices with more memory"
         )
     if options.plot is not None:
@@ -123,7 +124,7 @@ class TradeoffProgress(Bar):
         self._update(done)
 
 
-def asked_by(options: Options) -> Tradeoff:
+def inputs_of(options: Options) -> Tradeoff:
     """The question.
 
     Raises:
@@ -198,7 +199,7 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
 def _training(
     options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
 ) -> dict[str, float]:
-    """Values of the training; where one is missing since something else is wrong, a harmless one stands for it."""
+    """Values of the training; where one is missing because of another problem, a harmless one replaces it."""
     if options.seq < 1:
         problems.append(f"--seq must be at least 1, found {options.seq}")
     seq = max(1, options.seq)
@@ -216,7 +217,7 @@ def _training(
     if price is None and cluster is not None and cluster.num_devices is None:
         price = cluster.price_per_device_hour
         if price is None:
-            problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: say one with --price DOLLARS")
+            problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: set one with --price DOLLARS")
     values = {"tokens": tokens, "critical_batch": batch, "price_per_device_hour": 1.0 if price is None else price}
     problems += Training.problems(**values)
     return values
@@ -225,13 +226,13 @@ def _training(
 def _draw(curves: Curves, file: Path) -> None:
     from pipeloom.plot.draw import plot_tradeoff
 
-    asked = curves.asked
+    inputs = curves.inputs
     plot_tradeoff(
-        {method: _marks(curves.curve(method)) for method in asked.methods},
+        {method: _marks(curves.curve(method)) for method in inputs.methods},
         _marks(curves.front),
         file,
-        title=f"{asked.question.shape.name} on {asked.question.cluster.name}, "
-        f"{asked.training.tokens:.3g} tokens, B_crit {asked.training.critical_batch:,.0f} sequences",
+        title=f"{inputs.question.shape.name} on {inputs.question.cluster.name}, "
+        f"{inputs.training.tokens:.3g} tokens, B_crit {inputs.training.critical_batch:,.0f} sequences",
     )
 
 
@@ -248,21 +249,21 @@ def to_json(curves: Curves) -> dict[str, Any]:
     of each method's), ``front`` (numbers of the points of the Pareto front, the fastest first), ``missing`` (method and
     batch per device that fit nowhere on the reference).
     """
-    asked = curves.asked
+    inputs = curves.inputs
     numbers = {id(point): number for number, point in enumerate(curves.points)}
 
     def number_of(point: Point | None) -> int | None:
         return None if point is None else numbers[id(point)]
 
     return {
-        "model": asked.question.shape.name,
-        "cluster": asked.question.cluster.name,
-        "seq": asked.question.seq,
-        "dtype": dtype_of(asked.question.precision),
-        "has_default_dtype": asked.question.has_default_dtype,
-        **asdict(asked.training),
-        "reference_devices": asked.question.num_devices,
-        "methods": {method: software.name for method, software in asked.methods.items()},
+        "model": inputs.question.shape.name,
+        "cluster": inputs.question.cluster.name,
+        "seq": inputs.question.seq,
+        "dtype": dtype_of(inputs.question.precision),
+        "has_default_dtype": inputs.question.has_default_dtype,
+        **asdict(inputs.training),
+        "reference_devices": inputs.question.num_devices,
+        "methods": {method: software.name for method, software in inputs.methods.items()},
         "points": [
             {"num_devices": p.num_devices, "global_batch": p.run.global_batch, "days": p.days, **asdict(p)}
             for p in curves.points
@@ -271,9 +272,9 @@ def to_json(curves: Curves) -> dict[str, Any]:
             {
                 "num_devices": count,
                 "point": number_of(curves.best(count)),
-                "by_method": {method: number_of(curves.best(count, method)) for method in asked.methods},
+                "by_method": {method: number_of(curves.best(count, method)) for method in inputs.methods},
             }
-            for count in asked.device_counts
+            for count in inputs.device_counts
         ],
         "front": [numbers[id(point)] for point in curves.front],
         "missing": [{"method": method, "batch_per_device": float(batch)} for method, batch in curves.missing],

@@ -9,7 +9,7 @@ from pipeloom.terminal.console import headed
 
 
 def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
-    """Print what was asked, the best of each cluster, and the days and dollars of each method.
+    """Print the question, the best of each cluster, and the days and dollars of each method.
 
     Args:
         curves: the answer.
@@ -25,18 +25,18 @@ def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
         print_table(console, rows)
     console.print(
         "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "
-        f"recomputed\non {curves.asked.question.num_devices}: MFU of the method with that batch per device"
+        f"recomputed\non {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
     )
     _print_notes(console, curves)
 
 
 def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool) -> None:
-    asked, training = curves.asked, curves.asked.training
-    question = asked.question
+    inputs, training = curves.inputs, curves.inputs.training
+    question = inputs.question
     source = " (a fit to small models, arXiv 2001.08361)" if has_default_batch else ""
-    programs = {software.name for software in asked.methods.values()}
+    programs = {software.name for software in inputs.methods.values()}
     trained = programs.pop() if len(programs) == 1 else None
-    by_method = ", ".join(f"{method} by {software.name}" for method, software in asked.methods.items())
+    by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
     lines = {
         "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
         + told_dtype(question.precision, is_default=question.has_default_dtype),
@@ -45,7 +45,7 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
         "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
         "layouts": "searched on every cluster"
-        if asked.searches_every_size
+        if inputs.searches_every_size
         else f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
     }
     for name, text in lines.items():
@@ -53,11 +53,11 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
 
 
 def _best_table(curves: Curves) -> Table:
-    reference = f"on {curves.asked.question.num_devices}"
+    reference = f"on {curves.inputs.question.num_devices}"
     columns = ("method", "layout", "batch", "MFU", reference, "days", "dollars")
     rows = table("devices", columns, texts=["method", "layout"])
     front = {id(point) for point in curves.front}
-    for count in curves.asked.device_counts:
+    for count in curves.inputs.device_counts:
         point = curves.best(count)
         if point is not None:
             rows.add_row(
@@ -74,9 +74,9 @@ def _best_table(curves: Curves) -> Table:
 
 
 def _method_table(curves: Curves) -> Table:
-    methods = list(curves.asked.methods)
+    methods = list(curves.inputs.methods)
     rows = table("devices", methods)
-    for count in curves.asked.device_counts:
+    for count in curves.inputs.device_counts:
         found = (curves.best(count, method) for method in methods)
         cells = ("-" if point is None else f"{days(point.days)} {dollars(point.dollars)}" for point in found)
         rows.add_row(f"{count:,}", *cells)
@@ -104,11 +104,11 @@ def dollars(value: float) -> str:
 
 
 def _print_notes(console: Console, curves: Curves) -> None:
-    ends = {max(curves.asked.batches_per_device): "largest", min(curves.asked.batches_per_device): "smallest"}
+    ends = {max(curves.inputs.batches_per_device): "largest", min(curves.inputs.batches_per_device): "smallest"}
     for batch, end in ends.items():
         counts = [
             f"{count:,}"
-            for count in curves.asked.device_counts
+            for count in curves.inputs.device_counts
             if (point := curves.best(count)) is not None and point.batch_per_device == batch
         ]
         if counts:
@@ -116,7 +116,7 @@ def _print_notes(console: Console, curves: Curves) -> None:
                 f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} for each "
                 "device: --batch-per-device takes others"
             )
-    for method in curves.asked.methods:
+    for method in curves.inputs.methods:
         batches = [f"{float(batch):g}" for missing, batch in curves.missing if missing == method]
         if batches:
             console.print(f"{method}: nothing fits the reference with a batch per device of {', '.join(batches)}")

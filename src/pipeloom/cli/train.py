@@ -112,7 +112,7 @@ def _patience(config: RunConfig) -> str:
 
 
 def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) -> str:
-    """Refuse a checkpoint of another model; else lines that say how the run goes on, empty without checkpoint."""
+    """Refuse a checkpoint of another model; else lines about how the run goes on, empty without checkpoint."""
     if choice is None:
         return ""
     from pipeloom.train.checkpoints.checkpoint import check_resumable, new_order
@@ -144,13 +144,16 @@ _MOVED = {"evicted": Kind.EVICT, "offloaded": Kind.OFFLOAD, "recomputed": Kind.R
 
 
 def _check_schedule(config: RunConfig) -> str:
-    """Refuse a family with a mistake and budgets that the schedule cannot keep, before the run has a folder.
+    """Refuse a family with a mistake, a schedule file that does not fit, and budgets that cannot be kept.
+
+    All of that before the run has a folder.
 
     Returns:
-        A line that says what the schedule moves; empty if nothing may move.
+        A line about what the schedule moves; empty if nothing may move.
     """
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
+    may_move = may_move or schedule.file is not None
     if not may_move or config.layout.token_slices == "auto":
         config.choice().make()
         return ""
@@ -158,8 +161,8 @@ def _check_schedule(config: RunConfig) -> str:
 
     rows = training_schedule(config).rows
     counts = {name: [int(row.is_kind(kind).sum()) for row in rows] for name, kind in _MOVED.items()}
-    told = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
-    return f"\nmoves      {', '.join(told) or 'nothing'} (by pipeline rank, in a step)"
+    counted = [f"{' '.join(map(str, by_rank))} {name}" for name, by_rank in counts.items() if any(by_rank)]
+    return f"\nmoves      {', '.join(counted) or 'nothing'} (by pipeline rank, in a step)"
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
@@ -174,7 +177,7 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
         f"{count(layout.num_microbatches, 'micro-batch')}{_cut(config)}{_passes(config)}"
     )
     step = result.summary.traced_step
-    panels = {f"{config.schedule.family}, measured in step {step}: {what}": result.measured}
+    panels = {f"{config.schedule.title}, measured in step {step}: {what}": result.measured}
     if result.predicted is not None:
         panels["predicted before the first step, from profiled stages"] = result.predicted
     plot_timelines(panels, [folder / f"{TIMELINE}.{ending}" for ending in ("png", "svg")], unit="ms", scale=1e3)
@@ -190,7 +193,7 @@ def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data")
 def _announce(config: RunConfig) -> None:
     layout, schedule = config.layout, config.schedule
     print(
-        f"pipeline   {schedule.family}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        f"pipeline   {schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
         f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
         f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
         f"{count(config.data.seq_len, 'token')}{_cut(config)}\n"
@@ -259,7 +262,7 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
         print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
     if summary.validation_loss is not None:
         print(f"validation loss   {summary.validation_loss:.4f}")
-    print(f"unigram loss      {summary.unigram_loss:.4f} (a model that knows only how frequent each token is)")
+    print(f"unigram loss      {summary.unigram_loss:.4f} (a model of token frequencies alone)")
     print(f"\nwritten to {folder}:")
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",

@@ -1,4 +1,4 @@
-"""``pipeloom validate``: predictions held against published measurements."""
+"""``pipeloom validate``: predictions compared with published measurements."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from pipeloom.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Predict every row of a table of measurements and say how far off the predictions are."""
+    """Predict every row of a table of measurements and print the errors of the predictions."""
 
     table: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TABLE.csv")] = None
     """Measured layouts; docs/accuracy.md lists the columns."""
@@ -168,7 +168,7 @@ def _layout(row: Row) -> str:
     more = (" sequence parallel" * run.sequence_parallel, f" {run.recompute} recomputation" * (run.recompute != "none"))
     return (
         f"{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} micro-batch {run.micro_batch} "
-        f"{run.schedule} shard {run.shard}{''.join(more)}"
+        f"{row.schedule} shard {run.shard}{''.join(more)}"
     )
 
 

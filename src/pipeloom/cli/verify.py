@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SUMMARY = (
     "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
-    "parameter. In float64 unless told otherwise, where rounding leaves no excuse."
+    "parameter. Runs in float64 by default, so that rounding explains no difference."
 )
 _NUM_BATCHES = 2
 _REFERENCE_S = 3600.0
@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
         if layout.tp > 1:
             replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
         print(
-            f"{schedule.family} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
+            f"{schedule.title} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
             f"{count(layout.loops, 'stage')}, {replicas}{count(layout.num_microbatches, 'micro-batch')}, "
             f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,

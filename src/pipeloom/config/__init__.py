@@ -1,4 +1,4 @@
-"""What a run is told: frozen dataclasses, the one truth. Files and flags only override them."""
+"""The settings of a run: frozen dataclasses. Files and flags only override them."""
 
 from pipeloom.config.recipe import recipe_problems, unset, usual_values, with_demo_recipe
 from pipeloom.config.run import RunConfig, to_dict
@@ -6,12 +6,12 @@ from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
     MachineConfig,
-    ModelConfig,
     OptimizerConfig,
     OutputConfig,
     ScheduleConfig,
     TrainingConfig,
 )
+from pipeloom.workload.model import ModelConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -23,7 +23,7 @@ def place_paths(tree: dict[str, Any], config_class: type, folder: Path) -> dict[
 
     Args:
         tree: nested dictionaries, as they are read.
-        config_class: the dataclass with these settings; its types say which are paths.
+        config_class: the dataclass with these settings; its types show which are paths.
         folder: the folder of the file.
     """
     hints = get_type_hints(config_class, include_extras=True)
@@ -51,6 +51,7 @@ def expand_home(path: Path) -> Path:
     """The path with ``~`` expanded; as it is where there is no such user."""
     try:
         return path.expanduser()
+    # expanduser raises it for a name without a home folder; then `~name` may be a file's own name.
     except RuntimeError:
         return path
 
@@ -58,6 +59,7 @@ def expand_home(path: Path) -> Path:
 def _absolute(path: Path) -> Path:
     """From the root on; without ``..``, unless a link to a folder gives it another meaning."""
     whole = path.absolute()
+    # `a/link/..` is the folder that contains the link's target, which a plain removal of `..` would miss.
     short = Path(os.path.normpath(whole))
     return short if short.resolve() == whole.resolve() else whole
 
@@ -69,7 +71,7 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
         value = getattr(config, item.name)
         if is_dataclass(value):
             changed[item.name] = _change(value, change)
-        elif isinstance(value, Path) and value != Path():  # which stands for an empty text
+        elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
         elif isinstance(value, str) and _is_path(hints[item.name], value):
             changed[item.name] = str(change(Path(value)))

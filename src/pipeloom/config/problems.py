@@ -1,18 +1,20 @@
 """What is wrong with a run's configuration: all of it at once, a sentence each."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
-from pipeloom.config.heads import head_problems
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.errors import UserError, reason_of
+from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.terminal.words import and_finite, count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.layout import Layout, Shard
+from pipeloom.workload.model import MOST_LAYERS, head_problems
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
@@ -25,7 +27,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
     found += [*_data_parallel_problems(config), *_swap_problems(config), *_budget_problems(config)]
-    found += _place_problems(config)
+    found += [*_place_problems(config), *_file_problems(config), *optimizer_problems(config)]
     if trains:
         if config.data.known_tokenizer == "bytes":  # text decides how many tokens another one has
             found += vocabulary_problems(config, config.data.vocab_size)
@@ -48,6 +50,7 @@ _AT_LEAST: dict[str, float] = {
     "model.num_kv_heads": 1,
     "model.ffn_size": 1,
     "model.vocab_size": 2,
+    # The 256 bytes and end of text.
     "data.bpe_vocab_size": 257,
     "data.seq_len": 1,
     "layout.microbatch_size": 1,
@@ -82,7 +85,7 @@ _ABOVE_ZERO = (
     "optimizer.eps",
     "optimizer.clip_grad_norm",
 )
-_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
+_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction", "optimizer.momentum")
 
 
 def _value(config: "RunConfig", name: str) -> Any:
@@ -109,9 +112,10 @@ def _range_problems(config: "RunConfig") -> list[str]:
     found += [
         f"{name} must lie between 0 and 1, found {_value(config, name)}"
         for name in _FRACTIONS
-        if not 0 <= _value(config, name) <= 1
+        if _value(config, name) is not None and not 0 <= _value(config, name) <= 1
     ]
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+    # AdamW divides by 1 - beta ** step.
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):
         found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
     return found
 
@@ -140,6 +144,7 @@ def _model_problems(config: "RunConfig") -> list[str]:
 def _order_problems(config: "RunConfig") -> list[str]:
     schedule = config.schedule
     found = config.choice().problems()
+    # A family's choice names its own sizes; a person set them under other names.
     names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
     problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":
@@ -152,6 +157,7 @@ def _slice_problems(config: "RunConfig") -> list[str]:
     if wanted is None or layout.tp < 1:
         return []
     problems: list[str] = []
+    # With tp, each slice of tokens is split over the ranks, so that a slice has at least tp tokens.
     if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
         shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
         problems.append(f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}")
@@ -196,6 +202,7 @@ def _token_problems(config: "RunConfig") -> list[str]:
 def _tensor_problems(config: "RunConfig") -> list[str]:
     layout, model = config.layout, config.model
     problems: list[str] = []
+    # A head is computed whole, so heads go to ranks as they are; vocabulary and inner width may be cut anywhere.
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp:
             problems.append(f"layout.tp must divide model.{name}, found {layout.tp} and {size}")
@@ -212,7 +219,7 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
         return []
     problems: list[str] = []
     if layout.recompute != "none":
-        problems.append("layout.recompute and layout.recompute_layers both say what is recomputed; leave one out")
+        problems.append("layout.recompute and layout.recompute_layers both set what is recomputed; leave one out")
     if len(layout.recompute_layers) != wanted:
         found = len(layout.recompute_layers)
         problems.append(f"layout.recompute_layers must name {count(wanted, 'layer')} (model.num_layers), found {found}")
@@ -285,18 +292,55 @@ def _swap_problems(config: "RunConfig") -> list[str]:
             f"schedule.balance moves activations between pipeline ranks, found layout.pp {config.layout.pp}"
         )
     if schedule.offload and schedule.activation_budget is None:
-        problems.append("schedule.offload moves what schedule.activation_budget has no room for; say how much that is")
+        problems.append("schedule.offload moves what schedule.activation_budget has no room for; set it")
     if schedule.activation_budget is not None and not (schedule.balance or schedule.offload):
         problems.append("schedule.activation_budget has no effect without schedule.balance or schedule.offload")
     return problems + _size_problems("schedule.activation_budget", schedule.activation_budget)
 
 
+def _file_problems(config: "RunConfig") -> list[str]:
+    """What is wrong with a schedule file before it is compared with the schedule that the run makes."""
+    schedule, default = config.schedule, type(config.schedule)()
+    if schedule.file is None:
+        return []
+    problems: list[str] = []
+    if config.layout.token_slices == "auto":
+        problems.append("schedule.file has a number of token slices, and layout.token_slices auto chooses one; set it")
+    try:
+        given = read_schedule(schedule.file)
+    except UserError as error:
+        return [*problems, f"schedule.file: {error}"]
+    made_by = ("family", "group_size", "keep", "receive_buffers", "prefetch")
+    problems += [
+        f"schedule.{name} has no effect with {schedule.file}, which does not say how it was made; leave it out"
+        for name in made_by
+        if not given.recipe and getattr(schedule, name) != getattr(default, name)
+    ]
+    return problems
+
+
 def _size_problems(name: str, text: str | None) -> list[str]:
     try:
+        # An unset size is right.
         parse_bytes("1" if text is None else text)
     except ValueError as error:
         return [f"{name}: {error}"]
     return []
+
+
+def optimizer_problems(config: "RunConfig") -> list[str]:
+    """What is wrong with the rule and its settings, one sentence each."""
+    optimizer = config.optimizer
+    if optimizer.name not in OPTIMIZERS:
+        return [f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"]
+    wrong = [text for text in optimizer.settings if not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text)]
+    if wrong:
+        return [f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"]
+    taken = optimizer.rule.settings
+    whose = f"optimizer.name {optimizer.name}, which takes {', '.join(taken)}"
+    return [
+        f"optimizer.{name} has no effect with {whose}; leave it out" for name in optimizer.given if name not in taken
+    ]
 
 
 def _place_problems(config: "RunConfig") -> list[str]:
@@ -353,6 +397,7 @@ def _checkpoint_problems(config: "RunConfig") -> list[str]:
             find_checkpoint(resume)
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
         return [f"checkpoint.resume: {reason_of(error)}"]
+    # The oldest one, since a newer one may turn out to be damaged: only what no checkpoint allows is a problem here.
     oldest = resume if is_checkpoint(resume) else list_checkpoints(resume)[0]
     done = step_of(oldest)
     if done is not None and steps < done:

@@ -9,7 +9,6 @@ from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
     MachineConfig,
-    ModelConfig,
     OptimizerConfig,
     OutputConfig,
     ScheduleConfig,
@@ -18,7 +17,9 @@ from pipeloom.config.sections import (
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.recipe import Recipe, run_recipe, shared_state
+from pipeloom.schedule import read_schedule
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,11 @@ class RunConfig:
         )
 
     def recipe(self) -> Recipe:
-        """How the schedule that the run trains with is made."""
+        """How the schedule that the run trains with is made.
+
+        Raises:
+            UserError: ``schedule.file`` cannot be read.
+        """
         layout, settings = self.layout, self.schedule
         return run_recipe(
             self.choice(),
@@ -61,6 +66,7 @@ class RunConfig:
             gradient_buffers=settings.gradient_buffers,
             device_budget=settings.budget_bytes,
             needs_norm=self.optimizer.clips,
+            given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
         )
 

@@ -4,74 +4,14 @@
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeloom.config.paths import NameOrFile
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.dtypes import Dtype, default_dtype
-
-MOST_LAYERS = 100_000
-"""Layers of a model: there are lists with a number for each, whatever is done with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
-
-    preset: str | None = None
-    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are said here."""
-    file: Path | None = None
-    """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
-    all sizes. None: they are said here."""
-    family: Literal["llama", "gpt2"] = "llama"
-    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
-    num_layers: int = 8
-    """Transformer layers."""
-    hidden_size: int = 192
-    """Width of the residual stream."""
-    num_heads: int = 6
-    """Query heads; divides hidden_size."""
-    num_kv_heads: int | None = None
-    """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
-    ffn_size: int | None = None
-    """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
-    multiple of 32."""
-    vocab_size: int | None = None
-    """Tokens that the model knows. None: as many as the tokenizer has."""
-    norm_eps: float | None = None
-    """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
-    rope_theta: float | None = None
-    """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
-    tied: bool = False
-    """Whether embedding and head are one matrix."""
-
-    @property
-    def known_norm_eps(self) -> float:
-        """With its default."""
-        return 1e-5 if self.norm_eps is None else self.norm_eps
-
-    @property
-    def known_rope_theta(self) -> float:
-        """With its default."""
-        return 10000.0 if self.rope_theta is None else self.rope_theta
-
-    def resolve(self, vocab_size: int) -> "ModelConfig":
-        """The same model with every derived size filled in.
-
-        Args:
-            vocab_size: tokens of the tokenizer.
-        """
-        inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
-        return replace(
-            self,
-            num_kv_heads=self.num_kv_heads or self.num_heads,
-            ffn_size=self.ffn_size or inner,
-            vocab_size=self.vocab_size or vocab_size,
-            norm_eps=self.known_norm_eps,
-            rope_theta=self.known_rope_theta,
-        )
+from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +35,7 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the tokenizer: the bytes and end of text, or as many as byte-pair encoding was asked for."""
+        """Tokens of the tokenizer: the bytes and end of text, or the size set for byte-pair encoding."""
         return 257 if self.known_tokenizer == "bytes" else self.bpe_vocab_size
 
     @property
@@ -144,6 +84,15 @@ class ScheduleConfig:
     """Folder for the stages that are not on the device, in files without a name, of which nothing is left however the
     run ends; with device_budget. None: memory of the host."""
 
+    file: Path | None = None
+    """A schedule file, as simulate, plan and every run write it: the run executes it as it is, if it fits the other
+    settings. Where the file says how it was made, they have to be the same. None: the schedule is made."""
+
+    @property
+    def title(self) -> str:
+        """Family, or the name of the file that has the schedule; for people."""
+        return self.family if self.file is None else self.file.name
+
     @property
     def budget_bytes(self) -> int | None:
         """Bytes of ``device_budget``, which is without problems."""
@@ -167,8 +116,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """The update rule and its learning rate."""
 
+    name: str = "adamw"
+    """adamw, sgd, or an optimizer of another distribution (docs/extending.md)."""
     lr: float | None = None
     """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
     lr_warmup_steps: int | None = None
@@ -176,14 +127,34 @@ class OptimizerConfig:
     model.file."""
     lr_min_fraction: float = 0.1
     """Share of lr that the cosine ends at."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    betas: tuple[float, float] | None = None
+    """Decay of the first and second moment; adamw. None: 0.9 0.95."""
+    eps: float | None = None
+    """Added to the root of the second moment; adamw. None: 1e-8."""
+    momentum: float | None = None
+    """Share of the momentum that a step keeps; sgd. None: 0.9."""
+    weight_decay: float | None = None
+    """Weight decay, on matrices only; decoupled with adamw, added to the gradient with sgd. None: 0.1."""
+    settings: tuple[str, ...] = ()
+    """Settings of an optimizer of another distribution that have no key here, each as name=number."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient; inf clips nothing."""
+
+    @property
+    def rule(self) -> Optimizer:
+        """What ``name`` stands for; a ``KeyError`` if that is nothing."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def given(self) -> dict[str, Setting]:
+        """The settings of the rule that are not left to its defaults; each of ``settings`` is a number by name."""
+        own = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
+        return own | {name: float(value) for name, _, value in (text.partition("=") for text in self.settings)}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All settings that the rule takes, with its defaults."""
+        return {**self.rule.settings, **self.given}
 
     @property
     def known_lr(self) -> float:
@@ -268,7 +239,7 @@ class CheckpointConfig:
     """Seconds without a checkpoint after which one is written, also with every; 0 for never. The clock of rank 0
     decides."""
     keep: int | None = None
-    """How many checkpoints are kept, the newest ones. None: all that every or final say, and the others as long as they
+    """How many checkpoints are kept, the newest ones. None: all that every or final set, and the others as long as they
     are among the two newest."""
     grace_s: float = 25.0
     """Seconds after Ctrl-C, SIGTERM or SIGHUP in which the run ends its step, writes a checkpoint and ends; 0 to end at
@@ -278,7 +249,7 @@ class CheckpointConfig:
     """What is written after the last step: nothing, a checkpoint, or a checkpoint and its weights as safetensors."""
     resume: Path | None = None
     """Where to go on: a checkpoint, or a run folder, which means its newest whole one. It may be of any other layout.
-    training.steps counts from the first start. Writes a run folder of its own, unless output.folder says the same one.
+    training.steps counts from the first start. Writes a run folder of its own, unless output.folder is the same one.
     None: from new weights."""
 
 

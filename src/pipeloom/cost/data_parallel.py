@@ -6,8 +6,8 @@ are neighbors on the data axis; gradients are reduced inside a copy first, and e
 """
 
 from pipeloom.cost.hardware import Cluster, Collective, Group
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 
 def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:

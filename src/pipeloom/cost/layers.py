@@ -20,8 +20,8 @@ With a vocabulary of 0, embedding and head are not there.
 from dataclasses import dataclass
 
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 READS_MORE = 1.5
 """Backward of a kernel that is bound by memory, as a multiple of its forward: a normalization, an activation or a

@@ -17,7 +17,7 @@ from pipeloom.execute.parts.part import Held, Part, RankRow, Service, UnderWay
 from pipeloom.execute.stage import Objective
 from pipeloom.execute.transport import Pending, Transport
 from pipeloom.schedule import Action, Level, Schedule
-from pipeloom.schedule.depend import COMPUTE_LANE
+from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window
 from pipeloom.trace import Span, Spans, Trace
 

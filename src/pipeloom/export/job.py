@@ -51,6 +51,7 @@ class Job:
     @property
     def num_nodes(self) -> int:
         """Nodes that the run needs."""
+        # Rounded up: the last node may be used in part.
         return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
 
     @property
@@ -101,12 +102,19 @@ class Job:
             if is_on
         ]
         if schedule.keep is not None:
-            found.append(f"schedule.keep: {program} is not told which micro-batches to recompute; leave it out")
+            found.append(f"schedule.keep: {program} cannot select micro-batches to recompute; leave it out")
         if schedule.device_budget is not None:
             found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
+        if (given := self.config.recipe().given) is not None and not given.recipe:
+            found.append(f"schedule.file: {program} is not handed an order that is no family's; leave it out")
         if layout.pipeline_order is not None:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found
+
+    def optimizer_problems(self, program: str) -> list[str]:
+        """Why a program cannot update the weights as the run does; empty if it can."""
+        name = self.config.optimizer.name
+        return [] if name == "adamw" else [f"optimizer.name {name}: {program} is started with adamw here; use that"]
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
@@ -195,11 +203,13 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
     Raises:
         ConfigError: the configuration is wrong; all problems together.
     """
+    # The options of a command are a RunConfig with more fields, which a run file must not have.
     plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
     config, problems = with_model_sizes(plain)
     problems += config.problems(trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
+    # The layers of stages do not depend on the type, and no cluster has a rate for float64.
     is_priced = config.training.dtype is None or precision_of(config.training.dtype) is not None
     described = describe(config if is_priced else replace(config, training=replace(config.training, dtype=None)))
     config = with_dtype(config, cluster)
@@ -220,6 +230,7 @@ def training_problems(config: RunConfig) -> list[str]:
     elsewhere = replace(
         config,
         data=replace(config.data, path=None),
+        # These depend on files and on a compiler of the machine where the run will start, not of this one.
         checkpoint=replace(config.checkpoint, resume=None),
         training=replace(config.training, compile=False),
     )

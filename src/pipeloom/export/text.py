@@ -11,7 +11,7 @@ from pipeloom.config import RunConfig, usual_values
 from pipeloom.export.job import Draft
 
 MARK = "Written by pipeloom"
-"""Begins the comment of every file, so that a later call knows what it may replace."""
+"""Begins the comment of every file, so that a later call finds what it may replace."""
 _WIDTH = 116
 
 
@@ -34,6 +34,7 @@ def given(setting: str, name: str, value: object, missing: Collection[str]) -> l
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:
     """A bash array with a flag a line, quoted."""
+    # Quoted: a path may contain spaces, and a value must never become a command.
     lines = [" ".join([item.name, *map(shlex.quote, item.values)]) for item in flags]
     return "\n".join([f"{name}=(", *(f"  {line}" for line in lines), ")"])
 
@@ -45,11 +46,11 @@ def needs_array(notes: Draft) -> str:
 
 
 def comment(program: str, notes: Draft, about: Sequence[str] = (), config: RunConfig | None = None) -> str:
-    """What a file is for, how it is started, what has to be set and what it does not say; lines that begin with ``#``.
+    """What a file is for, how it is started, what has to be set and what it lacks; lines that begin with ``#``.
 
     Args:
         program: that it is for.
-        notes: what to say.
+        notes: what to print.
         about: more sentences.
         config: the run, where its recipe is in the file.
     """
@@ -76,6 +77,7 @@ def _wrapped(paragraph: str) -> list[str]:
         _WIDTH,
         initial_indent="# ",
         subsequent_indent=indent,
+        # Commands, paths and flags have to stay on one line to be copied.
         break_long_words=False,
         break_on_hyphens=False,
     )

@@ -21,7 +21,7 @@ def _problems(job: Job) -> list[str]:
 def _make(job: Job) -> Draft:
     needs = job.needs({name: f"--{name}" for name in RECIPE})
     notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
-    about = [*about_ranks(job), *([f"What has to be set may stand in {RUN_FILE} as well."] if needs else [])]
+    about = [*about_ranks(job), *([f"These settings may be in {RUN_FILE} as well."] if needs else [])]
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -36,7 +36,7 @@ def _make(job: Job) -> Draft:
 
 
 def _elsewhere(config: RunConfig) -> RunConfig:
-    """The run without its folder: the script says where that is."""
+    """The run without its folder, which the script sets."""
     return replace(config, output=replace(config.output, folder=None))
 
 
@@ -112,6 +112,7 @@ def _differences(job: Job) -> tuple[str, ...]:
             "after the signal; where yours has it, add --shutdown-timeout"
         )
     training = config.training
+    # Not changed here: a prediction for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":
         found.append(
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "
@@ -125,8 +126,9 @@ def _differences(job: Job) -> tuple[str, ...]:
         found.append(
             f"layers go into stages as if all devices were alike; name a layout.partition for {job.cluster.name}"
         )
-    if config.data.path is not None:
-        found.append(f"data.path is {config.data.path.absolute()}, on every node")
+    for name, path in (("data.path", config.data.path), ("schedule.file", config.schedule.file)):
+        if path is not None:
+            found.append(f"{name} is {path.absolute()}, on every node")
     return tuple(found)
 
 

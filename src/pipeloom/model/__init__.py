@@ -1,4 +1,4 @@
-"""The network: a transformer to read, and its stages. Knows no rank and no schedule."""
+"""The network: a transformer to read, and its stages. Contains no rank and no schedule."""
 
 from pipeloom.model.cross_entropy import SplitVocabulary
 from pipeloom.model.key_values import KeyValueCache

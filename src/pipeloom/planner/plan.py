@@ -53,7 +53,7 @@ class Plan:
     """The answer to a question.
 
     Attributes:
-        question: as it was asked.
+        question: that it answers.
         steps: the best layouts, the fastest first.
         counts: what became of the others.
         open_bound_s: where the time was up: nothing is faster than this; ``None`` if the answer is proved.
@@ -95,7 +95,7 @@ def make_plan(
     In the main thread the time limit holds in every part of it, and Ctrl-C ends it: the answer is then what there is.
 
     Args:
-        question: what is asked.
+        question: to answer.
         count: how many layouts.
         budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
         explains: whether to look for rivals and changes as well.

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import did_you_mean
-from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.dtypes import Precision, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class Question:
         return {}
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be asked.
+        """Refuse impossible values.
 
         Raises:
             ConfigError: everything that is wrong.
@@ -130,7 +131,7 @@ class Question:
 
     @cached_property
     def families(self) -> tuple[str, ...]:
-        """Schedules that may be chosen; those that are searched for one by one take long, and have to be asked for."""
+        """Schedules that may be chosen; those that are searched for one by one take long, and have to be named."""
         return self.limits.families or tuple(name for name in self._offered if not FAMILIES[name].is_found)
 
     @cached_property
@@ -194,7 +195,7 @@ class Question:
 
 
 MOST = 10**9
-"""Devices, sequences of a batch and tokens of a sequence that may be asked about."""
+"""Devices, sequences of a batch and tokens of a sequence of a question."""
 LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Every sharding level, the least first."""
 

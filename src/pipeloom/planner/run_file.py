@@ -1,15 +1,15 @@
 """A planned step as the configuration of a run: what ``pipeloom train`` takes."""
 
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.cost.shape import ModelShape, Run, model_of
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelShape, model_of
+from pipeloom.workload.run import Run
 
 
 def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:
@@ -39,7 +39,7 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
             balance=moving.balance,
             offload=moving.offload,
             device_budget=None if order.swapping is None else str(order.swapping.budget),
-            activation_budget=None if moving.budget_bytes is None else str(ceil(moving.budget_bytes)),
+            activation_budget=None if moving.budget_bytes is None else f"{moving.budget_bytes:.0f}",
         ),
         training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(

@@ -94,7 +94,7 @@ def search(question: Question, count: int = 10, *, budget_s: float | None = None
     """The best layouts of a question.
 
     Args:
-        question: what is asked.
+        question: to answer.
         count: how many.
         budget_s: seconds after which it ends with what it has; ``None`` goes on to the proof.
         prunes: whether bounds rule layouts out; ``False`` simulates all of them, for tests.
@@ -106,7 +106,7 @@ class Search:
     """A question's layouts, as far as they are decided.
 
     Args:
-        question: what is asked.
+        question: to answer.
         prunes: whether bounds rule layouts out.
         progress: is told now and then.
     """

@@ -24,12 +24,12 @@ from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
-from pipeloom.cost.shape import Run
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.run import Run
 
 Kept = Literal["none", "selective", "some", "full"]
 """What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
@@ -76,7 +76,7 @@ class Arrangement:
         As if all ranks were as fast as the fastest.
         """
         run, pieces = self.run, self._pieces
-        if run.pp == 1:
+        if run.pp == 1 or self.question.software.overlaps_steps:
             return self.busy_s
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
         layers = min(run.pp - 2, run.shape.layers)  # of the ranks behind the first: one stands before the last of them
@@ -390,7 +390,7 @@ def each_arrangement(question: Question, excluded: Counter[str]) -> Iterator[Arr
     On a cluster of several kinds of nodes, all of them for every order of its groups.
 
     Args:
-        question: what is asked.
+        question: to answer.
         excluded: receives why others are none: a cause -> how many (tp, pp, dp, micro-batch).
     """
     limits = question.limits

@@ -13,13 +13,14 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.planner.question import Question
 from pipeloom.planner.search import search
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import unknown_name
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 
 Progress = Callable[[int, int], None]
 """Told how many points are done, of how many."""
@@ -157,7 +158,7 @@ def whole_batches(reference: int, batches: Iterable[Fraction] = BATCHES_PER_DEVI
 
 @dataclass(frozen=True, kw_only=True)
 class Tradeoff:
-    """What is asked: the curves of some methods over cluster sizes.
+    """The question: the curves of some methods over cluster sizes.
 
     Attributes:
         question: of the reference; its batch is not looked at, its limits hold for every method.
@@ -178,7 +179,7 @@ class Tradeoff:
     searches_every_size: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be asked.
+        """Refuse impossible values.
 
         Raises:
             ConfigError: everything that is wrong.
@@ -189,7 +190,7 @@ class Tradeoff:
         if problems:
             raise ConfigError(problems, "the trade-off")
 
-    def asked(self, method: str) -> Question:
+    def question_of(self, method: str) -> Question:
         """The reference's question for a method."""
         return of_method(self.question, method, self.methods[method])
 
@@ -209,7 +210,7 @@ def of_method(question: Question, method: str, software: Software) -> Question:
 
 
 def method_problems(question: Question, methods: Mapping[str, Software]) -> list[str]:
-    """Why methods cannot be asked for."""
+    """Why methods cannot be compared."""
     if not methods:
         return [f"there must be at least one method of {', '.join(METHODS)}"]
     found: list[str] = []
@@ -292,12 +293,12 @@ class Curves:
     """The answer.
 
     Attributes:
-        asked: the question.
+        inputs: the question.
         points: of every method, cluster size and batch that fits.
         missing: (method, batch per device) that fit nowhere on the reference.
     """
 
-    asked: Tradeoff
+    inputs: Tradeoff
     points: tuple[Point, ...]
     missing: tuple[tuple[str, Fraction], ...] = field(default=())
 
@@ -313,7 +314,7 @@ class Curves:
 
     def curve(self, method: str) -> list[Point]:
         """A method's best point of each cluster, in the order of the clusters."""
-        found = (self.best(count, method) for count in sorted(self.asked.device_counts))
+        found = (self.best(count, method) for count in sorted(self.inputs.device_counts))
         return [point for point in found if point is not None]
 
     @property
@@ -337,29 +338,29 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     return found
 
 
-def tradeoff(asked: Tradeoff, progress: Progress | None = None) -> Curves:
+def tradeoff(inputs: Tradeoff, progress: Progress | None = None) -> Curves:
     """The curves.
 
     Args:
-        asked: what.
+        inputs: what.
         progress: is told after every method and batch.
     """
     points: list[Point] = []
     missing: list[tuple[str, Fraction]] = []
-    work = [(method, batch) for method in asked.methods for batch in asked.batches_per_device]
+    work = [(method, batch) for method in inputs.methods for batch in inputs.batches_per_device]
     for number, (method, batch) in enumerate(work):
-        question = replace(asked.asked(method), global_batch=int(batch * asked.question.num_devices))
-        steps = search(question, 1 if asked.searches_every_size else asked.alternatives).steps
+        question = replace(inputs.question_of(method), global_batch=int(batch * inputs.question.num_devices))
+        steps = search(question, 1 if inputs.searches_every_size else inputs.alternatives).steps
         if not steps:
             missing.append((method, batch))
-        for count in asked.device_counts:
+        for count in inputs.device_counts:
             larger = _with_more(question, count // question.num_devices)
-            step = search(larger, 1).best if asked.searches_every_size else _best_scaled(larger, steps)
+            step = search(larger, 1).best if inputs.searches_every_size else _best_scaled(larger, steps)
             if step is not None:
-                points.append(_point(asked.training, method, step, steps[0].mfu if steps else None))
+                points.append(_point(inputs.training, method, step, steps[0].mfu if steps else None))
         if progress is not None:
             progress(number + 1, len(work))
-    return Curves(asked, tuple(points), tuple(missing))
+    return Curves(inputs, tuple(points), tuple(missing))
 
 
 def _with_more(question: Question, factor: int) -> Question:

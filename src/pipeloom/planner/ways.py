@@ -133,7 +133,7 @@ class Relief:
 
     def _moving(self, plain: Candidate) -> Candidate | None:
         """With what has no room moved to partners or to the host; the step decides whether that is enough."""
-        room = min(_activation_room(plain, self.leaf))
+        room = int(min(_activation_room(plain, self.leaf)))  # whole bytes, as a run file has them
         if room <= 0:
             return None
         moving = Moves(balance=self.way == "balance", offload=self.way == "offload", budget_bytes=room)

@@ -9,10 +9,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,12 @@ _MEMORY = (
 
 
 def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
-    """How large the things are that the ranks hold; ``None`` where the cost model does not know the run."""
+    """How large the things are that the ranks hold; ``None`` where the cost model does not cover the run."""
     try:
         described = describe(run.config)
     except UserError:  # such as a cluster file that is not here
         return None
+    # Without the reserve: it is the same at all times and would hide what changes.
     return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
 
 

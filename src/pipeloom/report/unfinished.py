@@ -1,4 +1,4 @@
-"""What the page of a run says that has no end yet: how far it is, and what is missing, and why."""
+"""The head of the page of an unfinished run: how far it is, what is missing, and why."""
 
 import shlex
 from collections.abc import Iterator
@@ -37,6 +37,7 @@ def _headline(run: Run) -> str:
 
 def _resume(folder: Path) -> str:
     """The command that goes on in the same folder."""
+    # With its own folder as output, which a run only accepts together with the resume.
     words = [folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder]
     return shlex.join(["pipeloom", "train", *map(str, words)])
 

@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    r"""A text without control characters: ``\x1b`` and the like stand in their place; lines and tabs stay.
+    r"""A text without control characters: ``\x1b`` and the like replace them; lines and tabs stay.
 
     A terminal obeys control characters: they move its cursor, change its title, hide or reorder what is printed.
     """
@@ -44,6 +44,7 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         """Write a text; returns its length."""
+        # The length of what was given, as callers of write expect, not of what was printed.
         self.raw.write(printable(text))
         return len(text)
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import ModelConfig, OptimizerConfig
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
-from pipeloom.cost.shape import Run, shape_of
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.process_collectives import make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport
@@ -33,8 +32,10 @@ from pipeloom.execute.world import World, join_forked
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
 from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
 from pipeloom.workload.layout import Layout, Recompute
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Run
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
 _MOST_LAYERS = 4
@@ -281,7 +282,7 @@ class _Measurement:
         )
         messages = self._messages.get((tp, size))
         return MeasuredPieces(
-            key=PieceKey.of(run),
+            run=run.of_measured_pieces,
             embedding=_pair(first[side] - one[side] for side in sides),
             layer=_pair(layer),
             head=_pair(last[side] - one[side] for side in sides),
@@ -373,7 +374,7 @@ class _Update:
         self._parameters = [*decayed, *plain]
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self._optimizer = make_adamw(self._config, decayed, plain)
+        self._optimizer = make_optimizer(self._config, decayed, plain)
         self.size = sum(parameter.numel() for parameter in self._parameters)
         self.seconds: list[float] = []
 

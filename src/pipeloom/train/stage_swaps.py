@@ -18,8 +18,6 @@ from pipeloom.model import stage_pieces
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stages import stage_of
 
-_MOMENTS = 2
-
 
 def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:
     """For each stage the bytes of what there is of it.
@@ -44,17 +42,17 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
+    kept = len(config.optimizer.rule.state) + (narrow < wide)  # the weights in wide numbers are a part of the state
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        stage.borrow(None)  # what a stage on meta has of another one's is no memory of its own
         count = sum(parameter.numel() for parameter in stage.parameters())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=count * wide * (_MOMENTS + (1 if narrow < wide else 0)),
+                state=count * wide * kept,
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )

@@ -10,16 +10,16 @@ from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.timing import median_seconds
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule.stage_swaps import Content
-from pipeloom.train.optimizer import MOMENTS, begin_state, clip_gradients, gradient_norms, squared_norm
+from pipeloom.train.optimizer import begin_state, clip_gradients, gradient_norms, squared_norm
 
 _REPEATS = 3
 
 
 class StageUpdates:
-    """AdamW on the stages of a rank that is alone, each when it is on the device with its gradient and its state.
+    """Updates the stages of a rank that is alone, each when it is on the device with its gradient and its state.
 
     Args:
-        config: clipping.
+        config: rule and clipping.
         optimizer: over the parts of all stages; its state is begun and given to the store.
         weights: of each stage.
         store: has the stages.
@@ -33,7 +33,7 @@ class StageUpdates:
     def __init__(
         self,
         config: OptimizerConfig,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         weights: Mapping[int, StageWeights],
         store: StageStore,
         *,
@@ -49,15 +49,17 @@ class StageUpdates:
         self.squares = 0.0
         for stage, one in weights.items():
             for part in one.parts:
-                state = begin_state(optimizer, [part.parameter])[part.parameter]
-                for moment in MOMENTS:
-                    store.add(stage, Content.STATE, state[moment])
+                begin_state(optimizer, config, [part.parameter])
+                for name in config.rule.state:
+                    store.add(stage, Content.STATE, optimizer.state[part.parameter][name])
                 assert part.parameter.grad is not None
                 self._gradients[part.parameter] = part.parameter.grad
+                # Kept aside: an update must not see the gradients of stages whose turn has not come.
                 part.parameter.grad = None
 
     def complete(self, stage: int) -> None:
         """Note the norm of a stage's gradient; that of the last stage to come makes the whole gradient's known."""
+        # Norms are kept by stage and added up in one order, so the sum has the same bits whatever order stages end in.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
         if len(self._norms) == len(self._weights):
             self.squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])
@@ -73,6 +75,7 @@ class StageUpdates:
         weights = self._weights[stage]
         parameters = [part.parameter for part in weights.parts]
         for parameter in parameters:
+            # The optimizer skips parameters without a gradient, so that its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
         if self._config.clips:
             clip_gradients(parameters, self.squares**0.5, self._config.clip_grad_norm)
@@ -86,12 +89,15 @@ class StageUpdates:
         changed = [part.parameter for part in self._weights[stage].parts]
         steps = [self._optimizer.state[parameter]["step"] for parameter in changed]
         done, owed = [step.clone() for step in steps], (self.squares, self._is_owed)
+        # Twice the limit, so that clipping is part of what is measured.
         self.squares, self._is_owed = 4 * self._config.clip_grad_norm**2, True
         try:
+            # Nothing is taken back at the end of the visit, so weights and moments at rest stay as they are.
             with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):
                 return median_seconds(lambda: self.update(stage), _REPEATS, device)
         finally:
             self.squares, self._is_owed = owed
+            # Counters of steps are no part of the stage that the store has.
             for step, before in zip(steps, done, strict=True):
                 step.copy_(before)
 

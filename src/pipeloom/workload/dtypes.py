@@ -6,7 +6,7 @@ from typing import Literal
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 """As ``training.dtype`` and PyTorch spell them."""
 Precision = Literal["fp32", "bf16", "fp16"]
-"""As cluster files and tables of measurements spell them. None stands for float64, which nobody has measured."""
+"""As cluster files and tables of measurements spell them. float64 has none, since nobody has measured it."""
 
 _PRECISIONS: dict[Dtype, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _DTYPES: dict[str, Dtype] = {precision: dtype for dtype, precision in _PRECISIONS.items()}

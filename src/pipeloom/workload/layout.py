@@ -58,7 +58,7 @@ class Layout:
 
     Ranks are numbered with the tensor axis innermost, then data, then pipeline, as Megatron-LM does
     (arXiv 2104.04473, section 4): the ranks that talk most are neighbors and share a node, and two pipeline neighbors
-    are ``dp * tp`` ranks apart, unless ``pipeline_order`` says otherwise. With hybrid sharding the ranks of one shard
+    are ``dp * tp`` ranks apart, unless ``pipeline_order`` differs. With hybrid sharding the ranks of one shard
     group are neighbors on the data axis.
     """
 
@@ -80,7 +80,7 @@ class Layout:
     partition: tuple[int, ...] | None = None
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
     the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
-    does. That of a file does not hold where flags ask for another number of stages."""
+    does. That of a file does not hold where flags set another number of stages."""
     tp: int = 1
     """Tensor-parallel ranks, which share every matrix."""
     dp: int = 1

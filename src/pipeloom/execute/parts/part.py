@@ -12,8 +12,8 @@ from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.stage import Objective
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.depend import Lane, data_dependencies, lane_of
 from pipeloom.schedule.kinds import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS
+from pipeloom.schedule.lanes import Lane, lane_of
 
 UnderWay = Transfer | JobUnderWay
 """What an action beside compute has started."""
@@ -132,7 +132,7 @@ def _source_of(action: Action, schedule: Schedule) -> Action | None:
     """The action whose result is this action's input, if it is not the batch or the loss."""
     if action.microbatch is None or action.kind in MOVE_KINDS:
         return None
-    for needed in data_dependencies(action, schedule):
+    for needed in schedule.facts.needs(action):
         is_kept = needed.stage == action.stage and needed.kind in COMPUTE_KINDS | MOVE_KINDS  # the stage has it
         if action.kind in SEND_KINDS or not is_kept:
             return None if action.kind in RECEIVE_KINDS else needed
