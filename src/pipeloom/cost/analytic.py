@@ -43,6 +43,7 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
+# A search asks for the same partition with each micro-batch, sharding and family.
 @lru_cache(maxsize=4096)
 def _balanced(
     shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
@@ -73,6 +74,7 @@ def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> 
     ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
     items = shape.layers + sum(ends)
     counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
+    # Embedding and head took places in the list that was divided; they are no layers.
     counts[0] -= ends[0]
     counts[-1] -= ends[1]
     return tuple(max(0, count) for count in counts), num_stages - 1
@@ -274,6 +276,7 @@ def _transfer_s(run: Run, route: Cluster, software: Software, *, is_inside: bool
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    # Otherwise one after the other.
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 

@@ -112,6 +112,8 @@ class Pieces:
             self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
             forward.tensor_s,
             2 * forward.num_kernels,
+            # The inputs that sequence parallelism scatters are gathered once more for the gradients of the weights:
+            # three collectives for two (arXiv 2205.05198, section 4.2.2).
             forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
         )
         if self.run.recompute == "full":
@@ -286,7 +288,9 @@ class Pieces:
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
         size = self.run.shape.hidden / self.run.shape.heads
+        # The calibrated rates are those of heads of 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
+        # Flash kernels leave out the blocks above the diagonal.
         return self._attention_flops() / 2 / rate + device.kernel_s
 
     def _core_backward_s(self) -> float:
