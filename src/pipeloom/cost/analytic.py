@@ -346,14 +346,14 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
     """Parameters of each stage that every tensor-parallel rank holds whole.
 
-    Norms; of the GPT-2 type their biases, the biases of the two matrices that are split by rows, and the table of
-    positions.
+    Norms, the biases of a layer's two matrices whose results are summed, and the table of learned positions.
     """
     shape, (counts, head) = run.shape, stage_layers(run, software)
-    is_gpt2 = shape.mlp == "gelu"
-    held = [count * (6 if is_gpt2 else 2) * shape.hidden for count in counts]
-    held[0] += run.seq * shape.hidden if is_gpt2 else 0
-    held[head] += (2 if is_gpt2 else 1) * shape.hidden
+    family = shape.family
+    each = 2 * family.norm_vectors + (2 if family.has_biases else 0)
+    held = [count * each * shape.hidden for count in counts]
+    held[0] += 0 if family.is_rotary else run.seq * shape.hidden
+    held[head] += family.norm_vectors * shape.hidden
     return tuple(held)
 
 

@@ -199,7 +199,7 @@ class Pieces:
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
         tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
-        into = [(tokens, hidden, inner * (2 if shape.mlp == "swiglu" else 1))]
+        into = [(tokens, hidden, inner * shape.family.gates)]
         attention = [
             (tokens, hidden, (hidden + 2 * shape.kv_width) / run.tp),
             (tokens, hidden / run.tp, hidden),
@@ -236,8 +236,8 @@ class Pieces:
         """
         run, shape, size = self.run, self.run.shape, self.run.element_bytes
         whole = 2 * self._norm_bytes() + 6 * size + (2 if self.software.dropout else 0)
-        heads = (shape.hidden + shape.kv_width) * (8 if shape.mlp == "swiglu" else size) + 2 * size * shape.hidden
-        inner = (5 if shape.mlp == "swiglu" else 2) * size * shape.ffn
+        heads = (shape.hidden + shape.kv_width) * (8 if shape.family.is_rotary else size) + 2 * size * shape.hidden
+        inner = shape.family.inner_moved * size * shape.ffn
         return run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
 
     def _elementwise_backward_bytes(self) -> float:
@@ -321,5 +321,5 @@ class Pieces:
         """Kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
         norms = 2 if self.run.fused_norm else 12
-        rotation = 8 if self.run.shape.mlp == "swiglu" else 2
+        rotation = 8 if self.run.shape.family.is_rotary else 2
         return 4 + norms + rotation + attention + 6
