@@ -11,7 +11,8 @@ from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard
-from pipeloom.workload.model import Mlp, ModelShape
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model_families import mlp_names
 from pipeloom.workload.run import Attention, Run
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
@@ -26,7 +27,6 @@ COLUMNS = (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES)
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "status": ("ok", "oom"),
-    "mlp": get_args(Mlp),
     "shard": get_args(Shard),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
@@ -173,7 +173,7 @@ def _row(told: dict[str, str], where: str, problems: list[str]) -> Row | None:
 
     values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
     values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
-    for name, among in _CHOICES.items():
+    for name, among in (*_CHOICES.items(), ("mlp", mlp_names())):
         values[name] = line[name]
         if line[name] not in among:
             problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")

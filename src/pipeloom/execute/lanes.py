@@ -145,6 +145,7 @@ class WaitingStreamLane(ThreadLane):
         """Queue a job."""
         import torch
 
+        # Recorded here, on the rank's thread: the lane's thread runs later, when more compute may have been issued.
         behind, under_way = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedJob()
         return self._put(self._ordered(job, behind, under_way), under_way)
 
@@ -190,6 +191,7 @@ class StreamLane:
         """Issue a job on the stream."""
         import torch
 
+        # What the job reads was made by compute that is issued, not done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin = self._clock.mark()

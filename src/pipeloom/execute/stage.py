@@ -219,6 +219,7 @@ class Stage:
             self.backward_weight(part)
             return made
         tensor, output, gradient = self._take(part, gradient)
+        # The arguments that torch.autograd.backward passes.
         run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._made(part, tensor.grad)
 
@@ -256,6 +257,7 @@ class Stage:
 
     def _made(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
         """The gradient of a part's input, if somebody waits for it."""
+        # Slices go back in reverse, so the first one is the last that needs keys and values.
         if part.slice == 0:
             self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:

@@ -55,8 +55,10 @@ class _Home:
         if folder is not None:
             with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
                 _take_room(file.fileno(), self.size, folder)
+                # Shared: what is written goes to the file, and the kernel may take the pages back under pressure.
                 self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
+            # Pinned: copies from pageable memory would wait on the host and could not run beside compute.
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     @property
@@ -66,6 +68,7 @@ class _Home:
 
     def bring(self, *, with_values: bool) -> None:
         """Make room on the device; fill it, or leave what is there unknown."""
+        # The same storage object: parameters, and views that autograd keeps, stay valid.
         self._storage.resize_(self.size)
         if with_values:
             self._bytes.copy_(self.rest, non_blocking=True)

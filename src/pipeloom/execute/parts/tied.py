@@ -229,6 +229,7 @@ class Tied(MessagePart):
             assert self._borrower is not None, "the head is in the last stage"
             weights = tensor.detach()
             if self._handover.trains:
+                # A leaf of its own: its gradient is the head's part alone, and not yet the parameter's.
                 weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
             self._borrower.borrow(weights)
         else:
