@@ -293,6 +293,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     costs = prices.costs
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
@@ -304,6 +305,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
     step = SimulatedStep(placed, order, schedule, trace, prediction, more_s)
+    # Faster than the peak of the hardware, so that a number of a file must be wrong.
     if step.hfu > 1:
         raise UserError(_impossible(step))
     return step
@@ -454,6 +456,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     if run.tp > 1 and not run.sequence_parallel:
         changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
     if set(run.recompute_kinds) == {"none"}:
+        # recompute_layers decides where it is set, so it has to go.
         changes["layout.recompute selective"] = replace(run, recompute="selective", recompute_layers=None)
     if set(run.recompute_kinds) != {"full"}:
         changes["layout.recompute full"] = replace(run, recompute="full", recompute_layers=None)
