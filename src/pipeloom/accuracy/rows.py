@@ -115,6 +115,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """
     text = read_text(path, "the table")
     try:
+        # The csv module wants line ends as they are: a quoted cell may have some.
         reader = csv.DictReader(io.StringIO(text, newline=""))
         names, lines = reader.fieldnames or [], list(reader)
     except csv.Error as error:
@@ -136,6 +137,7 @@ def read_rows(path: Path) -> list[Row]:
     problems: list[str] = []
     rows = [
         row
+        # Line 1 is the header.
         for number, line in enumerate(read_table(path, COLUMNS), start=2)
         if (row := _row(line, f"line {number}", problems)) is not None
     ]
