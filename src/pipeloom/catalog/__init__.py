@@ -61,6 +61,7 @@ def _read_cluster(name_or_path: str) -> Cluster:
 
 
 for _name in names("clusters"):
+    # Read when it is looked up: a command needs one of them, and a broken file must not stop the others.
     CLUSTERS.add_later(_name, partial(_read_cluster, _name))
 
 
@@ -74,6 +75,7 @@ def _cluster(reader: Reader) -> Cluster:
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
+        # 0 stands for an unknown price, as a default has to be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         cores_per_node=int(reader.number("cores_per_node", 0)),
         pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
@@ -122,6 +124,7 @@ def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
             reader.complain(f"{named}: {problem}")
     except UserError as error:
         reader.complain(str(error))
+    # Any cluster of one kind, so that reading goes on and finds the other problems; the result is never used.
     return load_cluster(names("clusters")[0])
 
 
@@ -130,6 +133,7 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
     reader.entitle(f"link between {' and '.join(between)}")
     if len(set(between)) != 2 or len(between) != 2 or not set(between) <= set(known):
         reader.complain(f"between must be two of the groups {', '.join(known)}, found {list(between)}")
+        # Two names that no group has, so that the rest of the file is still read.
         between = ("", "")
     return GroupLink(between=(between[0], between[1]), link=_link(reader))
 
@@ -265,6 +269,7 @@ def load_software(name_or_path: str) -> Software:
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
+        # By the type of the default, so that a new setting of a program is read without a line here.
         if isinstance(getattr(default, item.name), bool | int | float)
     }
     software = Software(

@@ -43,6 +43,7 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         shown = _shown(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
+        # Raises: without an architecture no other key has a meaning.
         reader.check(lambda: set(table))
     file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
     model = _gpt2(file, seq_len) if file.known.mlp == "gelu" else _llama(file, seq_len)
@@ -94,6 +95,7 @@ def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
     if not reader.has_problems:
         _check_heads(file, hidden, heads, heads)
+    # Learned positions: a shorter table lacks rows, and a longer one has weights that no sequence would train.
     rows = reader.integer("n_positions", 1024)
     if seq_len is not None and rows != seq_len:
         wanted = f"{seq_len}, the tokens of a sequence, as the table of positions has a row for each here"
@@ -168,6 +170,7 @@ def _is_plain(rope: Mapping[str, Any]) -> bool:
 def _check_fixed(file: _ConfigJson) -> None:
     for key, fixed in file.known.fixed.items():
         value = file.table.get(key, fixed.default)
+        # In Python 0 == False, but a file with `0` for a switch is not what transformers writes.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed.values):
             file.must_be(key, f"{_shown(fixed.values[0])}, {fixed.why}", fixed.default)
     classes, found = file.known.classes, file.table.get("architectures")

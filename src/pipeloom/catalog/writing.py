@@ -157,11 +157,13 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
+        # A JSON string is a TOML basic string; other letters stay readable.
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, int) or value == int(value):
+        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which need no point.
         return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
     return f"{value:.{DIGITS}g}"

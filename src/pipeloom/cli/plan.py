@@ -139,6 +139,7 @@ def run(words: list[str]) -> int:
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if plan.stopped == "interrupt":
+        # As a command that Ctrl-C ended, although there is an answer: a script should not go on as if it were whole.
         return 130
     return 1 if plan.best is None else 0
 
@@ -179,6 +180,7 @@ def _write_texts(folder: Path, texts: dict[str, str]) -> None:
 
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
+    # A run file names a cluster by name; groups in another order need a file of their own.
     if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
         return request.cluster
     file = (options.out or options.export or Path()) / "run.cluster.toml"

@@ -190,6 +190,7 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
     found = []
     for word in options.batch_per_device:
         try:
+            # Exact: times the devices it has to be a whole number of sequences. It also reads 1/8.
             found.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
             problems.append(f"a batch per device must be a number such as 1/8 or 0.125, found '{word}'")
@@ -250,6 +251,7 @@ def to_json(curves: Curves) -> dict[str, Any]:
     batch per device that fit nowhere on the reference).
     """
     inputs = curves.inputs
+    # By identity: equal points of two methods are two points.
     numbers = {id(point): number for number, point in enumerate(curves.points)}
 
     def number_of(point: Point | None) -> int | None:

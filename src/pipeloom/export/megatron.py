@@ -48,6 +48,7 @@ def _problems(job: Job) -> list[str]:
 def _group_size(job: Job) -> int:
     """Micro-batches that go through one local stage before the next."""
     layout, schedule = job.config.layout, job.config.schedule
+    # Megatron-LM's nearest order: one group of all micro-batches (docs/decisions/0017).
     if schedule.family == "breadth-first":
         return layout.num_microbatches
     return schedule.group_size or layout.pp
@@ -192,8 +193,10 @@ def _model(job: Job) -> list[Flag]:
         flag("--num-attention-heads", model.num_heads),
         flag("--seq-length", seq_len),
         flag("--max-position-embeddings", seq_len),
+        # Its default of 128 would pad the vocabulary, and the model would have other sizes.
         flag("--make-vocab-size-divisible-by", 1),
         *given("model.norm_eps", _FLAGS["model.norm_eps"], model.known_norm_eps, missing),
+        # Its defaults are 0.1; nothing is dropped here.
         flag("--attention-dropout", 0.0),
         flag("--hidden-dropout", 0.0),
         flag("--init-method-std", 0.02),
@@ -229,6 +232,7 @@ def _parallel(job: Job) -> list[Flag]:
 def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
     """Stages as Megatron-LM writes them: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
+    # A stage of no layers has an empty place between two bars.
     return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
 
 
@@ -262,6 +266,7 @@ def _recompute(job: Job) -> list[Flag]:
         return []
     if kinds == {"selective"}:
         return [flag("--recompute-granularity", "selective"), flag("--recompute-modules", "core_attn")]
+    # uniform with 1: each layer keeps its own input, as here.
     method, number = ("uniform", 1) if kinds == {"full"} else ("block", _first_layers_recomputed(job))
     return [
         flag("--recompute-granularity", "full"),
@@ -273,7 +278,9 @@ def _recompute(job: Job) -> list[Flag]:
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
     own = optimizer.values
+    # Gradients are added up in float32 here as well (docs/decisions/0012).
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
+    # Megatron-LM has no infinite limit.
     clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm  # 0 clips nothing
     return [
         *precision.get(job.dtype, []),
@@ -303,6 +310,7 @@ def _schedule(job: Job) -> list[Flag]:
     flags = [item for name, value in known.items() for item in given(name, _FLAGS[name], value, missing)]
     if "optimizer.lr" not in missing:
         flags.append(flag("--min-lr", rate * optimizer.lr_min_fraction))
+    # One evaluation, behind the last step, as here.
     if "training.steps" not in missing:
         flags += [flag("--eval-interval", steps), flag("--save-interval", config.checkpoint.every or steps)]
     return flags

@@ -77,6 +77,8 @@ class Rotary(NamedTuple):
             device: where the table is made.
             begin: the first position.
         """
+        # bfloat16 has 8 significant bits: it cannot represent position 257,
+        # and the angles of distant tokens would coincide.
         wide = torch.promote_types(dtype, torch.float32)
         exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
         positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
@@ -94,6 +96,8 @@ class Rotary(NamedTuple):
         Returns:
             The same shape and type; computed in the table's type.
         """
+        # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
+        # the same function with rows in another order, and halves are two views.
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
         turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
         turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
@@ -168,6 +172,8 @@ class Attention(nn.Module):
         mask = None
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
+            # is_causal aligns the mask with the upper left corner, which is
+            # right only where queries begin at position 0.
             if earlier.begin:
                 mask = causal_mask(query_BNTD.shape[2], key_BKTD.shape[2], x.device)
         mixed_BNTD = run_part(
@@ -178,8 +184,10 @@ class Attention(nn.Module):
             recomputes=self.recomputes_core,
             attn_mask=mask,
             is_causal=mask is None,
+            # Only where needed: with it PyTorch has fewer fused kernels to choose from.
             enable_gqa=self.is_grouped,
         )
+        # No copy: attention's output lies as [B, T, N, D] in memory, because its inputs do (see Rotary.turn).
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -227,6 +235,7 @@ class GeluFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
+        # The tanh form is what GPT-2 was trained with ("gelu_new" in Hugging Face's files).
         inner_BTF = functional.gelu(self.up(self._parallel.enter(x)), approximate="tanh")
         return self.down(inner_BTF)
 
@@ -274,8 +283,11 @@ class Head(nn.Module, Defers):
 
     def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
         """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
+        # The norm works on each token by itself, so it runs before the gather, on 1 / tp of the tokens.
         x_BTH = self._parallel.enter(self.norm(x))
         if self.output is not None:
+            # Logits of this rank's vocabulary only: the loss needs three numbers
+            # for each token of the others (SplitVocabulary).
             return self.output(x_BTH)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
         return product(x_BTH, tied_VH, defers=self.defers)
@@ -313,8 +325,10 @@ class Transformer(nn.Module):
         self.pieces = pieces
         self.parallel = parallel
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
+        # A dict, not a list: keys are the layers' numbers in the whole model, so names are global on every stage.
         self.layers = nn.ModuleDict({str(layer): Layer(config, parallel) for layer in layers})
         self.head = Head(config, parallel) if last in pieces else None
+        # Not registered as a parameter: the first stage owns, updates and saves the matrix.
         self._borrowed_VH: Tensor | None = None
 
     @property
@@ -386,9 +400,11 @@ class Transformer(nn.Module):
         Raises:
             UserError: the sequences are longer than ``max_positions``.
         """
+        # Behind a stage boundary a rank has its own tokens only; the embedding takes all of them.
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
         self._check_length(begin + num_tokens)
+        # Rotary angles depend on all tokens before, also where the residual stream holds this rank's part.
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
         rotary = self._rotary(begin, num_tokens, x)
         for name, layer in self.layers.items():
@@ -400,9 +416,10 @@ class Transformer(nn.Module):
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
     def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
-        """The angles of all these positions, made anew each time: no buffer to move, cast or leave uninitialized."""
+        """The angles of all these positions; None where positions are learned, or no layer needs them."""
         if self.config.family == "gpt2" or not self.layers:
             return None
+        # Made anew in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
         head_size = self.config.hidden_size // self.config.num_heads
         sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
         return Rotary.make(num_tokens, head_size, self.config.known_rope_theta, **sizes)

@@ -46,7 +46,6 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        stage.borrow(None)  # what a stage on meta has of another one's is no memory of its own
         count = sum(parameter.numel() for parameter in stage.parameters())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(

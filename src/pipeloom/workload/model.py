@@ -57,6 +57,8 @@ class ModelConfig:
         Args:
             vocab_size: tokens of the tokenizer.
         """
+        # SwiGLU has three matrices where GELU has two: 8/3 H gives as many parameters as 4 H (arXiv 2002.05202).
+        # Multiples of 32 keep the sizes of matrix products even.
         inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
         return replace(
             self,
