@@ -23,7 +23,8 @@ from pipeloom.registry import Registry
 from pipeloom.terminal.words import same_name
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard, Way
-from pipeloom.workload.model import MOST_LAYERS, Mlp, ModelShape, head_problems
+from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
+from pipeloom.workload.model_families import mlp_names
 from pipeloom.workload.run import Run
 
 __all__ = ["CLUSTERS", "find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
@@ -189,7 +190,7 @@ def _pieces(reader: Reader) -> MeasuredPieces:
             heads=reader.integer("heads"),
             kv_heads=reader.integer("kv_heads"),
             ffn=reader.integer("ffn"),
-            mlp=cast("Mlp", reader.text("mlp", among=get_args(Mlp))),
+            mlp=reader.text("mlp", among=mlp_names()),
             vocab=reader.integer("vocab"),
             tied=False,
         ),
@@ -233,7 +234,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
         return read_config_json(Path(name_or_path), seq_len)
     table, source = read_toml("models", name_or_path)
     reader = Reader(table, source)
-    mlp = cast("Mlp", reader.text("mlp", among=get_args(Mlp)))
+    mlp = reader.text("mlp", among=mlp_names())
     shape = ModelShape(
         name=reader.text("name"),
         layers=reader.integer("layers", most=MOST_LAYERS),
@@ -247,10 +248,10 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     )
     if not reader.has_problems:
         heads = (shape.hidden, shape.heads, shape.kv_heads)
-        for problem in head_problems(*heads, is_rotary=mlp == "swiglu", names=("hidden", "heads", "kv_heads")):
+        for problem in head_problems(*heads, is_rotary=shape.family.is_rotary, names=("hidden", "heads", "kv_heads")):
             reader.complain(problem)
     norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
-    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and mlp == "swiglu" else None
+    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.family.is_rotary else None
     reader.check(lambda: {"source"})
     return ModelFile(shape, norm_eps, rope_theta)
 

@@ -15,6 +15,7 @@ from pipeloom.catalog.reading import ModelFile, Reader, is_positive
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
 from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
+from pipeloom.workload.model_families import MODELS
 
 _WIDTH = 100
 """Most characters of a value in a message."""
@@ -39,6 +40,7 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     found, reader = table.get("model_type"), Reader(table, str(path))
     name = found if isinstance(found, str) else ""
+    len(MODELS)  # imports the plug-ins, which add the architectures of their families
     if name not in ARCHITECTURES:
         shown = _shown(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
@@ -46,7 +48,7 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         # Raises: without an architecture no other key has a meaning.
         reader.check(lambda: set(table))
     file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
-    model = _gpt2(file, seq_len) if file.known.mlp == "gelu" else _llama(file, seq_len)
+    model = (_rotary if file.known.model_family.is_rotary else _learned)(file, seq_len)
     _check_fixed(file)
     _check_keys(file)
     reader.check(lambda: set(table))
@@ -75,11 +77,11 @@ class _ConfigJson:
         self.reader.complain(f"{key} must be {wanted}, found {found}")
 
 
-def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _rotary(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
     layers = reader.integer(known.layers, most=MOST_LAYERS)
     hidden, heads, ffn = (reader.integer(key) for key in (known.hidden, known.heads, known.ffn))
-    has_one = file.table.get("num_key_value_heads") is None and file.name == "llama"  # other classes have a number
+    has_one = file.table.get("num_key_value_heads") is None and file.known.window is None  # mistral has a number
     kv_heads = heads if has_one else reader.integer("num_key_value_heads")
     if not reader.has_problems:
         _check_heads(file, hidden, heads, kv_heads)
@@ -88,7 +90,7 @@ def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps), _rope_theta(file))
 
 
-def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _learned(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
     layers = reader.integer(known.layers, most=MOST_LAYERS)
     hidden, heads = (reader.integer(key) for key in (known.hidden, known.heads))
@@ -108,7 +110,7 @@ def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
     return ModelShape(
         **sizes,
         name=file.name,
-        mlp=file.known.mlp,
+        mlp=file.known.model_family.mlp,
         vocab=file.reader.integer("vocab_size"),
         tied=file.reader.flag("tie_word_embeddings", default=file.known.tied),
     )
@@ -116,7 +118,7 @@ def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
 
 def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> None:
     names = (file.known.hidden, file.known.heads, "num_key_value_heads")
-    for problem in head_problems(hidden, heads, kv_heads, is_rotary=file.known.mlp == "swiglu", names=names):
+    for problem in head_problems(hidden, heads, kv_heads, is_rotary=file.known.model_family.is_rotary, names=names):
         file.reader.complain(problem)
     has_own = "head_dim" in file.known.used and file.table.get("head_dim") not in (None, hidden // heads)
     if has_own and hidden % heads == 0:

@@ -234,7 +234,7 @@ def _request(options: Options) -> Request:
     software_name = options.software or (machine.software if machine is not None else "pipeloom")
     seq = options.seq or (config.data.seq_len if config is not None else None)
     shape = load_or_note(lambda name: load_model(name, seq), model_name, problems) if model_name else None
-    if shape is None and config is not None and model_name is None:
+    if shape is None and config is not None and model_name is None and not problems:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)

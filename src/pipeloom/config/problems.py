@@ -14,6 +14,7 @@ from pipeloom.terminal.words import and_finite, count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.layout import Layout, Shard
 from pipeloom.workload.model import MOST_LAYERS, head_problems
+from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -136,7 +137,9 @@ def _model_problems(config: "RunConfig") -> list[str]:
     if model.preset is not None and model.file is not None:
         problems.append("model.preset and model.file both give the sizes; leave one out")
     names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads")
-    is_rotary = model.family == "llama"
+    if model.family not in MODELS:
+        return [*problems, f"model.family: {MODELS.unknown(model.family)}"]
+    is_rotary = MODELS[model.family].is_rotary
     problems += head_problems(model.hidden_size, model.num_heads, model.num_kv_heads, is_rotary=is_rotary, names=names)
     return problems
 

@@ -33,6 +33,7 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
     """Seconds of gathering the sharded weights of ``parameters``, as ``reduce_s``; 0 where nothing is sharded."""
     if run.shard == "none":
         return 0.0
+    # Programs that gather in 16 bits have nothing narrower to send when they compute in 32.
     message = parameters * max(software.gather_bytes, run.element_bytes)
     return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
 

@@ -14,6 +14,7 @@ from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import group_problems, is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
 from pipeloom.export.torchrun import about_ranks, start_of, variables
+from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
 PROGRAM = "Megatron-LM with Megatron Core 0.16"
@@ -139,7 +140,10 @@ def _other(job: Job) -> list[str]:
     found: list[str] = []
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
-    if not job.model.known_rope_theta.is_integer() and job.model.family == "llama":
+    family = MODELS[job.model.family]
+    if family.layer is not None:
+        found.append(f"model.family {job.model.family}: Megatron-LM is started with llama or gpt2 here")
+    if not job.model.known_rope_theta.is_integer() and family.is_rotary:
         found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
@@ -203,7 +207,7 @@ def _model(job: Job) -> list[Flag]:
     ]
     if model.num_kv_heads != model.num_heads:
         flags += [flag("--group-query-attention"), flag("--num-query-groups", model.num_kv_heads)]
-    if model.family == "llama":
+    if MODELS[model.family].is_rotary:
         flags += [
             flag("--swiglu"),
             flag("--normalization", "RMSNorm"),

@@ -53,8 +53,8 @@ def _model_problems(job: Job) -> list[str]:
     found: list[str] = []
     if job.model.family != "llama":
         found.append(
-            f"model.family {job.model.family}: torchtitan has no model with LayerNorm, learned positions and GELU; "
-            "use llama"
+            f"model.family {job.model.family}: torchtitan is started with models of RMSNorm, rotary positions and "
+            "SwiGLU here; use llama"
         )
     if job.dtype not in ("fp32", "bf16"):
         found.append(f"weights and activations in {job.dtype}: torchtitan takes bf16 or fp32")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from pipeloom.execute.parts.tied import Tied
 from pipeloom.execute.saved import Packing
 from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.tied import Tied
 from pipeloom.execute.transport import Transport, finish
 from pipeloom.execute.wires import Wire, Wires, evictions
 from pipeloom.execute.world import World

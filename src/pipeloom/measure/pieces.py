@@ -23,7 +23,7 @@ from pipeloom.execute.batch import Batch
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.process_collectives import make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.stage import Portion, Stage
 from pipeloom.execute.transport import Transfer
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.weights import StageWeights
@@ -138,9 +138,9 @@ class _Subject:
 
     def run(self, clock: Now) -> Both:
         begin_s = clock()
-        self.stage.forward(Part(0), self.tensor, self.objective, trains=True)
+        self.stage.forward(Portion(0), self.tensor, self.objective, trains=True)
         middle_s = clock()
-        self.stage.backward(Part(0), self.gradient)
+        self.stage.backward(Portion(0), self.gradient)
         return middle_s - begin_s, clock() - middle_s
 
     @property

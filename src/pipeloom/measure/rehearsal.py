@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.data_parallel import DataParallel
-from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.stage import Objective, Portion, Stage
 from pipeloom.execute.world import World
 from pipeloom.measure.stopwatch import now
 
@@ -64,15 +64,15 @@ def stage_runner(
     def run() -> Times:
         begin = now(device)
         for number in range(held):
-            stage.forward(Part(number), tensor, objective if is_last else None, trains=True)
+            stage.forward(Portion(number), tensor, objective if is_last else None, trains=True)
         forward_s = now(device) - begin
-        backward_s = [time_backward(stage, Part(number), gradient, device) for number in range(held)]
+        backward_s = [time_backward(stage, Portion(number), gradient, device) for number in range(held)]
         return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
 
     return run
 
 
-def time_backward(stage: Stage, part: Part, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
+def time_backward(stage: Stage, part: Portion, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
     """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
     begin = now(device)
     if not stage.splits:

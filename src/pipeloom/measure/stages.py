@@ -15,8 +15,8 @@ from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import JobUnderWay
+from pipeloom.execute.parts.data_parallel import DataParallel, finish
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
@@ -214,7 +214,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
     if collectives.has(Kind.REDUCE_GRAD):
 
         def reduce() -> JobUnderWay:
-            parallel.begin(trains=True)
+            parallel.reset(trains=True)
             parallel.before_backward(stage)
             return parallel.reduce(stage)
 

@@ -18,6 +18,7 @@ tokens or this rank's (``model.tensor_parallel``).
 # ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model_families import MODELS
 
 TIED_NAME = "embedding.tokens.weight"
 """The parameter that a tied head projects with."""
@@ -118,10 +120,9 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
-        learned = config.family == "gpt2"
         self._parallel = parallel
         self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.positions = Lookup(max_positions, config.hidden_size) if learned else None
+        self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
 
     def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
         """Tokens, int64, to x_BTH; ``begin`` is the position of the first ones."""
@@ -143,7 +144,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.num_kv_heads is not None, "the model configuration is not resolved"
-        hidden, bias = config.hidden_size, config.family == "gpt2"
+        hidden, bias = config.hidden_size, MODELS[config.family].has_biases
         self._parallel = parallel
         self.head_size = hidden // config.num_heads
         self.is_grouped = config.num_kv_heads != config.num_heads
@@ -251,7 +252,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.ffn_size is not None, "the model configuration is not resolved"
-        feed_forward = GeluFeedForward if config.family == "gpt2" else GatedFeedForward
+        feed_forward = GatedFeedForward if MODELS[config.family].gates > 1 else GeluFeedForward
         self.attention_norm = _norm(config)
         self.attention = Attention(config, parallel)
         self.feed_forward_norm = _norm(config)
@@ -325,8 +326,9 @@ class Transformer(nn.Module):
         self.pieces = pieces
         self.parallel = parallel
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
+        kind = _layer_class(config.family)
         # A dict, not a list: keys are the layers' numbers in the whole model, so names are global on every stage.
-        self.layers = nn.ModuleDict({str(layer): Layer(config, parallel) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): kind(config, parallel) for layer in layers})
         self.head = Head(config, parallel) if last in pieces else None
         # Not registered as a parameter: the first stage owns, updates and saves the matrix.
         self._borrowed_VH: Tensor | None = None
@@ -417,7 +419,7 @@ class Transformer(nn.Module):
 
     def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
         """The angles of all these positions; None where positions are learned, or no layer needs them."""
-        if self.config.family == "gpt2" or not self.layers:
+        if not MODELS[self.config.family].is_rotary or not self.layers:
             return None
         # Made anew in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
         head_size = self.config.hidden_size // self.config.num_heads
@@ -432,7 +434,13 @@ class Transformer(nn.Module):
             )
 
 
+@cache  # stages of one model share the code of a compiled layer
+def _layer_class(family: str) -> type[Layer]:
+    layer = MODELS[family].layer
+    return Layer if layer is None else layer()
+
+
 def _norm(config: ModelConfig) -> nn.Module:
     """The family's norm over H."""
-    norm = nn.LayerNorm if config.family == "gpt2" else nn.RMSNorm
+    norm = nn.LayerNorm if MODELS[config.family].norms_have_biases else nn.RMSNorm
     return norm(config.hidden_size, eps=config.known_norm_eps)

@@ -331,6 +331,7 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     """
     found: list[int] = []
     least = float("inf")
+    # By the first value: a pair is on the front where its second value is below all before it.
     for number in sorted(range(len(pairs)), key=lambda number: (*pairs[number], number)):
         if pairs[number][1] < least:
             found.append(number)

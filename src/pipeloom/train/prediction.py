@@ -6,7 +6,7 @@ from functools import partial
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.batch import Batch
-from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.world import World
 from pipeloom.measure.stages import Profile
 from pipeloom.measure.stopwatch import median_seconds

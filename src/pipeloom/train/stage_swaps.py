@@ -10,8 +10,8 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
+from pipeloom.execute.parts.stage_swaps import HostLanes
 from pipeloom.execute.stage_store import LentMatrix, StageStore
-from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import stage_pieces

@@ -287,17 +287,17 @@ class Trainer:
 
     def _make_updates(self) -> StageUpdates | None:
         """What updates the stages within the step, where they are swapped."""
-        store, swaps = self._pipeline.store, self._pipeline.stage_swaps
-        if store is None or swaps is None:
+        store = self._pipeline.store
+        if store is None:
             return None
-        swaps.updates = StageUpdates(
+        updates = self._pipeline.updates.does = StageUpdates(
             self._config.optimizer,
             self._optimizer,
             self._pipeline.data_parallel.weights,
             store,
             is_deferred=defers_updates(self._pipeline.schedule.rows[0]),
         )
-        return swaps.updates
+        return updates
 
     def _keep_trace(self, result: StepResult) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""

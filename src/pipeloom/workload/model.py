@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-Mlp = Literal["gelu", "swiglu"]
+from pipeloom.workload.model_families import MODELS, ModelFamily, family_of
 
 MOST_LAYERS = 100_000
 """Layers of a model: there are lists with a number for each, whatever is done with it."""
@@ -19,8 +18,9 @@ class ModelConfig:
     file: Path | None = None
     """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
     all sizes. None: they are set here."""
-    family: Literal["llama", "gpt2"] = "llama"
-    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
+    family: str = "llama"
+    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU. Or a
+    family of another distribution (docs/extending.md)."""
     num_layers: int = 8
     """Transformer layers."""
     hidden_size: int = 192
@@ -57,13 +57,10 @@ class ModelConfig:
         Args:
             vocab_size: tokens of the tokenizer.
         """
-        # SwiGLU has three matrices where GELU has two: 8/3 H gives as many parameters as 4 H (arXiv 2002.05202).
-        # Multiples of 32 keep the sizes of matrix products even.
-        inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
         return replace(
             self,
             num_kv_heads=self.num_kv_heads or self.num_heads,
-            ffn_size=self.ffn_size or inner,
+            ffn_size=self.ffn_size or MODELS[self.family].default_ffn(self.hidden_size),
             vocab_size=self.vocab_size or vocab_size,
             norm_eps=self.known_norm_eps,
             rope_theta=self.known_rope_theta,
@@ -80,7 +77,7 @@ class ModelShape:
         heads: attention heads; their total width is ``hidden``.
         kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
         ffn: inner width of the feed-forward block.
-        mlp: ``gelu`` has two matrices, ``swiglu`` three.
+        mlp: the feed-forward block of its family (``ModelFamily.mlp``).
         vocab: rows of the embedding; 0 for layers alone, without embedding and head.
         tied: whether the embedding and the head are one matrix.
         name: for people.
@@ -91,10 +88,15 @@ class ModelShape:
     heads: int
     kv_heads: int
     ffn: int
-    mlp: Mlp
+    mlp: str
     vocab: int
     tied: bool
     name: str = ""
+
+    @property
+    def family(self) -> ModelFamily:
+        """What its layers are."""
+        return MODELS[family_of(self.mlp)]
 
     @property
     def kv_width(self) -> int:
@@ -103,9 +105,9 @@ class ModelShape:
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer's matrices: four of attention, two or three of the feed-forward block."""
+        """Parameters of one layer's matrices: four of attention, those into the feed-forward block and one back."""
         attention = 2 * self.hidden * (self.hidden + self.kv_width)
-        return attention + (3 if self.mlp == "swiglu" else 2) * self.hidden * self.ffn
+        return attention + (self.family.gates + 1) * self.hidden * self.ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -133,7 +135,7 @@ def shape_of(model: ModelConfig) -> ModelShape:
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
         ffn=model.ffn_size,
-        mlp="swiglu" if model.family == "llama" else "gelu",
+        mlp=MODELS[model.family].mlp,
         vocab=model.vocab_size,
         tied=model.tied,
         name=model.preset or (str(model.file) if model.file else model.family),
@@ -144,7 +146,7 @@ def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
     """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
     return replace(
         model,
-        family="llama" if shape.mlp == "swiglu" else "gpt2",
+        family=family_of(shape.mlp),
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_heads=shape.heads,
@@ -174,7 +176,7 @@ def head_problems(
     if hidden % heads:
         problems.append(f"{query} must divide {width}, found {heads} and {hidden}")
     elif is_rotary and (hidden // heads) % 2:
-        problems.append(f"llama's rotary positions need an even {width} / {query}, found {hidden} / {heads}")
+        problems.append(f"rotary positions need an even {width} / {query}, found {hidden} / {heads}")
     if kv_heads is not None and kv_heads > 0 and heads % kv_heads:
         problems.append(f"{key_value} must divide {query}, found {kv_heads} and {heads}")
     return problems
