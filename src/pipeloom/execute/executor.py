@@ -153,6 +153,8 @@ class Executor:
                 self._take(other)
             computes = self._computes[slot]
             if computes and len(self._marks) >= self._run_ahead:
+                # Each action that is issued holds memory on the device: without a
+                # limit a host that is ahead would fill it.
                 self._clock.wait(self._marks[-self._run_ahead][2])
             begin = self._clock.mark() if computes else None
             for do in row.before[slot]:
@@ -174,6 +176,7 @@ class Executor:
 
     def _rest(self) -> Iterator[Pending]:
         """Wait for what no action has waited for."""
+        # A copy: taking a result removes it.
         for slot in list(self._under_way):
             yield from self._until_done(slot, self._under_way[slot])
             self._take(slot)
@@ -226,6 +229,7 @@ class Executor:
         """Drop what a failed step left behind. Lanes with threads stay failed: over processes no step can follow."""
         for part in self.parts:
             part.forget()
+        # Inputs and outputs of the step must not live until the next one.
         self._begin((), None)
 
     def _trace(self, marks: Sequence[tuple[Action, Mark, Mark]], done: Mapping[int, UnderWay]) -> Trace:

@@ -85,6 +85,7 @@ def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Softw
     return replace(
         costs,
         moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(run, software)),
+        # By parameters: an update reads and writes each of them once.
         update_s=tuple(update_s * held / whole for held in parameters),
     )
 

@@ -122,6 +122,7 @@ class Compute(Part):
             self._count()
         if index == self._last:
             so_far = row.outputs.get(portion.microbatch)
+            # The losses of a micro-batch's slices are parts of its loss.
             row.outputs[portion.microbatch] = output if so_far is None else so_far + output
         else:
             row.values[action] = output

@@ -241,6 +241,7 @@ class DataParallel(Part):
             return
         part = self._room_for(weights.shard)
         yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
+        # As soon as the part of the sum is here: the next gradient may be waiting for the buffer.
         buffers.give_back(buffer)
         yield self._groups.copies.all_reduce(part)
         weights.gradient.add_(part)
@@ -294,6 +295,7 @@ class DataParallel(Part):
 
     def _count(self) -> None:
         """Note what is held now."""
+        # Stages may share their buffers, which must count once.
         taken = {id(buffers): buffers for buffers in self._buffers.values()}.values()
         in_place = [self.weights[stage] for stage in self._open if self.weights[stage].reduces_in_place]
         now = Held(
