@@ -34,6 +34,7 @@ def time_moves(
     evicted: dict[int, float] = {}
     for evictor, plan in evictions(schedule).items():
         for stage in _moving(schedule, evictor, Kind.EVICT):
+            # One stage of one rank after the other: pairs that share a link would time each other.
             world.wait_for_all()
             if rank in (evictor, plan.partner):
                 seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
@@ -50,6 +51,7 @@ def _moving(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
 
 
 def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool) -> float:
+    # In several messages, as what a stage keeps travels in a step.
     packing = Packing.of((-(-nbytes // _PIECES),) * _PIECES)
     memory = torch.zeros(packing.total_bytes, dtype=torch.uint8, device=world.device)
 

@@ -54,7 +54,7 @@ def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
     for size in SIZES[world.device.type]:
         sample: Sample = _nothing
         if mine is not None:
-            tensor = torch.zeros(size // 4, device=world.device)
+            tensor = torch.zeros(size // 4, device=world.device)  # float32
             sample = _together(world, partial(_there_and_back, tensor, world.rank, mine, groups[mine]), 0.5)
         points.append((float(size), watch.time(f"messages of {_bytes(size)} between {between}", sample)))
     return Messages(len(pairs), tuple(points))
@@ -84,6 +84,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
         for wanted in SIZES[world.device.type]:
+            # Every rank has a part of the same size, rounded up; what is noted is the size that was moved.
             shard = -(-wanted // (4 * num_ranks))
             sample: Sample = _nothing
             if world.rank < num_ranks:

@@ -242,9 +242,11 @@ class Tied(MessagePart):
         if self._gradient is None and self._room is not None:
             self._gradient = self._room.copy_(weights.grad)
         elif self._gradient is None:
+            # No copy where the types agree; that is safe since nobody else keeps the tensor.
             self._gradient = weights.grad.to(self._gradient_dtype)
         else:
             self._gradient.add_(weights.grad)
+        # Else autograd would add the next micro-batch to it, and this one would be counted twice.
         weights.grad = None
 
 
@@ -275,6 +277,7 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
                 finish(transport.receive(spec, source), timeout_s)
 
     measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
+    # Only the first rank sees the whole way there and back.
     both_s = measured_s if rank == first else 0.0
     weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
     return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)
