@@ -183,7 +183,6 @@ def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> f
 def input_bytes(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
     inputs = stage_kept_bytes(run, software)
-    # The first stage also keeps the embedding's output, which no other rank has.
     inputs[0] += stage_input_bytes(run)
     return inputs
 
