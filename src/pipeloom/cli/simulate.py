@@ -100,9 +100,8 @@ def simulate_config(config: RunConfig) -> SimulatedStep:
     Raises:
         ConfigError: cluster or program are unknown or wrong.
     """
-    described, order = describe(config), order_of(config)
-    step_of = described.run, described.cluster, described.software, order
-    return plan_slices(*step_of).step if config.layout.token_slices == "auto" else simulate_step(*step_of)
+    placed, order = describe(config), order_of(config)
+    return plan_slices(placed, order).step if config.layout.token_slices == "auto" else simulate_step(placed, order)
 
 
 def order_of(config: RunConfig) -> Order:
