@@ -194,6 +194,12 @@ class SimulatedStep:
         return all(pieces.is_measured for run in alike for pieces in rank_pieces(run, self.cluster, self.software))
 
     @property
+    def dollars_per_billion_tokens(self) -> float | None:
+        """Price of a billion tokens; ``None`` where the cluster has no price."""
+        price = self.cluster.price_per_hour(self.run.num_devices)
+        return None if price is None else price * 1e9 / self.tokens_per_s / 3600
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
         return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
