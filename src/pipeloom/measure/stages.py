@@ -150,12 +150,10 @@ def profile_stages(
             for team in layout.tensor_groups():
                 if world.rank in team:
                     one, held = _time(run, _REPEATS), most_held(collectives.schedule, index)
-                    run_s = sum(one)
-                    # A run of several micro-batches is a mean already: fewer of them are as many measurements.
+                    run_s = sum(one)  # of more that are held at once, fewer runs are as many measurements
                     alone[index] = one if held == 1 else _time(make(held=held), -(-_REPEATS // held))
                 world.wait_for_all()
-            # Every boundary has the shape of the first one, so it is timed with one stage only.
-            if number == 0:
+            if number == 0:  # every boundary has the shape of the first one
                 transfer_s = exchange.seconds(run, run_s)
             times = _crowd(exchange, run, run_s, _CROWD_S / len(stages))
             collective_s[index] = _time_collectives(collectives, index, _Load(world, run, run_s), timeout_s)
