@@ -360,5 +360,7 @@ class ProcessMoveLanes:
 
     def service(self, name: str) -> Lane:
         """A lane for what is done for another rank."""
+        # A thread even on CUDA: somebody has to wait for what the other rank
+        # announces. Its copies need a stream beside that of compute.
         is_cuda = self.device.type == "cuda"
         return ThreadLane(self._clock, name, torch.cuda.Stream(self.device) if is_cuda else None)
