@@ -146,7 +146,7 @@ def _work(schedule: Schedule, own: Spans, held: HeldBytes) -> Changes:
 
 
 def _by_stage(schedule: Schedule, sizes: Sequence[float]) -> Bytes:
-    """Bytes of each stage; nothing where none are told."""
+    """Bytes of each stage; nothing where none are given."""
     return np.asarray(sizes or [0.0] * schedule.num_stages)
 
 

@@ -1,4 +1,4 @@
-"""What passes are told about bytes, and budgets of them."""
+"""Bytes that passes work with, and budgets of them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
