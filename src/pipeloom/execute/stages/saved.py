@@ -90,8 +90,8 @@ class Parcel:
     """What autograd saves for one part, as far as nobody else holds it.
 
     Whether somebody does is decided by the storage's count of references when the forward has ended: parameters,
-    borrowed and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free nothing. The
-    stage's own input and output are in use for a moment longer and move all the same.
+    borrowed and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free
+    nothing. The stage's own input and output are in use for a moment longer and move all the same.
 
     Args:
         owns_input: whether nobody needs the stage's input after its forward, as with one that was received.
