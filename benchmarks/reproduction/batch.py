@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import axes, divisors
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.run import Run
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import (
     CLUSTER,

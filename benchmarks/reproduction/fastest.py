@@ -13,12 +13,12 @@ import numpy as np
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.planner.bounds import Bounds, Sharded
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import divisors
 from pipeloom.predict.step import SimulatedStep
+from pipeloom.workload.run import Run
 
 
 def loop_counts(layers: int, pp: int) -> list[int]:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.predict.step import Order, SimulatedStep
+from pipeloom.workload.run import Run
 
 Row = Mapping[str, str]
 CLUSTER = load_cluster("dgx-1-v100")

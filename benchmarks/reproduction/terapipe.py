@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from scipy.optimize import differential_evolution
 
 from pipeloom.cost.hardware import Cluster, Link
-from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_batches, best_slices
 from pipeloom.planner.slice_plan import modelled_table
 from pipeloom.predict.step import Order, simulate_step
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 from reproduction.machine import CLUSTER, OWN, Row
 from reproduction.tables import table
 

@@ -21,12 +21,12 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.shape import Run
 from pipeloom.families import make_schedule
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, percent, table
 

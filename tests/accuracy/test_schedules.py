@@ -10,12 +10,12 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 PROGRAM = load_software("megatron-2021")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.shape import Run
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
@@ -19,6 +18,7 @@ from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.space import arrangements
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
 """Parts of a device's memory: with less, layers are recomputed because they have to be."""

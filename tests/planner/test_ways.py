@@ -9,7 +9,6 @@ from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import ModelConfig, RunConfig, TrainingConfig
 from pipeloom.cost.hardware import Link
-from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import ConfigError
 from pipeloom.planner.causes import causes
 from pipeloom.planner.goal import way_of
@@ -24,6 +23,7 @@ from pipeloom.schedule import Kind
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelShape
 
 OURS = load_software("pipeloom")
 DEEP = ModelShape(

@@ -8,7 +8,6 @@ from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.ranks import are_near, first_device
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
@@ -17,6 +16,7 @@ from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.layout import paired_order
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

@@ -7,10 +7,10 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.memory import stage_kept_bytes, working_bytes
-from pipeloom.cost.shape import Run
 from pipeloom.families import Choice
 from pipeloom.predict.memory import held_bytes
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.workload.run import Run
 
 CLUSTER, OURS = load_cluster("dgx-a100"), load_software("pipeloom")
 RUN = Run(shape=replace(load_model("gpt-6.6b"), layers=8), seq=1024, pp=2, loops=2, global_batch=4)

@@ -7,12 +7,12 @@ import pytest
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.flops import mfu
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import TIED_RECEIVE_KINDS
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")

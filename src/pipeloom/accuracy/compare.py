@@ -60,6 +60,7 @@ def _device_of(software: Software) -> str:
 
 def _known_cluster(row: Row, software: Software) -> Cluster | None:
     """The program's own cluster if it has the row's device, otherwise the first that has, if any."""
+    # Stable: behind the program's own cluster the others stay in the order of the catalog.
     own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
     return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
 

@@ -116,6 +116,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
 
     before = errors(start)
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]
+    # In logarithms: efficiencies are factors, of which a half and the double are equally far away.
     lowest, highest = np.log(np.array([RANGES[name] for name in chosen])).T
     first = np.clip(np.log([getattr(start.efficiency, name) for name in chosen]), lowest + 1e-6, highest - 1e-6)
 
@@ -124,6 +125,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         return replace(start, efficiency=replace(start.efficiency, **values))
 
     def residuals(logs: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        # More residuals, one for each parameter: least squares then pulls towards the start what no row decides.
         return np.concatenate([errors(at(logs)), PULL * (logs - first)])
 
     answer: Any = optimize.least_squares(
@@ -143,6 +145,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
 
 
 def _mean(errors: "NDArray[np.float64]") -> float:
+    # Errors are logarithms of predicted / measured; people read the ratio less one.
     return float(np.abs(np.expm1(errors)).mean())
 
 

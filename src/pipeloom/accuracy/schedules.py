@@ -10,13 +10,13 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
 from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Found, Task, best_schedule
 from pipeloom.predict.step import Order, SimulatedStep, as_it_exchanges, simulate_step
 from pipeloom.schedule import Placement
+from pipeloom.workload.run import Run
 
 FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"} | {
     name: name for name, known in FAMILIES.items() if known.splits_backward

@@ -61,6 +61,7 @@ def _curve(always: float, part: Ints, times: Seconds, more: Bytes, origin_s: flo
     peak = int(total.argmax()) if len(total) and total.max() > always else -1
     parts = np.bincount(part[: peak + 1], more[: peak + 1], len(PARTS))
     parts[PARTS.index("always")] += always
+    # Of several changes at one time the last sum is what is held from then on.
     is_last = np.append(times[1:] != times[:-1], True)[: len(times)]
     points = list(zip(times[is_last].tolist(), total[is_last].tolist(), strict=True))
     if not points or points[0][0] > 0:

@@ -54,6 +54,7 @@ def run(words: list[str]) -> int:
     plan = make_swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
     try:
         step = simulate_config(options)
+    # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
     except UserError as error:
         if plan is None:
             raise
@@ -135,6 +136,7 @@ def write_schedule(step: SimulatedStep, file: Path) -> None:
     Raises:
         UserError: the program has an order of its own, or the file cannot be written.
     """
+    # Programs that block between stages run an order of compute alone, which `train` does not.
     if not step.software.has_lanes:
         raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
     try:

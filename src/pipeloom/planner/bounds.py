@@ -24,13 +24,13 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.memory import input_bytes as stage_input_bytes
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
 _ROUNDING = 1e-9
@@ -357,10 +357,12 @@ class Sharded:
         held = self.held_bytes(in_flight)
         room = self.bounds.rooms
         missing = np.where(held > room, (held + more - room) / each, 0.0)
+        # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
         order = np.argsort(-in_flight, axis=1, kind="stable")
         inputs = np.maximum(np.take_along_axis(in_flight, order, axis=1), 1e-9)
         counts = np.take_along_axis(layers[stages], order, axis=1)
         saved_before = np.cumsum(inputs * counts, axis=1) - inputs * counts
+        # A whole number must not become the next one by rounding.
         wanted = np.ceil((missing[:, None] - saved_before) / inputs - 1e-9)
         return np.clip(wanted, 0, counts).sum(axis=1)
 

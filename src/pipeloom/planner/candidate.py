@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.predict.step import Order, SimulatedStep, lowered, simulate_step
 from pipeloom.schedule import Schedule
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.workload.run import Run
 
 _MOST_UNITS = 128
 _MOST_EVEN = 64

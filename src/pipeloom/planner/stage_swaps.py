@@ -321,5 +321,6 @@ def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: 
         backward_s += second.update_s
     there_s, back_s = there / question.bytes_per_s, back / question.bytes_per_s
     if first.amounts.total + second.amounts.total > question.budget:
+        # Without room for both, nothing of the swaps can be hidden.
         return there_s + back_s
     return max(0.0, there_s - forward_s) + max(0.0, back_s - backward_s)

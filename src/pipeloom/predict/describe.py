@@ -8,12 +8,13 @@ from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
+from pipeloom.workload.model import shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
+from pipeloom.workload.run import Run
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)

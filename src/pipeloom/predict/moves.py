@@ -8,13 +8,13 @@ from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moves import evict_seconds, offload_seconds
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import KeptBytes
+from pipeloom.workload.run import Run
 
 
 def why_schedules_may_differ(config: RunConfig) -> str | None:

@@ -15,7 +15,6 @@ from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
-from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -36,6 +35,7 @@ from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +282,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     costs = prices.costs
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
@@ -295,6 +296,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
     step = SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s)
+    # Faster than the peak of the hardware, so that a number of a file must be wrong.
     if step.hfu > 1:
         raise UserError(_impossible(step))
     return step
@@ -437,6 +439,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     if run.tp > 1 and not run.sequence_parallel:
         changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
     if set(run.recompute_kinds) == {"none"}:
+        # recompute_layers decides where it is set, so it has to go.
         changes["layout.recompute selective"] = replace(run, recompute="selective", recompute_layers=None)
     if set(run.recompute_kinds) != {"full"}:
         changes["layout.recompute full"] = replace(run, recompute="full", recompute_layers=None)
