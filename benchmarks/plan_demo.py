@@ -281,7 +281,7 @@ def main() -> None:
                 options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
         asked = question(file)
     first = print_ranking(console, asked)
-    entries = [Entry(chosen.simulate(asked.cluster)) for chosen in layouts(asked)]
+    entries = [Entry(chosen.simulate()) for chosen in layouts(asked)]
     if options.plan_only:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")

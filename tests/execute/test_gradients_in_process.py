@@ -11,6 +11,7 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
+from pipeloom.execute.batch import Batch
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.transport import Post
@@ -18,7 +19,6 @@ from pipeloom.families import make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve

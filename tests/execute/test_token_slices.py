@@ -13,6 +13,7 @@ from toy import make_executor
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
+from pipeloom.execute.batch import Batch
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
@@ -27,7 +28,6 @@ from pipeloom.passes import lower
 from pipeloom.passes.balance import balance
 from pipeloom.passes.offload import offload
 from pipeloom.schedule.kinds import MOVE_KINDS
-from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve

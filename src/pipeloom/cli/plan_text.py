@@ -14,7 +14,6 @@ from pipeloom.cli.figures import (
     unit_s,
     wide_console,
 )
-from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
@@ -142,7 +141,7 @@ def _best_table(plan: Plan) -> Table:
     for step in plan.steps:
         run, seconds = step.run, causes(step)
         exposed_s = seconds["exposed_p2p_s"] + seconds["exposed_data_parallel_s"]
-        dollars = dollars_per_billion_tokens(step)
+        dollars = step.dollars_per_billion_tokens
         rows.append(
             {
                 "tp": f"{run.tp}{' sp' if run.sequence_parallel else ''}",

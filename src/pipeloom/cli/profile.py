@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
     from pipeloom.measure import Request
     from pipeloom.measure.findings import Collectives, Findings, Messages, Product, Timing
-    from pipeloom.train.pieces import PieceRequest
+    from pipeloom.measure.pieces import PieceRequest
 
 
 _MACHINE = 1 / 3
@@ -97,8 +98,9 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     from pipeloom.catalog import find_name
     from pipeloom.config import DataConfig, ModelConfig, RunConfig
     from pipeloom.measure.host import num_devices
+    from pipeloom.measure.pieces import PieceRequest
     from pipeloom.predict.describe import with_model_sizes
-    from pipeloom.train.pieces import PieceRequest
+    from pipeloom.train.optimizer import make_optimizer
 
     name = options.model or ""
     preset = find_name("models", name)
@@ -119,6 +121,8 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
         num_processes=request.num_processes,
         num_cores=num_devices("cpu"),
         budget_s=options.budget_s - request.budget_s,
+        make_optimizer=partial(make_optimizer, config.optimizer),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
     )
 
 
@@ -150,7 +154,7 @@ def _with_pieces(
     cluster: Cluster, notes: dict[str, list[str]], pieces_of: "PieceRequest"
 ) -> tuple[Cluster, dict[str, list[str]]]:
     """The cluster with a model's pieces, measured now, and the comments on them in its file."""
-    from pipeloom.train.pieces import measure_pieces
+    from pipeloom.measure.pieces import measure_pieces
 
     found = measure_pieces(pieces_of)
     how = "CPU time of a process" if pieces_of.shares_cores else "Seconds"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig, recipe_problems
+from pipeloom.config import RunConfig, find_problems, recipe_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import count, format_bytes, told_passes
@@ -95,7 +95,7 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
-    return [*config.problems(is_model_known=is_model_known), *recipe]
+    return [*find_problems(config, is_model_known=is_model_known), *recipe]
 
 
 def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:

@@ -150,6 +150,7 @@ class Host:
         device_name: of the CPU or the GPU, as it calls itself.
         num_devices: cores or GPUs of a host.
         memory_bytes: of one device; of a core, its share of the host's.
+        num_multiprocessors: of a GPU; 0 on CPUs.
         software: operating system, Python, PyTorch and what carries messages, for people.
     """
 
@@ -157,6 +158,7 @@ class Host:
     device_name: str
     num_devices: int
     memory_bytes: float
+    num_multiprocessors: int
     software: str
 
     @property

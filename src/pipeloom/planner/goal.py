@@ -85,7 +85,7 @@ class Settled:
 
     def simulate(self) -> SimulatedStep:
         """Its step on its cluster."""
-        return self.candidate.simulate(self.leaf.cut.arrangement.cluster)
+        return self.candidate.simulate()
 
 
 Node = Arrangement | Cut | Leaf | Settled

@@ -15,6 +15,8 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, Cause, CheckpointIn
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, TokenWindows, unigram_loss
 from pipeloom.errors import RunError
+from pipeloom.execute.batch import Batch
+from pipeloom.execute.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
 from pipeloom.runs import run_folder
@@ -22,11 +24,10 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
-from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
+from pipeloom.train.optimizer import learning_rate, make_optimizer
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress

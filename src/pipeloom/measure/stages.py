@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +17,12 @@ from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.parts.data_parallel import DataParallel, finish
-from pipeloom.execute.stage import Objective, Portion, Stage
-from pipeloom.execute.timing import now
+from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.world import World
+from pipeloom.measure.rehearsal import Run, Times, stage_runner
+from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
 from pipeloom.workload.layout import Layout
@@ -75,25 +75,6 @@ class Collectives:
     def has(self, kind: Kind) -> bool:
         """Whether the schedule has such an action."""
         return any(row.is_kind(kind).any() for row in self.schedule.rows)
-
-
-class Times(NamedTuple):
-    """Seconds of one micro-batch, or of a slice of it, on a stage.
-
-    Attributes:
-        forward_s: of the forward.
-        backward_s: of the backward, or of its first half where the stage splits it.
-        weight_s: of the second half, which makes the gradients of the weights; 0 where there is none.
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-    @classmethod
-    def medians(cls, times: Sequence["Times"]) -> "Times":
-        """Of several measurements."""
-        return cls(*map(median, zip(*times, strict=True)))
 
 
 def timed(costs: StageCosts, times: Sequence[Times]) -> StageCosts:
@@ -269,61 +250,6 @@ def most_held(schedule: Schedule, stage: int) -> int:
     begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     held = np.cumsum(np.where(row.stage == stage, begins.astype(np.int64) - ends, 0)).max(initial=1)
     return max(1, min(_MOST_HELD, int(held) // schedule.num_slices))
-
-
-Run = Callable[[], Times]
-"""Forward and backward, of one micro-batch or the mean of several."""
-
-
-def stage_runner(
-    stage: Stage,
-    outputs: Sequence[TensorSpec],
-    tokens: Tensor,
-    objective: Objective,
-    device: torch.device,
-    *,
-    held: int = 1,
-) -> Run:
-    """What runs micro-batches through a stage, with random tensors for those of its neighbors.
-
-    Args:
-        stage: which.
-        outputs: the agreed spec of every stage's output.
-        tokens: stage 0's input.
-        objective: applied to the last stage's output.
-        device: that the stage is on.
-        held: micro-batches that all go forward before the first goes back. What a single one writes finds the memory,
-            still in a cache, that the one before it has just given back: on CPUs that is faster than a step is.
-    """
-    tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
-    is_last = stage.index == len(outputs) - 1
-    gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
-
-    def run() -> Times:
-        begin = now(device)
-        for number in range(held):
-            stage.forward(Portion(number), tensor, objective if is_last else None, trains=True)
-        forward_s = now(device) - begin
-        backward_s = [time_backward(stage, Portion(number), gradient, device) for number in range(held)]
-        return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
-
-    return run
-
-
-def time_backward(stage: Stage, part: Portion, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
-    begin = now(device)
-    if not stage.splits:
-        stage.backward(part, gradient)
-        return now(device) - begin, 0.0
-    stage.backward_input(part, gradient)
-    middle = now(device)
-    stage.backward_weight(part)
-    return middle - begin, now(device) - middle
-
-
-def _random(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.randn(spec.shape, dtype=spec.dtype, device=device)
 
 
 def _time(run: Run, repeats: int) -> Times:

@@ -1,12 +1,14 @@
 """Measuring a model's pieces: every setting once, finite, and what shared cores add."""
 
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 import pytest
 
-from pipeloom.config import ModelConfig
-from pipeloom.train.pieces import PieceRequest, measure_pieces, undisturbed
+from pipeloom.config import ModelConfig, OptimizerConfig
+from pipeloom.measure.pieces import PieceRequest, measure_pieces, undisturbed
+from pipeloom.train.optimizer import make_optimizer
 
 TINY = ModelConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=11).resolve(11)
 REQUEST = PieceRequest(
@@ -20,6 +22,8 @@ REQUEST = PieceRequest(
     num_processes=2,
     num_cores=1,
     budget_s=0.1,
+    make_optimizer=partial(make_optimizer, OptimizerConfig()),
+    clip_grad_norm=1.0,
 )
 
 
@@ -33,12 +37,12 @@ def seconds_of(pieces):
 
 
 def test_every_setting_is_measured_once(crowded):
-    keys = [pieces.key for pieces in crowded.pieces]
+    keys = [pieces.run for pieces in crowded.pieces]
     wanted = [(tp, kind, size) for tp in (1, 2) for kind in ("none", "full") for size in (1, 2)]
     assert [(key.tp, key.recompute, key.micro_batch) for key in keys] == wanted
-    assert {(key.hidden, key.heads, key.ffn, key.vocab, key.seq, key.mlp) for key in keys} == {
-        (16, 2, TINY.ffn_size, 11, 8, "swiglu")
-    }
+    assert {
+        (*(getattr(key.shape, name) for name in ("hidden", "heads", "ffn", "vocab", "mlp")), key.seq) for key in keys
+    } == {(16, 2, TINY.ffn_size, 11, "swiglu", 8)}
     assert [key.sequence_parallel for key in keys] == [False] * 4 + [True] * 4
     assert crowded.rounds >= 3
 
@@ -52,7 +56,7 @@ def test_seconds_are_finite_and_what_computes_takes_some(crowded):
 
 def test_messages_are_told_where_cores_are_shared_and_there_are_stages(crowded):
     for pieces in crowded.pieces:
-        assert (pieces.message_s > 0) == (pieces.key.tp == 1)  # with two tensor-parallel ranks there is one stage
+        assert (pieces.message_s > 0) == (pieces.run.tp == 1)  # with two tensor-parallel ranks there is one stage
 
 
 def test_with_a_core_for_each_process_the_link_tells_of_messages():

@@ -8,22 +8,21 @@ import torch
 from machines import timing
 
 from pipeloom.errors import ConfigError
-from pipeloom.execute.timing import now
 from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
-from pipeloom.measure import links, matmul, measure, memory
+from pipeloom.measure import device, links, machine
 from pipeloom.measure.findings import Timing
 from pipeloom.measure.host import cpu_name, host_memory_bytes, num_devices
-from pipeloom.measure.stopwatch import LEAST, Stopwatch, on_device, on_host
+from pipeloom.measure.stopwatch import LEAST, Stopwatch, now, on_device, on_host
 
 
 def measure_tiny(per_host, rendezvous, rank, size):
     """What a worker does; it changes its own process's constants."""
-    matmul.WIDTHS, links.SIZES = {"cpu": (16, 32, 48)}, {"cpu": (1024, 4096, 65536)}
-    memory._LARGE_BYTES = {"cpu": 2**16}
+    device.WIDTHS, links.SIZES = {"cpu": (16, 32, 48)}, {"cpu": (1024, 4096, 65536)}
+    device._LARGE_BYTES = {"cpu": 2**16}
     world, shown = join_forked(rendezvous, rank, size, "cpu", 30), []
-    announced = measure._num_measurements(world, per_host)
-    found = measure.measure_on(world, 1.0, per_host, shown.append)
+    announced = machine._num_measurements(world, per_host)
+    found = machine.measure_on(world, 1.0, per_host, shown.append)
     world.leave()
     return found, len(shown), announced
 
@@ -169,16 +168,16 @@ def slow_precision(name, rate):
 
 def test_a_precision_that_is_emulated_is_left_out_after_one_look():
     watch, skipped = slow_precision("bf16", 2e10)
-    products, too_slow = matmul.measure_products(watch)
+    products, too_slow = device.measure_products(watch)
     assert {product.precision for product in products} == {"fp32"}
     assert too_slow == {"bf16": pytest.approx(2e10)}
-    assert skipped == [len(matmul.WIDTHS["cpu"]) - 1]
+    assert skipped == [len(device.WIDTHS["cpu"]) - 1]
 
 
 def test_a_precision_that_is_merely_slower_is_kept():
     watch, skipped = slow_precision("bf16", 3e10)
-    products, too_slow = matmul.measure_products(watch)
-    assert [p.flops for p in products if p.precision == "bf16"] == [2.0 * w**3 for w in matmul.WIDTHS["cpu"]]
+    products, too_slow = device.measure_products(watch)
+    assert [p.flops for p in products if p.precision == "bf16"] == [2.0 * w**3 for w in device.WIDTHS["cpu"]]
     assert not too_slow
     assert not skipped
 
@@ -198,7 +197,7 @@ def test_the_cpu_has_a_name_and_memory(tmp_path):
 
 def test_all_wrong_numbers_are_told_together():
     with pytest.raises(ConfigError) as caught:
-        measure.Request.make("cpu", 0, -1.0)
+        machine.Request.make("cpu", 0, -1.0)
     assert caught.value.problems == (
         "--processes must be at least 1, found 0",
         "--budget-s must be a number of seconds above 0, found -1",
@@ -208,27 +207,27 @@ def test_all_wrong_numbers_are_told_together():
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a CUDA device")
 def test_a_machine_without_cuda_is_told_so():
     with pytest.raises(ConfigError, match="needs a CUDA device that PyTorch sees, found none; use --device cpu"):
-        measure.Request.make("cuda", None, 1.0)
-    assert measure.Request.make(None, None, 1.0).kind == "cpu"
+        machine.Request.make("cuda", None, 1.0)
+    assert machine.Request.make(None, None, 1.0).kind == "cpu"
 
 
 def test_too_few_cuda_devices_are_told(monkeypatch):
-    monkeypatch.setattr(measure, "num_devices", lambda kind: 2)
+    monkeypatch.setattr(machine, "num_devices", lambda kind: 2)
     with pytest.raises(ConfigError, match="one CUDA device for each of 4 processes on a host, found 2; use --proc"):
-        measure.Request.make("cuda", 4, 1.0)
-    assert measure.Request.make("cuda", None, 1.0).num_processes == 2
+        machine.Request.make("cuda", 4, 1.0)
+    assert machine.Request.make("cuda", None, 1.0).num_processes == 2
 
 
 def test_as_many_processes_as_cores_but_at_most_eight(monkeypatch):
-    monkeypatch.setattr(measure, "num_devices", lambda kind: 64 if kind == "cpu" else 0)
-    assert measure.Request.make(None, None, 1.0).num_processes == 8
-    assert measure.Request.make(None, 16, 1.0).num_processes == 16
+    monkeypatch.setattr(machine, "num_devices", lambda kind: 64 if kind == "cpu" else 0)
+    assert machine.Request.make(None, None, 1.0).num_processes == 8
+    assert machine.Request.make(None, 16, 1.0).num_processes == 16
 
 
 def test_a_launcher_says_how_many_processes_there_are(monkeypatch):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert measure.Request.make("cpu", None, 1.0).num_processes == 4
-    assert measure.processes_per_host(4) == 2
+    assert machine.Request.make("cpu", None, 1.0).num_processes == 4
+    assert machine.processes_per_host(4) == 2
     with pytest.raises(ConfigError, match="--processes is 3, but the launcher started 4"):
-        measure.Request.make("cpu", 3, 1.0)
+        machine.Request.make("cpu", 3, 1.0)

@@ -9,9 +9,10 @@ from small_run import small_run
 
 from pipeloom.config import ModelConfig, TrainingConfig
 from pipeloom.data.text import load_data
+from pipeloom.measure.slices import fitted
 from pipeloom.train import session
 from pipeloom.train.session import resolve
-from pipeloom.train.slices import fitted, measured, with_known_slices
+from pipeloom.train.slices import measured_points, with_known_slices
 from pipeloom.workload.layout import Layout
 
 
@@ -59,7 +60,7 @@ def test_every_rank_has_the_lengths_that_rank_0_chose(tmp_path, tied):
 def test_points_are_at_both_ends_of_sequences(tmp_path):
     config = small_run(tmp_path)
     config = resolve(config, load_data(config.data, 0))
-    points = measured(config, torch.device("cpu"))
+    points = measured_points(config, torch.device("cpu"))
     assert [point[:2] for point in points] == [(1, 0), (1, 7), (2, 0), (2, 6), (4, 0), (4, 4), (8, 0)]
     assert min(seconds for *_, seconds in points) > 0
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeloom.config import ModelConfig, OptimizerConfig
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.execute.batch import Batch
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.process_collectives import make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport
@@ -29,12 +29,12 @@ from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, join_forked
+from pipeloom.measure.stopwatch import Now, now
+from pipeloom.measure.update import MakeOptimizer, Update
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
 from pipeloom.model.tensor_parallel import WHOLE
-from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
 from pipeloom.workload.layout import Layout, Recompute
-from pipeloom.workload.model import shape_of
+from pipeloom.workload.model import ModelConfig, shape_of
 from pipeloom.workload.run import Run
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
@@ -60,6 +60,8 @@ class PieceRequest:
         num_processes: that compute at the same time, on this host.
         num_cores: of this host, for processes on a CPU.
         budget_s: seconds for all measurements together, about.
+        make_optimizer: of a run.
+        clip_grad_norm: of a run.
     """
 
     model: ModelConfig
@@ -72,6 +74,8 @@ class PieceRequest:
     num_processes: int
     num_cores: int
     budget_s: float
+    make_optimizer: MakeOptimizer
+    clip_grad_norm: float
 
     @property
     def shares_cores(self) -> bool:
@@ -115,24 +119,6 @@ _PARTS = ("one layer", "layers", "first", "last")
 
 
 @dataclass
-class _Clock:
-    """CPU seconds where cores are shared, else seconds.
-
-    Attributes:
-        shares_cores: whether they are.
-        device: where is computed.
-    """
-
-    shares_cores: bool
-    device: torch.device
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.process_time() if self.shares_cores else time.perf_counter()
-
-
-@dataclass
 class _Subject:
     """A stage that is timed with micro-batches of one size.
 
@@ -150,12 +136,12 @@ class _Subject:
     objective: Callable[[Tensor, int], Tensor] | None
     times: list[Both] = field(default_factory=list)
 
-    def run(self, clock: _Clock) -> Both:
-        begin_s = clock.now()
+    def run(self, clock: Now) -> Both:
+        begin_s = clock()
         self.stage.forward(Portion(0), self.tensor, self.objective, trains=True)
-        middle_s = clock.now()
+        middle_s = clock()
         self.stage.backward(Portion(0), self.gradient)
-        return middle_s - begin_s, clock.now() - middle_s
+        return middle_s - begin_s, clock() - middle_s
 
     @property
     def seconds(self) -> Both:
@@ -171,7 +157,7 @@ class _Measurement:
 
     def __init__(self, request: PieceRequest, world: World) -> None:
         self._request, self._world = request, world
-        self._clock = _Clock(request.shares_cores, world.device)
+        self._clock: Now = time.process_time if request.shares_cores else partial(now, world.device)
         self._num_layers = min(request.model.num_layers, _MOST_LAYERS)
         self._parallel = {tp: self._parallel_of(tp) for tp in request.tp}
         self._weights: dict[tuple[int, Recompute, str], StageWeights] = {}
@@ -181,7 +167,10 @@ class _Measurement:
         }
         first = self._weights[request.tp[0], request.recompute[0], "one layer"]
         larger = self._weights[request.tp[0], request.recompute[0], "layers"]
-        self._updates = [_Update(one, world) for one in (first, larger)]
+        parts = [one.optimizer_parts() for one in (first, larger)]
+        self._updates = [
+            (Update(request.make_optimizer, request.clip_grad_norm, one, world), list[float]()) for one in parts
+        ]
         self._messages = self._make_messages()
 
     def _parallel_of(self, tp: int) -> TensorParallel:
@@ -262,8 +251,13 @@ class _Measurement:
             if messages is not None and recompute == self._request.recompute[0]:
                 load = self._subjects[self._request.tp[0], recompute, size]["one layer"]
                 messages.measure(load, is_counted=is_counted)
-        for update in self._updates:
-            update.measure(self._clock, is_counted=is_counted)
+        for update, times in self._updates:
+            self._world.wait_for_all()
+            begin_s = self._clock()
+            update.fill_gradients()  # with as much work as zeros take
+            update.step()
+            if is_counted:
+                times.append(self._clock() - begin_s)
 
     def _found(self, setting: Setting) -> MeasuredPieces:
         tp, recompute, size = setting
@@ -296,7 +290,7 @@ class _Measurement:
         return forward_s, backward_s
 
     def _found_update(self) -> MeasuredUpdate:
-        (few, few_s), (many, many_s) = ((update.size, undisturbed(update.seconds)) for update in self._updates)
+        (few, few_s), (many, many_s) = ((update.size, undisturbed(times)) for update, times in self._updates)
         few_s, many_s = (total / self._world.size for total in self._world.sum([few_s, many_s]))
         each_s = max(0.0, (many_s - few_s) / max(1, many - few))
         return MeasuredUpdate(fixed_s=max(0.0, few_s - each_s * few), parameter_s=each_s, precision="fp32")
@@ -329,13 +323,13 @@ class _Messages:
 
     def measure(self, load: _Subject, *, is_counted: bool) -> None:
         """CPU seconds of each message: those of the process without those of computing on its main thread."""
-        clock, computed_s = _MainThread(), 0.0
+        computed_s = 0.0
         self._world.wait_for_all()
         begin_s = time.process_time()
         under_way: list[Transfer] = []
         for _ in range(_MESSAGES):
             posted = [self._transport.receive(self._spec, peer) for peer in self._peers]
-            computed_s += sum(load.run(clock))
+            computed_s += sum(load.run(time.thread_time))
             posted += [self._transport.send(self._tensor, peer) for peer in self._peers]
             self._finish(under_way)
             under_way = posted
@@ -352,41 +346,3 @@ class _Messages:
     def close(self) -> None:
         """Let go of threads."""
         self._transport.close()
-
-
-class _MainThread(_Clock):
-    """CPU seconds of this thread."""
-
-    def __init__(self) -> None:
-        super().__init__(shares_cores=True, device=torch.device("cpu"))
-
-    def now(self) -> float:
-        return time.thread_time()
-
-
-class _Update:
-    """What follows a step's pipeline, on the weights of a stage."""
-
-    def __init__(self, weights: StageWeights, world: World) -> None:
-        self._world = world
-        self._config = OptimizerConfig()
-        decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in weights.optimizer_parts())
-        self._parameters = [*decayed, *plain]
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        self._optimizer = make_optimizer(self._config, decayed, plain)
-        self.size = sum(parameter.numel() for parameter in self._parameters)
-        self.seconds: list[float] = []
-
-    def measure(self, clock: _Clock, *, is_counted: bool) -> None:
-        """Gradients anew, their norm over all ranks, clipping, the optimizer."""
-        self._world.wait_for_all()
-        begin_s = clock.now()
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.fill_(1.0)  # as much work as zeros, and large enough to be clipped
-        squares = self._world.sum([0.0, squared_gradient_norm(gradients)])[1]
-        clip_gradients(self._parameters, squares**0.5, self._config.clip_grad_norm)
-        self._optimizer.step()
-        if is_counted:
-            self.seconds.append(clock.now() - begin_s)

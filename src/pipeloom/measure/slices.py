@@ -1,19 +1,26 @@
-"""Measured seconds of token slices, each behind the ones before it."""
+"""Token slices: seconds of each behind the ones before it, and the lengths that suit this machine.
 
-from collections.abc import Mapping, Sequence
+Lengths are measured at a few lengths and contexts, and chosen by the dynamic programme.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import moved
 from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.profile import Profile, Times, time_backward, timed
 from pipeloom.execute.stage import Objective, Portion, Stage
-from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
+from pipeloom.measure.rehearsal import Times, time_backward
+from pipeloom.measure.stages import Profile, timed
+from pipeloom.measure.stopwatch import median_seconds, now
+from pipeloom.model import KeyValueCache, Transformer
 from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
@@ -107,3 +114,64 @@ def with_slices(profile: Profile, times: Mapping[int, Sequence[Times]], slices: 
         part = replace(moved(whole, whole, share), transfer_s=whole.transfer_s * share)
         parts.append(timed(part, [times[stage][number] for stage in stages]))
     return replace(profile, slices=tuple(parts))
+
+
+Point = tuple[int, int, float]
+"""Tokens of a slice, tokens before it, seconds of its forward and backward."""
+
+
+class Latency:
+    """Seconds of a slice of l tokens behind c: ``fixed + token l + pair l (c + l / 2)``, none of them negative."""
+
+    def __init__(self, fixed_s: float, token_s: float, pair_s: float) -> None:
+        self.fixed_s, self.token_s, self.pair_s = fixed_s, token_s, pair_s
+
+    def __call__(self, length: NDArray[np.float64], before: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of slices of so many tokens behind so many."""
+        return self.fixed_s + self.token_s * length + self.pair_s * length * (before + length / 2)
+
+
+def fitted(points: list[Point]) -> Latency:
+    """The latency that is nearest to some measured points, by relative errors."""
+    length, before, seconds = np.array(points, np.float64).T
+    columns = np.stack([np.ones_like(length), length, length * (before + length / 2)], axis=1) / seconds[:, None]
+    used = [0, 1, 2]
+    while True:
+        found, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(seconds), rcond=None)
+        if (found >= 0).all():
+            break
+        used.pop(int(found.argmin()))
+    values = dict(zip(used, found.tolist(), strict=True))
+    return Latency(values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0))
+
+
+def measured(stage: Transformer, make: Callable[[int], Tensor], num_tokens: int) -> list[Point]:
+    """Forward and backward of a stage, at a few lengths, at the beginning and the end of sequences.
+
+    All of it on this rank, without the ranks that it shares matrices with.
+
+    Args:
+        stage: on its device, with every matrix that it needs.
+        make: inputs of so many tokens.
+        num_tokens: of a sequence.
+    """
+    lengths = sorted({max(1, num_tokens // share) for share in (1, 2, 4, 8)})
+    places = [(length, before) for length in lengths for before in sorted({0, num_tokens - length})]
+    return [(length, before, _seconds(stage, num_tokens, make(before), make(length))) for length, before in places]
+
+
+def _seconds(stage: Transformer, room: int, context: Tensor, tensor: Tensor) -> float:
+    """Median seconds of a slice behind others, which go forward before each run."""
+    caches: list[KeyValueCache] = []
+
+    def prepare() -> None:
+        caches[:] = [KeyValueCache(room)]
+        with torch.no_grad():
+            if context.shape[1]:
+                stage(context, caches[0])
+
+    def once() -> None:
+        output = stage(tensor, caches[0])
+        output.backward(torch.ones_like(output))
+
+    return median_seconds(once, _REPEATS, tensor.device, prepare)

@@ -10,11 +10,11 @@ from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.data.text import load_data
 from pipeloom.execute.boundary import TokenSlices
-from pipeloom.execute.profile import Profile, Times, most_held
-from pipeloom.execute.profile_slices import with_slices
 from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.families import make_schedule
+from pipeloom.measure.slices import with_slices
+from pipeloom.measure.stages import Profile, Times, most_held
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS

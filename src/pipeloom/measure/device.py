@@ -1,9 +1,9 @@
-"""Matrix products: their rate over their size in each precision, and the fixed time of a kernel."""
+"""One device: matrix products, the fixed time of a kernel, memory, the host's time to launch an operation."""
 
 import torch
 
-from pipeloom.measure.findings import Product, Timing
-from pipeloom.measure.stopwatch import Sample, Stopwatch, on_device
+from pipeloom.measure.findings import Product, Timing, Traffic
+from pipeloom.measure.stopwatch import Sample, Stopwatch, on_device, on_host
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By the name that cluster files use. fp32 is fp32: PyTorch leaves TF32 off unless told otherwise."""
@@ -68,3 +68,38 @@ def _product(device: torch.device, dtype: torch.dtype, width: int) -> Sample:
     left, right = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     out = torch.empty(width, width, device=device, dtype=dtype)
     return on_device(device, lambda: torch.mm(left, right, out=out))
+
+
+NUM_TRAFFIC = 2
+"""Measurements that ``measure_traffic`` makes."""
+
+_LARGE_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+"""Of each of three tensors: beyond any cache."""
+_PART = 16
+"""Each tensor takes at most this part of a device's memory."""
+
+
+def measure_traffic(watch: Stopwatch, memory_bytes: float) -> tuple[Traffic, Traffic]:
+    """A copy (a read and a write) and a sum of two tensors (two reads and a write).
+
+    Args:
+        watch: repeats them.
+        memory_bytes: of the device; small ones get smaller tensors.
+    """
+    device = watch.world.device
+    size = int(min(_LARGE_BYTES[device.type], memory_bytes / _PART)) // 4
+    left, right, out = (torch.ones(size, device=device) for _ in range(3))
+    copy = watch.time("memory: copies", on_device(device, lambda: out.copy_(left)))
+    add = watch.time("memory: sums", on_device(device, lambda: torch.add(left, right, out=out)))
+    return Traffic(2 * 4.0 * size, copy), Traffic(3 * 4.0 * size, add)
+
+
+NUM_LAUNCHES = 1
+"""Measurements that ``measure_launch`` makes."""
+
+
+def measure_launch(watch: Stopwatch) -> Timing:
+    """Host seconds of a tiny operation: on CUDA to launch it, on a CPU to do it."""
+    device = watch.world.device
+    tiny = torch.zeros(16, device=device)
+    return watch.time("the host's time for an operation", on_host(device, lambda: tiny.add_(1.0)))

@@ -1,6 +1,7 @@
 """The whole measurement, in processes of its own or in those of a launcher."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,17 +9,25 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pipeloom.errors import ConfigError
 from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.measure.device import (
+    NUM_LAUNCHES,
+    NUM_TRAFFIC,
+    measure_kernel,
+    measure_launch,
+    measure_products,
+    measure_traffic,
+    num_products,
+)
 from pipeloom.measure.findings import Collectives, Findings
-from pipeloom.measure.host import NUM_LAUNCHES, describe_host, measure_launch, num_devices
+from pipeloom.measure.host import describe_host, num_devices
 from pipeloom.measure.links import group_sizes, measure_collectives, measure_messages, num_links
-from pipeloom.measure.matmul import measure_kernel, measure_products, num_products
-from pipeloom.measure.memory import NUM_TRAFFIC, measure_traffic
-from pipeloom.measure.progress import ProfileProgress
 from pipeloom.measure.stopwatch import Stopwatch
+from pipeloom.terminal.progress import Bar
 
 MOST_PROCESSES = 8
 """That are started unless told otherwise."""
@@ -144,3 +153,35 @@ def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str
         collectives=tuple(collectives),
         seconds=time.perf_counter() - begin_s,
     )
+
+
+_LINES_WITHOUT_TERMINAL = 6
+
+
+class ProfileProgress(Bar):
+    """Progress over measurements.
+
+    Args:
+        count: how many there will be.
+        is_shown: on one rank.
+    """
+
+    def __init__(self, count: int, *, is_shown: bool) -> None:
+        self._count = count
+        self._is_shown = is_shown
+        self._begun = 0
+        self._every = max(1, count // _LINES_WITHOUT_TERMINAL)
+        columns = (
+            TextColumn("measurement {task.completed}/{task.total}"),
+            BarColumn(bar_width=24),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[what]}"),
+        )
+        super().__init__(sys.stderr, *columns, total=count, is_shown=is_shown, transient=True, what="starting")
+
+    def show(self, what: str) -> None:
+        """A measurement begins, or is left out if it has no name."""
+        self._begun += 1
+        is_bar = self._update(self._begun, what=what)
+        if not is_bar and self._is_shown and what and (self._begun - 1) % self._every == 0:
+            print(f"measuring {self._begun}/{self._count}: {what}", file=sys.stderr, flush=True)  # noqa: T201
