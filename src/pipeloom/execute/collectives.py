@@ -115,10 +115,12 @@ class InProcessGroups:
         meeting = self._meetings.setdefault(number, _Meeting())
         meeting.brought[index] = tensors
         if len(meeting.brought) == self.size:
+            # It writes into tensors that may be parameters, which autograd forbids otherwise.
             with torch.no_grad():
                 work([meeting.brought[member] for member in range(self.size)])
             meeting.is_done = True
             meeting.brought.clear()
+            # Whoever waits has the meeting itself; kept here, they would add up over a run.
             del self._meetings[number]
         return lambda: meeting.is_done
 
@@ -143,6 +145,7 @@ class _InProcessGroup:
         return self._join(tensor, tensor, partial(_all_reduce, reduction=reduction))
 
     def _join(self, result: Tensor, given: Tensor, work: _Work) -> Finish:
+        # All ranks make the same calls in the same order, so its number names a collective.
         self._number += 1
         return self._shared.join(self._number, self.index, (result, given), work)
 
@@ -154,6 +157,7 @@ def _gather(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _reduce_scatter(brought: Sequence[tuple[Tensor, Tensor]]) -> None:
+    # One sum for all ranks, so that what they hold has the same bits.
     total = torch.stack([whole for _, whole in brought]).sum(0)
     for (shard, _), part in zip(brought, total.chunk(len(brought)), strict=True):
         shard.copy_(part)

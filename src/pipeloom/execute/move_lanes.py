@@ -79,4 +79,6 @@ class ProcessMoveLanes:
     def service(self, name: str) -> Lane:
         """A lane for what is done for another rank."""
         is_cuda = self.device.type == "cuda"
+        # A thread even on CUDA: somebody has to wait for what the other rank
+        # announces. Its copies need a stream beside that of compute.
         return ThreadLane(self._clock, name, torch.cuda.Stream(self.device) if is_cuda else None)

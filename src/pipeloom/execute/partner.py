@@ -74,13 +74,16 @@ class Served:
             if num_messages:
                 ranges = torch.empty(num_messages, 2, dtype=torch.int64)
                 yield wire.expect(ranges)
+                # Kept for later steps: the evicting rank announces the messages of a packing only once.
                 self._messages[packing] = tuple((begin, end) for begin, end in ranges.tolist())
             messages = self._messages.get(packing, ())
+            # When the eviction is announced, not before, so that room is taken only for what has been evicted.
             memory = torch.empty(_behind(messages), dtype=torch.uint8, device=self._device)
             live.add(memory.numel())
             for begin, end in messages:
                 yield wire.receive(memory[begin:end])
             self._vault.put((*key, packing), memory, self._device)
+            # Else the generator would hold it while it waits for the next eviction.
             del memory
 
     def _give_back(self, live: Live) -> Job:

@@ -119,6 +119,7 @@ class _PostWire:
         return self._fetch("bytes", tensor)
 
     def _leave(self, what: str, tensor: Tensor) -> Finish:
+        # The sender may change its tensor at once, as after a send that has ended.
         self._post.place(*self._name, what).append(tensor.clone())
         return already_done
 
@@ -151,6 +152,8 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
     """
     found: dict[int, Wires] = {}
     for evictor, plan in evictions(schedule).items():
+        # A group for each direction: NCCL does what one group is given in
+        # its order, so a load would wait for evictions.
         ends = {direction: _open(evictor, plan.partner, world, pipelines) for direction in ("evict", "load")}
         if rank in (evictor, plan.partner):
             pair = [ends[direction] for direction in ("evict", "load")]
@@ -163,21 +166,25 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
 
 def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence[int]]) -> "GroupWire | None":
     own: GroupWire | None = None
+    # ``new_group`` wants every process, member or not, and all in the same order (its documentation).
     for ranks in pipelines:
         pair = sorted([ranks[evictor], ranks[partner]])  # as their places in the group are
         numbers = dist.new_group(pair, timeout=world.timeout, backend="gloo")
+        # gloo matches what two processes send and receive in its order, so one group carries both.
         tensors = numbers
         if world.device.type == "cuda":
             tensors = dist.new_group(pair, timeout=world.timeout, backend="nccl")
         if world.rank in pair:
             assert isinstance(numbers, dist.ProcessGroup)
             assert isinstance(tensors, dist.ProcessGroup)
+            # ``group_dst`` and ``group_src`` count inside the group, which has two.
             own = GroupWire(numbers, tensors, 1 - pair.index(world.rank), world.device)
     return own
 
 
 def _exercise(wire: "GroupWire", plan: Evictions, *, is_evictor: bool) -> None:
     """Announce how much will come, and compare; then send a byte."""
+    # A partner with another schedule would wait for what never comes: better found before the first step.
     expected = torch.tensor(plan, dtype=torch.int64)
     byte = torch.zeros(1, dtype=torch.uint8, device=wire.device)
     if is_evictor:
@@ -237,6 +244,7 @@ class GroupWire:
 def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
     try:
         work = post()
+    # gloo reports a connection that broke as a plain RuntimeError.
     except RuntimeError as error:
         raise PeerLostError(f"the partner of evictions went away: {error}") from error
     assert work is not None, "a process never sends to itself"
@@ -244,6 +252,7 @@ def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
 
 
 def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
+    # A list, so that the message can be taken out of it while the function lives on.
     under_way = [work]  # with the message, which is let go of as soon as it is over
 
     def finish() -> bool:

@@ -93,6 +93,7 @@ def product_rates(findings: Findings) -> dict[str, Curve]:
     rates: dict[str, list[tuple[float, float]]] = {}
     for product in findings.products:
         if product.flops not in unclear:
+            # The largest stays however short it is: never less than what a clear one has left.
             alone_s = max(product.timing.median_s - kernel_s, product.timing.median_s * (1 - 1 / _CLEAR))
             rates.setdefault(product.precision, []).append((product.flops, product.flops / alone_s))
     return {name: tuple(curve) for name, curve in rates.items()}

@@ -34,10 +34,12 @@ def measure_products(watch: Stopwatch) -> tuple[tuple[Product, ...], dict[str, f
     """Products of all sizes in the precisions of useful speed, sizes rising; and FLOP/s of the other precisions."""
     device = watch.world.device
     widths = WIDTHS[device.type]
+    # An emulated type is slow: one small size tells, before large ones take their time.
     probes = {name: _measure(watch, name, widths[_PROBE]) for name in precisions(device)}
     products: list[Product] = []
     too_slow: dict[str, float] = {}
     for name, probe in probes.items():
+        # Rank 0 decides for all, since all make the same measurements.
         if watch.agree(probe.flops_per_s < LEAST_RATE * probes["fp32"].flops_per_s):
             too_slow[name] = probe.flops_per_s
             watch.skip(len(widths) - 1)

@@ -109,11 +109,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Args:
         points: (bytes, seconds), two or more of different bytes.
     """
+    # Divided by its seconds each point counts alike; else the largest message alone would decide.
     weights = [(1 / seconds, size / seconds) for size, seconds in points]
     uu, uv, vv = (sum(w[i] * w[j] for w in weights) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = (sum(w[i] for w in weights) for i in (0, 1))
     determinant = uu * vv - uv * uv
     latency_s, seconds_per_byte = (vv * u - uv * v) / determinant, (uu * v - uv * u) / determinant
+    # On the border of what is allowed the least squares have one unknown left.
     if latency_s < 0:
         return 0.0, v / vv
     if seconds_per_byte <= 0:

@@ -13,6 +13,7 @@ def num_devices(kind: str) -> int:
     """GPUs of this host, or cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
+    # Containers and job schedulers bind processes to some of the cores; ``cpu_count`` tells of all. Not on macOS.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -48,4 +49,5 @@ def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
         text = limit.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return total
+    # It says "max" where there is no limit.
     return min(total, float(text)) if text.isdigit() else total

@@ -84,6 +84,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
         for wanted in SIZES[world.device.type]:
+            # Every rank has a part of the same size, rounded up; what is noted is the size that was moved.
             shard = -(-wanted // (4 * num_ranks))
             sample: Sample = _nothing
             if world.rank < num_ranks:

@@ -93,6 +93,7 @@ def measure_machine(request: Request) -> Findings | None:
         WorkerError: a process of its own failed.
     """
     if is_launched():
+        # As processes that are started here have: one device of a CPU's cluster file is one core.
         torch.set_num_threads(1)
         return _measure_in(request, join_launched(request.kind, request.budget_s + _PATIENCE_S))
     return run_workers(partial(_work, request), request.num_processes)[0]

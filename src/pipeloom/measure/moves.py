@@ -41,6 +41,7 @@ def time_moves(
     evicted: dict[int, float] = {}
     for evictor, plan in evictions(schedule).items():
         for stage in _moving(schedule, evictor, Kind.EVICT):
+            # One stage of one rank after the other: pairs that share a link would time each other.
             world.wait_for_all()
             if rank in (evictor, plan.partner):
                 seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
@@ -57,6 +58,7 @@ def _moving(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
 
 
 def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool) -> float:
+    # In several messages, as what a stage keeps travels in a step.
     packing = Packing.of((-(-nbytes // _PIECES),) * _PIECES)
     memory = torch.zeros(packing.total_bytes, dtype=torch.uint8, device=world.device)
 
@@ -144,6 +146,7 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
                 finish(transport.receive(spec, source), timeout_s)
 
     measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
+    # Only the first rank sees the whole way there and back.
     both_s = measured_s if rank == first else 0.0
     weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
     return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)

@@ -181,6 +181,7 @@ class _Measurement:
     def _subject(self, tp: int, recompute: Recompute, size: int, part: str) -> _Subject:
         request, device, parallel = self._request, self._world.device, self._parallel[tp]
         module = self._module(tp, recompute, part)
+        # Random ones: the same token everywhere would read one row of the embedding, which stays in a cache.
         tokens = np.random.default_rng(0).integers(0, request.model.vocab_size, (size, request.seq_len + 1))
         batch = Batch.of(tokens.astype(np.int64), 1, device)
         shape = (size, request.seq_len // tp, request.model.hidden_size)
@@ -189,6 +190,7 @@ class _Measurement:
             output = TensorSpec.of(module(tensor))
         stage = Stage(module, int(part != "first"), output, needs_input_gradient=part != "first")
         if part != "last":
+            # Small, since all rounds add to the same gradients.
             return _Subject(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None)
         vocabulary = SplitVocabulary(parallel, request.model.vocab_size or 0)
         return _Subject(stage, tensor, None, partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy))
@@ -210,6 +212,7 @@ class _Measurement:
         )
         module.set_recompute((recompute,) * model.num_layers)
         weights = StageWeights(module, "none", 1, 0)
+        # As in a run, where backwards add to gradients that lie side by side.
         weights.open_gradient(weights.gradient)
         self._weights[tp, recompute, part] = weights
         return module
@@ -231,6 +234,7 @@ class _Measurement:
         while True:
             self._round(is_counted=rounds > 0)
             is_over = time.perf_counter() - begin_s > self._request.budget_s or rounds >= _MOST_ROUNDS
+            # Rank 0's clock ends it for all: a rank that began another round alone would wait in it for ever.
             if self._world.broadcast(int(is_over and rounds >= _LEAST_ROUNDS), 0):
                 break
             rounds += 1
@@ -248,6 +252,7 @@ class _Measurement:
                 if is_counted:
                     subject.times.append(times)
             messages = self._messages.get((tp, size))
+            # Messages have the same size whatever is recomputed.
             if messages is not None and recompute == self._request.recompute[0]:
                 load = self._subjects[self._request.tp[0], recompute, size]["one layer"]
                 messages.measure(load, is_counted=is_counted)
@@ -264,6 +269,7 @@ class _Measurement:
         request = self._request
         one, more, first, last = (self._mean(self._subjects[setting][part].seconds) for part in _PARTS)
         sides = range(2)
+        # The difference of two stages: what a stage takes beside its layers is in both.
         layer = [(more[side] - one[side]) / max(1, self._num_layers - 1) for side in sides]
         run = Run(
             shape=shape_of(request.model),
@@ -292,6 +298,7 @@ class _Measurement:
     def _found_update(self) -> MeasuredUpdate:
         (few, few_s), (many, many_s) = ((update.size, undisturbed(times)) for update, times in self._updates)
         few_s, many_s = (total / self._world.size for total in self._world.sum([few_s, many_s]))
+        # A line through two sizes; noise could make it fall.
         each_s = max(0.0, (many_s - few_s) / max(1, many - few))
         return MeasuredUpdate(fixed_s=max(0.0, few_s - each_s * few), parameter_s=each_s, precision="fp32")
 
@@ -329,7 +336,9 @@ class _Messages:
         under_way: list[Transfer] = []
         for _ in range(_MESSAGES):
             posted = [self._transport.receive(self._spec, peer) for peer in self._peers]
+            # The clock of this thread alone: those that carry messages are what is asked for.
             computed_s += sum(load.run(time.thread_time))
+            # Receives first, then compute, then sends, as a row of 1F1B has them.
             posted += [self._transport.send(self._tensor, peer) for peer in self._peers]
             self._finish(under_way)
             under_way = posted

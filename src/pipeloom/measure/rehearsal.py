@@ -59,6 +59,7 @@ def stage_runner(
     """
     tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
     is_last = stage.index == len(outputs) - 1
+    # Small, since all runs add to the same gradients.
     gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
     def run() -> Times:

@@ -92,9 +92,12 @@ def _time(
             stage.forward(Portion(0, number), inputs[number], objective if is_last else None, trains=True)
             forward_s.append(now(device) - begin)
         backward_s = [
-            time_backward(stage, Portion(0, number), gradients[number], device) for number in reversed(numbers)
+            # The last slice first: keys and values of the first one get gradients from all behind it.
+            time_backward(stage, Portion(0, number), gradients[number], device)
+            for number in reversed(numbers)
         ]
         times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
+    # Without the first run, which allocates and fills caches.
     return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]
 
 

@@ -150,10 +150,10 @@ def profile_stages(
             for team in layout.tensor_groups():
                 if world.rank in team:
                     one, held = _time(run, _REPEATS), most_held(collectives.schedule, index)
-                    run_s = sum(one)
+                    run_s = sum(one)  # of more that are held at once, fewer runs are as many measurements
                     alone[index] = one if held == 1 else _time(make(held=held), -(-_REPEATS // held))
                 world.wait_for_all()
-            if number == 0:
+            if number == 0:  # every boundary has the shape of the first one
                 transfer_s = exchange.seconds(run, run_s)
             times = _crowd(exchange, run, run_s, _CROWD_S / len(stages))
             collective_s[index] = _time_collectives(collectives, index, _Load(world, run, run_s), timeout_s)
@@ -176,6 +176,7 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     for host in set(hosts):
         slowdowns = [part.slowdown for part in parts if part.host == host]
         num_ranks = len(slowdowns)
+        # n ranks that slow each other down by a mean factor do the work of n / factor.
         served = num_ranks if has_own_device else min(num_ranks, num_ranks * num_ranks / sum(slowdowns))
         capacity[host] = served * hosts.count(host) / num_ranks  # replicas do the same at the same time
     around = StageCosts((), (), own[0].transfer_s, unshard_s, reduce_s)
@@ -308,6 +309,7 @@ class _Exchange:
             for is_send in (self._place == 0, self._place != 0):
                 self.finish(self._one_way(is_send=is_send))
             times.append((now(self.world.device) - begin) / 2)
+        # The first ones find connections and caches cold.
         return mean(times[_MESSAGES // 4 :])
 
     def _one_way(self, *, is_send: bool) -> Transfer:
@@ -331,12 +333,14 @@ def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> lis
     times: list[float] = []
     under_way: list[Transfer] = []
     world.wait_for_all()
+    # Ranks that share cores slow each other down by up to their number; half of it is taken as the likely factor.
     for _ in range(max(1, round(seconds / (mean_s * max(1, world.size / 2))))):
         begin = time.perf_counter()
         exchanged = exchange.receive_all()
         run()
         exchanged += exchange.send_all()
         times.append(now(world.device) - begin)
+        # A run later, as in a step, where a message is on its way while the next micro-batch computes.
         for transfer in under_way:
             exchange.finish(transfer)
         under_way = exchanged

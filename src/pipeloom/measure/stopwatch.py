@@ -101,6 +101,7 @@ def on_device(device: torch.device, run: Run) -> Sample:
     def sample(runs: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         left, right, out = _long_product(device)
+        # A few milliseconds on the fastest GPUs, in which the host launches all runs of a sample.
         for _ in range(3):
             torch.mm(left, right, out=out)
         begin.record()

@@ -83,11 +83,13 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
         if splits:
             defer(module)
         parcel = Parcel(owns_input=number > 0)
+        # Tokens have no gradient; what comes from another stage has one, or autograd would save less.
         given = tensor.detach().requires_grad_(tensor.is_floating_point())
         with parcel.saving():
             output = module(given)
             if module.has_head:
                 wide = output.flatten(0, 1).to(master_dtype(dtype))
+                # Targets of any value: on meta tensors nothing is looked up, and only what the loss saves counts.
                 output = summed_cross_entropy(wide, torch.zeros(len(wide), dtype=torch.int64, device="meta"))
         parcel.close(given, output)
         found.whole.append(parcel.nbytes)

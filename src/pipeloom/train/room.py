@@ -60,6 +60,7 @@ def processes_here(config: RunConfig) -> Counter[int]:
     """Pipeline ranks of this host's processes -> how many processes are of each."""
     layout = config.layout
     if not is_launched():
+        # Without a launcher all processes are on this host.
         return Counter(dict.fromkeys(range(layout.pp), layout.dp * layout.tp))
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

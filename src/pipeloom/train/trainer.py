@@ -163,6 +163,7 @@ class Trainer:
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
+                # Around the whole step, the optimizer's included, as the prediction counts it.
                 times.append(time.perf_counter() - begin)
                 speed = config.layout.batch_size * config.data.seq_len / times[-1]
                 if is_writer:
@@ -177,6 +178,7 @@ class Trainer:
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
+        # Deferred updates are part of the last step: what is validated has them.
         self._settle()
         self._folder.close()
         summary = self._finish(times, loss) if times else self._finish(*self._end_again())
@@ -192,6 +194,7 @@ class Trainer:
         assert resume is not None
         run = run_of(resume)
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
+        # The folder of this run shall have the model even if no step was left to do.
         if config.checkpoint.final != "none" and not is_own:
             self._save(config.training.known_steps, "end")
         if self._world.rank > 0:
@@ -225,6 +228,7 @@ class Trainer:
         config = self._config
         if not config.training.predict:
             return
+        # Any tokens do: how long a step takes does not depend on them.
         batch = self._batch(self._data.train, 0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer, self._updates)
         if self._prediction is not None:

@@ -238,7 +238,9 @@ class Tied(MessagePart):
         if self._gradient is None and self._room is not None:
             self._gradient = self._room.copy_(weights.grad)
         elif self._gradient is None:
+            # No copy where the types agree; that is safe since nobody else keeps the tensor.
             self._gradient = weights.grad.to(self._gradient_dtype)
         else:
             self._gradient.add_(weights.grad)
+        # Else autograd would add the next micro-batch to it, and this one would be counted twice.
         weights.grad = None
