@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from pipeloom.execute.batch import IGNORED, Batch
+from pipeloom.execute.stages.batch import IGNORED, Batch
 
 
 def test_inputs_and_targets_are_one_token_apart():

@@ -11,14 +11,14 @@ from toy import WIDTH, objective
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Alone, Groups
+from pipeloom.execute.communication.collectives import Alone, Groups
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.schedule import Action, Kind, Level
 from pipeloom.trace import merge
 from pipeloom.workload.layout import Layout

@@ -17,8 +17,8 @@ from transformers import TransformerCluster, complete, differences
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower, split_backward
 from pipeloom.runs import run_folder

@@ -13,15 +13,14 @@ from toy import make_executor
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.batch import Batch
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.wires import MovePost
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import Neighborhood
-from pipeloom.execute.move_lanes import InProcessMoveLanes
+from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
 from pipeloom.execute.parts.moves import ActivationMoves
-from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import MovePost
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower

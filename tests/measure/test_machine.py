@@ -8,8 +8,8 @@ import torch
 from machines import timing
 
 from pipeloom.errors import ConfigError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.measure import device, links, machine
 from pipeloom.measure.findings import Timing
 from pipeloom.measure.host import cpu_name, host_memory_bytes, num_devices

@@ -9,9 +9,9 @@ from small_run import small_run
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.data.text import load_data
-from pipeloom.execute.boundary import TokenSlices
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
 from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, Times, most_held

@@ -57,7 +57,7 @@ def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
     options = parse_flags(Options, words, "profile", Options.__doc__ or "")
     from pipeloom.catalog.writing import cluster_to_toml
-    from pipeloom.execute.world import is_first
+    from pipeloom.execute.processes.world import is_first
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
@@ -127,7 +127,7 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
 
 
 def _piece_problems(options: Options, request: "Request", model: "ModelConfig") -> list[str]:
-    from pipeloom.execute.world import is_launched
+    from pipeloom.execute.processes.world import is_launched
 
     sizes = {"--seq": (options.seq,), "--micro-batches": options.micro_batches, "--tp": options.tp}
     found = [

@@ -16,7 +16,7 @@ from pipeloom.terminal.words import count, format_bytes, told_passes
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
-    from pipeloom.execute.world import World
+    from pipeloom.execute.processes.world import World
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.train.trainer import RunResult, RunSummary
 
@@ -26,7 +26,7 @@ _SUMMARY = "Train a language model with a pipeline of processes."
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_config(words, "train", _SUMMARY, RunConfig(), _problems)
-    from pipeloom.execute.world import is_first
+    from pipeloom.execute.processes.world import is_first
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.runs.run_start import take_run_folder
     from pipeloom.train.room import check_memory
@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
 
 def _run_in(path: Path, config: RunConfig) -> None:
     """The run from start to end, in a folder that this process has locked."""
-    from pipeloom.execute.signals import raised_signals
+    from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
     from pipeloom.train.checkpoints.safe_steps import safe_steps
@@ -223,7 +223,7 @@ def _dtype_note(config: RunConfig) -> str:
 
 def _crowd(config: RunConfig) -> str:
     """A line where a run on CPUs has more processes on this host than there are cores; empty elsewhere."""
-    from pipeloom.execute.world import is_launched
+    from pipeloom.execute.processes.world import is_launched
     from pipeloom.measure.host import num_devices
 
     num_ranks = config.layout.num_ranks

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
+from pipeloom.execute.communication.transport import Pending
+from pipeloom.execute.communication.turns import Turn
 from pipeloom.execute.executor import Executor, StepResult, Steps
-from pipeloom.execute.stage import Objective
-from pipeloom.execute.transport import Pending
-from pipeloom.execute.turns import Turn
+from pipeloom.execute.stages.stage import Objective
 
 
 def run_rank(

@@ -12,8 +12,8 @@ import torch
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
 from pipeloom.errors import ConfigError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.measure.device import (
     NUM_LAUNCHES,
     NUM_TRAFFIC,

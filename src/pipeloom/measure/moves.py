@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from pipeloom.execute.communication.transport import Transport, finish
+from pipeloom.execute.communication.wires import Wire, Wires, evictions
 from pipeloom.execute.parts.tied import Tied
-from pipeloom.execute.saved import Packing
-from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.transport import Transport, finish
-from pipeloom.execute.wires import Wire, Wires, evictions
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.saved import Packing
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
-from pipeloom.execute.batch import Batch
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.process_collectives import make_tensor_group
-from pipeloom.execute.process_group import ProcessGroupTransport
-from pipeloom.execute.stage import Portion, Stage
-from pipeloom.execute.transport import Transfer
-from pipeloom.execute.transport import finish as finish_transfer
-from pipeloom.execute.weights import StageWeights
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import World, join_forked
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.process_collectives import make_tensor_group
+from pipeloom.execute.communication.process_group import ProcessGroupTransport
+from pipeloom.execute.communication.transport import Transfer
+from pipeloom.execute.communication.transport import finish as finish_transfer
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import World, join_forked
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.stage import Portion, Stage
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.measure.stopwatch import Now, now
 from pipeloom.measure.update import MakeOptimizer, Update
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage

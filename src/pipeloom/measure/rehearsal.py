@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.stage import Objective, Portion, Stage
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage import Objective, Portion, Stage
 from pipeloom.measure.stopwatch import now
 
 

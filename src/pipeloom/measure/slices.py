@@ -13,10 +13,10 @@ from torch import Tensor
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import moved
-from pipeloom.execute.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.stage import Objective, Portion, Stage
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage import Objective, Portion, Stage
 from pipeloom.measure.rehearsal import Times, time_backward
 from pipeloom.measure.stages import Profile, timed
 from pipeloom.measure.stopwatch import median_seconds, now

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.transport import Transfer, Transport
+from pipeloom.execute.communication.transport import finish as finish_transfer
 from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.parts.data_parallel import DataParallel, finish
-from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.transport import Transfer, Transport
-from pipeloom.execute.transport import finish as finish_transfer
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage import Objective, Stage
 from pipeloom.measure.rehearsal import Run, Times, stage_runner
 from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule

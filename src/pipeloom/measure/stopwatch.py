@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Timing
 
 Run = Callable[[], object]

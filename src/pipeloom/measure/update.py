@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.clipping import clip_gradients, squared_gradient_norm
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 
 MakeOptimizer = Callable[[list[nn.Parameter], list[nn.Parameter]], torch.optim.Optimizer]
 """(parameters whose weights decay, those whose weights do not) -> optimizer of a run."""

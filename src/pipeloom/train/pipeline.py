@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.batch import Batch
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.process_collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import StreamLane, ThreadLane
-from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.lanes import ProcessMoveLanes, StreamLane, ThreadLane
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
@@ -25,13 +26,11 @@ from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
 from pipeloom.execute.parts.tied import Tied
-from pipeloom.execute.process_collectives import make_groups, make_tensor_group
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.watch import Watch
-from pipeloom.execute.weights import master_dtype
-from pipeloom.execute.wires import make_wires
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.watch import Watch
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.stage import Objective, Stage
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.measure.rehearsal import warm_up
 from pipeloom.measure.slices import profile_slices, with_slices

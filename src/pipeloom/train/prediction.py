@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.batch import Batch
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.measure.stages import Profile
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.measure.update import Update

@@ -8,7 +8,7 @@ import torch
 
 from pipeloom.config import RunConfig
 from pipeloom.errors import HostError
-from pipeloom.execute.world import is_first, is_launched
+from pipeloom.execute.processes.world import is_first, is_launched
 from pipeloom.predict.need import Need, Parts, need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available, address_space, available_memory
 from pipeloom.terminal.words import count, format_bytes

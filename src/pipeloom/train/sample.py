@@ -3,7 +3,7 @@
 import torch
 
 from pipeloom.data.tokenizer import Tokenizer
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.train.pipeline import Pipeline
 
 # Below 1: fewer unlikely tokens, so that a short sample shows what was learned.

@@ -8,7 +8,7 @@ import torch
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.families import Choice
 from pipeloom.measure.slices import Point, fitted, measured
 from pipeloom.model import stage_pieces

@@ -15,10 +15,10 @@ from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, Cause, CheckpointIn
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, TokenWindows, unigram_loss
 from pipeloom.errors import RunError
-from pipeloom.execute.batch import Batch
-from pipeloom.execute.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.execute.executor import StepResult
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE

@@ -21,8 +21,8 @@ from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, TOKENIZER, find_
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.checkpoints import checkpoint as checkpoint_module
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, expected_shapes

@@ -5,15 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeloom.execute.collectives import Job, already_done
-from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.move_lanes import MoveLanes
-from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.communication.collectives import Job, already_done
+from pipeloom.execute.communication.wires import Wires, evictions
+from pipeloom.execute.lanes import JobUnderWay, MoveLanes
 from pipeloom.execute.parts.compute import Keeper
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.saved import Packing, Parcel
-from pipeloom.execute.vault import Live, Vault
-from pipeloom.execute.wires import Wires, evictions
+from pipeloom.execute.parts.partner import Served, announcement, key_of
+from pipeloom.execute.parts.vault import Live, Vault
+from pipeloom.execute.stages.saved import Packing, Parcel
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS
 

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.collectives import Job
+from pipeloom.execute.communication.collectives import Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.stage_store import StageStore
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, STAGE_SWAP_KINDS
 from pipeloom.schedule.stage_swaps import stage_stays

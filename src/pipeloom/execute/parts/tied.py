@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UserError
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.transport import Transfer
 from pipeloom.execute.parts.part import MessagePart, RankRow, Service
-from pipeloom.execute.stage_store import LentMatrix
-from pipeloom.execute.transport import Transfer
-from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.stages.stage_store import LentMatrix
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS, TIED_SEND_KINDS
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.execute.collectives import Finish, Job
+from pipeloom.execute.communication.collectives import Finish, Job
 
 
 class Live:

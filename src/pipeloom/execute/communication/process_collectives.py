@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
-from pipeloom.execute.blocking_group import BlockingGroup
-from pipeloom.execute.collectives import Alone, Finish, Group, Groups, Reduction
-from pipeloom.execute.world import World
+from pipeloom.execute.communication.blocking_group import BlockingGroup
+from pipeloom.execute.communication.collectives import Alone, Finish, Group, Groups, Reduction
+from pipeloom.execute.processes.world import World
 from pipeloom.workload.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from pipeloom.execute.collectives import Job
-from pipeloom.execute.move_lanes import MoveLanes
+from pipeloom.execute.communication.collectives import Job
+from pipeloom.execute.communication.wires import Evictions, Wires
+from pipeloom.execute.lanes import MoveLanes
 from pipeloom.execute.parts.part import Service
-from pipeloom.execute.vault import Live, Vault
-from pipeloom.execute.wires import Evictions, Wires
+from pipeloom.execute.parts.vault import Live, Vault
 from pipeloom.schedule import Action
 
 _NUM_NUMBERS = 5

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
-from pipeloom.execute.collectives import Finish, Group
-from pipeloom.execute.turns import wait_for
+from pipeloom.execute.communication.collectives import Finish, Group
+from pipeloom.execute.communication.turns import wait_for
 
 
 class BlockingGroup:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, decode, encode
-from pipeloom.execute.transport import Transfer
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.communication.transport import Transfer
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import lane_of

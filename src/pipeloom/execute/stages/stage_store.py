@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import RunError
-from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule.stage_swaps import NOTHING, Amounts, Content
 from pipeloom.terminal.words import format_bytes
 

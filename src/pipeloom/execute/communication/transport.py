@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.communication.boundary import TensorSpec
 
 
 class Pending(Protocol):

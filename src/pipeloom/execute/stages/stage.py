@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from pipeloom.execute.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.saved import Parcel, hollow
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.stages.saved import Parcel, hollow
 from pipeloom.model import KeyValueCache
 from pipeloom.model.deferred import Filed, add_to_leaves, defer, filing, leaves_of, run_backward
 

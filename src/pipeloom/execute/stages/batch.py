@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pipeloom.execute.boundary import TokenSlices
+from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]

@@ -1,13 +1,12 @@
 """Ranks of one process that wait in the middle of a stage: each has a thread, and one of them runs at a time."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipeloom.execute.executor import Steps
-from pipeloom.execute.transport import Pending
+from pipeloom.execute.communication.transport import Pending
 
 _here = threading.local()
 
@@ -32,7 +31,7 @@ class Turn:
         steps: that no one has begun.
     """
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Generator[Pending, None, object]) -> None:
         self._steps = steps
         # Two, each released by one side alone, so that exactly one of both threads runs.
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
-from pipeloom.execute.signals import STOPS, PassedOn
+from pipeloom.execute.processes.signals import STOPS, PassedOn
 from pipeloom.system.temporary import temporary_folder
 
 Work = Callable[[Path, int, int], Any]

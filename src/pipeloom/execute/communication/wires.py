@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError, UserError
-from pipeloom.execute.collectives import Finish, already_done
-from pipeloom.execute.world import World
+from pipeloom.execute.communication.collectives import Finish, already_done
+from pipeloom.execute.processes.world import World
 from pipeloom.schedule import Kind, Schedule
 
 Direction = Literal["evict", "load"]
