@@ -64,6 +64,7 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: HeldBytes, 
     problems: list[str] = []
     for rank, most in enumerate(budget):
         needed = sizes.always_bytes[rank] + held.peak(rank)
+        # Sums of bytes in another order differ by rounding.
         if needed > most * (1 + 1e-9):
             problems.append(
                 f"pipeline rank {rank} still holds {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"

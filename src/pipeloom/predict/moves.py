@@ -58,6 +58,7 @@ class MovePrices:
         if self._moves.balance:
             partners = find_partners(schedule, kept, seconds_of=self._price(self.costs).seconds)
             seconds = evict_seconds(run, cluster, software, partners, kept.whole)
+            # Kept, since the step is simulated with the prices by which its moves were placed.
             self.costs = replace(self.costs, evict_s=seconds)
         if self._moves.offload and self._moves.budget_bytes is not None:
             self.costs = replace(self.costs, offload_s=offload_seconds(run, cluster, kept.whole))
