@@ -98,3 +98,15 @@ def test_a_family_of_models(answer, tmp_path):
     assert planned["question"]["model"]["mlp"] == "relu2"
     assert planned["layouts"]
     assert "torchrun" in answer("launch", "run.toml", "--out", "start", "--to", "torchrun")
+
+
+def test_a_strategy(answer, tmp_path):
+    question = "--model llama-13b --cluster dgx-1-v100 --devices 16 --global-batch 32 --seq 2048 --pp 16 --loops 1"
+    question = [*question.split(), "--families", "1f1b", "--recompute", "none", "--no-explain"]
+    plain = answer("plan", *question, "--ways", "none", "keep-one", "--out", "plan", "--json")
+    assert plain["question"]["limits"]["ways"] == ["none", "keep-one"]
+    assert plain["layouts"][0]["keep"] == [1] * 16
+    assert plain["counts"]["tried"] > 0
+    (tmp_path / "here" / "plan" / "schedule.txt").unlink(missing_ok=True)
+    again = answer("simulate", "plan/run.toml", "--json")
+    assert again["step_time_s"] == pytest.approx(plain["layouts"][0]["step_time_s"])
