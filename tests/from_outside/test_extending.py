@@ -55,9 +55,23 @@ SHORT = ("--training.steps", "4", "--training.no-predict", "--training.validatio
 SHORT = (*SHORT, "--training.sample-tokens", "0", "--layout.microbatch-size", "1", "--checkpoint.final", "none")
 
 
+@pytest.mark.timeout(300)  # three runs over processes
 def test_an_optimizer(answer, site, tmp_path):
+    (tmp_path / "here" / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 99)
+
     def losses(folder, *words):
-        answer("train", *TINY, *SHORT, "--optimizer.name", "lion", "--output.folder", folder, *words)
+        answer(
+            "train",
+            *TINY,
+            *SHORT,
+            "--data.path",
+            "text.txt",
+            "--optimizer.name",
+            "lion",
+            "--output.folder",
+            folder,
+            *words,
+        )
         lines = (tmp_path / "here" / folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
