@@ -33,7 +33,7 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.data.text import Data
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
@@ -281,7 +281,7 @@ def main() -> None:
                 options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
         asked = question(file)
     first = print_ranking(console, asked)
-    entries = [Entry(chosen.simulate(asked.cluster)) for chosen in layouts(asked)]
+    entries = [Entry(chosen.simulate()) for chosen in layouts(asked)]
     if options.plan_only:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")

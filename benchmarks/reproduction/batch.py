@@ -111,7 +111,7 @@ METHODS: dict[str, Method] = {
 def best(model: str, messages: str, method: str, batch: int) -> Row | None:
     """The best configuration of a method; ``None`` if none fits."""
     own, megatron = with_messages(OWN, messages), with_messages(MEGATRON, messages)
-    step = fastest(METHODS[method](Setting(model, batch), own, megatron), CLUSTER)
+    step = fastest(METHODS[method](Setting(model, batch), own, megatron))
     if step is None:
         return None
     keys = {"model": model, "messages": messages, "method": method, "batch": str(batch)}

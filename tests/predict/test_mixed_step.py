@@ -15,6 +15,7 @@ from pipeloom.cost.analytic import (
     with_own_layers,
 )
 from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import rank_slowness
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
@@ -39,7 +40,7 @@ def order(run, family="breadth-first", **more):
 
 
 def step_of(run, cluster, software=OURS, family="breadth-first", **more):
-    return simulate_step(run, cluster, software, order(run, family, **more))
+    return simulate_step(Placed(run, cluster, software), order(run, family, **more))
 
 
 def hop_s(run, gb_per_s, latency_s=0.0):

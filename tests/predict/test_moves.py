@@ -7,6 +7,7 @@ import pytest
 from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.moves import evict_seconds, offload_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import are_near, first_device
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
@@ -29,7 +30,7 @@ RUN = Run(
 
 def step(run=RUN, software=OURS, cluster=A100, family="1f1b", **moving):
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return simulate_step(run, cluster, software, Order(choice=choice, moving=Moves(**moving)))
+    return simulate_step(Placed(run, cluster, software), Order(choice=choice, moving=Moves(**moving)))
 
 
 def activations(found):

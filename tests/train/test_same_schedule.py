@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pipeloom.cli import main
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.cli.train import _announce
-from pipeloom.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig, find_problems
 from pipeloom.errors import UserError
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.train.pipeline import training_schedule
@@ -91,7 +91,7 @@ SWAPPED = run_of(tied=True, layout={"pp": 1, "loops": 6}, device_budget="10MB")
 @example(SEQUENCE)
 @example(SWAPPED)
 def test_both_make_the_same_schedule_or_print_that_they_may_not(config):
-    if config.problems(trains=False):
+    if find_problems(config, trains=False):
         return
     trained, simulated = both(config)
     may_differ = why_schedules_may_differ(config)

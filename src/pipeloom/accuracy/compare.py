@@ -13,6 +13,7 @@ from pipeloom.accuracy.schedules import FAMILY_OF, predict
 from pipeloom.catalog import CLUSTERS, load_software, names
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import Choice
@@ -126,7 +127,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
         reason = _reason_to_skip(row, machine)
         if machine is not None and reason is None:
             try:
-                answer = predict(row.run, row.schedule, machine, program).prediction
+                answer = predict(Placed(row.run, machine, program), row.schedule).prediction
             except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:

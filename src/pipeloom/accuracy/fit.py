@@ -12,6 +12,7 @@ import numpy as np
 from pipeloom.accuracy.rows import Row
 from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
 from pipeloom.errors import UserError, reason_of
 
@@ -111,7 +112,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         raise UserError("--fit needs SciPy: pip install scipy") from error
 
     def errors(program: Software) -> "NDArray[np.float64]":
-        steps = (predict(row.run, row.schedule, cluster, program).prediction for row, _ in timed)
+        steps = (predict(Placed(row.run, cluster, program), row.schedule).prediction for row, _ in timed)
         return np.log([step.step_time_s / measured for step, (_, measured) in zip(steps, timed, strict=True)])
 
     before = errors(start)

@@ -23,6 +23,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
@@ -287,7 +288,7 @@ class Cut:
         arrangement = self.arrangement
         question, key = arrangement.question, (run, arrangement.cluster, arrangement.splits)
         if key not in question.bounds:
-            found = Bounds(run, arrangement.cluster, question.software, self.placement, arrangement.splits)
+            found = Bounds(Placed(run, arrangement.cluster, question.software), arrangement.splits)
             question.bounds[key] = found
         return question.bounds[key]
 
@@ -350,9 +351,10 @@ class Leaf:
         """Itself."""
         return 1
 
-    def run(self, shard: Shard) -> Run:
-        """With its sharding."""
-        return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+    def placed(self, shard: Shard) -> Placed:
+        """Its run with its sharding, in its place."""
+        arrangement, run = self.cut.arrangement, replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+        return Placed(run, arrangement.cluster, arrangement.question.software)
 
     @property
     def stage_inputs(self) -> Floats | None:

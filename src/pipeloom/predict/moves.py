@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moves import evict_seconds, offload_seconds
-from pipeloom.cost.software import Software
+from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.held import KeptBytes
-from pipeloom.workload.run import Run
 
 
 def why_schedules_may_differ(config: RunConfig) -> str | None:
@@ -33,14 +30,6 @@ def why_schedules_may_differ(config: RunConfig) -> str | None:
     if config.layout.token_slices == "auto":
         reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
     return f"the trained schedule may differ from the simulated one: {'; '.join(reasons)}" if reasons else None
-
-
-class Placed(NamedTuple):
-    """A run, where, and with what."""
-
-    run: Run
-    cluster: Cluster
-    software: Software
 
 
 class MovePrices:
@@ -64,11 +53,12 @@ class MovePrices:
         Raises:
             UserError: the cluster does not say how fast a device reaches its host.
         """
-        run, cluster, software = self._placed
+        run, cluster, software = self._placed.run, self._placed.cluster, self._placed.software
         partners = None
         if self._moves.balance:
             partners = find_partners(schedule, kept, seconds_of=self._price(self.costs).seconds)
             seconds = evict_seconds(run, cluster, software, partners, kept.whole)
+            # Kept, since the step is simulated with the prices by which its moves were placed.
             self.costs = replace(self.costs, evict_s=seconds)
         if self._moves.offload and self._moves.budget_bytes is not None:
             self.costs = replace(self.costs, offload_s=offload_seconds(run, cluster, kept.whole))

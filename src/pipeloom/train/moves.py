@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.saved import Parcel
-from pipeloom.execute.stage import split_backward_of
-from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.stages.saved import Parcel
+from pipeloom.execute.stages.stage import split_backward_of
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
@@ -83,11 +83,13 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
         if splits:
             defer(module)
         parcel = Parcel(owns_input=number > 0)
+        # Tokens have no gradient; what comes from another stage has one, or autograd would save less.
         given = tensor.detach().requires_grad_(tensor.is_floating_point())
         with parcel.saving():
             output = module(given)
             if module.has_head:
                 wide = output.flatten(0, 1).to(master_dtype(dtype))
+                # Targets of any value: on meta tensors nothing is looked up, and only what the loss saves counts.
                 output = summed_cross_entropy(wide, torch.zeros(len(wide), dtype=torch.int64, device="meta"))
         parcel.close(given, output)
         found.whole.append(parcel.nbytes)

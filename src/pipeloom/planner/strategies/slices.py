@@ -54,32 +54,34 @@ class Sliced:
         if whole is None:
             return None
         cut = [_cut(whole, number) for number in self._numbers]
-        return _fastest(self.leaf, cut)
+        return _fastest(cut)
 
 
 def _cut(whole: Candidate, number: int) -> Candidate:
     return replace(whole, order=replace(whole.order, choice=replace(whole.order.choice, num_slices=number)))
 
 
-def _fastest(leaf: Leaf, candidates: Iterable[Candidate]) -> Candidate | None:
+def _fastest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The fastest of those that fit."""
-    steps = [(chosen.simulate(leaf.cut.arrangement.cluster), chosen) for chosen in candidates]
+    steps = [(chosen.simulate(), chosen) for chosen in candidates]
     fitting = [(step.prediction.step_time_s, number) for number, (step, _) in enumerate(steps) if step.prediction.fits]
+    # Of equal times the fewer slices: pairs compare their number next.
     return steps[min(fitting)[1]][1] if fitting else None
 
 
-def _cut_by_programme(leaf: Leaf, chosen: Candidate) -> Iterator[SimulatedStep]:
+def _cut_by_programme(chosen: Candidate) -> Iterator[SimulatedStep]:
     """The step with slices whose lengths TeraPipe's dynamic programme finds, if it fits.
 
     For a few candidates: the programme takes longer than a simulation.
     """
-    run, cluster = chosen.run, leaf.cut.arrangement.cluster
+    run = chosen.run
     unit = default_unit(run.seq, run.tp, _MOST_UNITS)
-    table = modelled_table(run, cluster, chosen.software, unit)
+    table = modelled_table(chosen.placed, unit)
     lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
+    # One slice is the whole sequence, which is simulated already.
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
         return
-    step = _cut(replace(chosen, run=replace(run, slices=lengths)), len(lengths)).simulate(cluster)
+    step = _cut(chosen.of(replace(run, slices=lengths)), len(lengths)).simulate()
     if step.prediction.fits:
         yield step
 

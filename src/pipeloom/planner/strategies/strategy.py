@@ -47,7 +47,7 @@ def _nothing(_: Question) -> None:
     return None
 
 
-def _no_steps(_: Leaf, __: Candidate) -> Iterator[SimulatedStep]:
+def _no_steps(_: Candidate) -> Iterator[SimulatedStep]:
     return iter(())
 
 
@@ -60,7 +60,7 @@ class Strategy:
         without: title of the best layout without it, where the best of all has it.
         attempts: leaves to which it applies, of those that a search leaves.
         is_in: whether a step has it.
-        refine: further steps from a leaf and its candidate, for those among the best; for what takes long.
+        refine: further steps from a candidate, if it is among the best; for what takes long.
         hint: where nothing fits, what somebody should know about it.
         limit: why it applies to no layout of a question; ``None`` if it may.
         programs: names of training programs that run it although their files do not name it.
@@ -70,7 +70,7 @@ class Strategy:
     without: str
     attempts: Callable[[Left], Iterable[Attempt]]
     is_in: Callable[[SimulatedStep], bool]
-    refine: Callable[[Leaf, Candidate], Iterator[SimulatedStep]] = _no_steps
+    refine: Callable[[Candidate], Iterator[SimulatedStep]] = _no_steps
     hint: Callable[[Question], str | None] = _nothing
     limit: Callable[[Question], str | None] = _nothing
     programs: tuple[str, ...] = ()

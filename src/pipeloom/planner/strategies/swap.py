@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
@@ -19,7 +20,6 @@ from pipeloom.planner.question import Question
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
-from pipeloom.predict.describe import Described
 from pipeloom.predict.memory import kept_logits
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
@@ -65,8 +65,8 @@ class Swapped:
     def _question(self) -> SwapQuestion:
         """What is known of the pieces, with all the room that there may be."""
         arrangement, run = self.leaf.cut.arrangement, self.leaf.cut.run
-        described = Described(run, arrangement.cluster, arrangement.question.software)
-        return question_of(described, Swapping(0, needs_norm=OptimizerConfig().clips))
+        placed = Placed(run, arrangement.cluster, arrangement.question.software)
+        return question_of(placed, Swapping(0, needs_norm=OptimizerConfig().clips))
 
     @cached_property
     def _room(self) -> float:
@@ -79,17 +79,18 @@ class Swapped:
 
     def build(self) -> Candidate | None:
         """With the cut that is fastest in the bytes that activations leave; ``None`` if they leave too few."""
-        budget, cluster = self._room, self.leaf.cut.arrangement.cluster
+        budget = self._room
         for _ in range(_MOST_BUDGETS):
             try:
                 chosen = self._within(int(budget))
             except UserError:  # a piece of the model is larger
                 return None
-            prediction = chosen.simulate(cluster).prediction
+            prediction = chosen.simulate().prediction
             if prediction.fits:
                 return chosen
             memory = prediction.memory
             used = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+            # The cut may have left some of the budget unused, so the excess is taken from what it used.
             budget = min(budget, used) - (memory.total_bytes - prediction.device_bytes[0])
         return None
 
@@ -105,20 +106,22 @@ class Swapped:
         assert room is not None, "stages are swapped"
         choice = replace(self.leaf.choice, loops=len(partition))
         run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
-        software = self.leaf.cut.arrangement.question.software
-        return Candidate(run, software, Order(choice=choice, swapping=Swapping(room, question.needs_norm)))
+        order = Order(choice=choice, swapping=Swapping(room, question.needs_norm))
+        return Candidate(self.leaf.placed("none").of(run), order)
 
 
 def _swappable(left: Left) -> Iterator[Swapped]:
     """Leaves on one device that do not fit it, whatever is recomputed, and may be swapped through it."""
     for arrangement in left.arrangements:
         run, question = arrangement.run, arrangement.question
+        # Only a run on one device can swap its stages.
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
         if not is_alone or arrangement.kept == "some" or arrangement.splits:
             continue
         is_asked = question.limits.loops is not None
         for cut in arrangement.cuts():
             leaf, loops = next(cut.leaves()), cut.run.loops
+            # Where nobody asks for a number of stages, the cut is found by bytes, and one leaf stands for all of them.
             if (is_asked or loops == 1) and leaf.narrowed() is None:
                 choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
                 yield Swapped(replace(leaf, choice=choice, way="swap"), loops if is_asked else None)
