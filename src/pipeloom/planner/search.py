@@ -21,12 +21,12 @@ from pipeloom.planner.strategies import STRATEGIES, Attempt, Left
 from pipeloom.predict.step import SimulatedStep
 
 Progress = Callable[[int, int], None]
-"""Told how many layouts are decided, of how many."""
+"""Callback ``(decided, total)``, in layouts."""
 
 
 @dataclass
 class Counts:
-    """What became of the layouts of a question.
+    """Statistics of a search.
 
     Attributes:
         layouts: in all.
@@ -55,7 +55,7 @@ class Found:
 
     Attributes:
         steps: the best layouts, the fastest first.
-        counts: what became of the others.
+        counts: statistics of the search.
         open_bound_s: where the time was up: no layout is faster than this; ``None`` if the answer is proved.
     """
 
@@ -103,7 +103,7 @@ class Search:
     Args:
         question: to answer.
         prunes: whether bounds rule layouts out.
-        progress: is told now and then.
+        progress: called now and then.
     """
 
     def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
@@ -122,7 +122,7 @@ class Search:
 
     @property
     def counts(self) -> Counts:
-        """What became of the layouts so far."""
+        """Statistics so far."""
         return self._counts
 
     def enumerate(self, deadline: float | None = None) -> None:

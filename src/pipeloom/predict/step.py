@@ -30,7 +30,7 @@ from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_cost
 from pipeloom.recipe import Recipe, build, communicating, run_recipe, schedule_text, shared_state, without_messages
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.facts import Graph
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
