@@ -24,7 +24,7 @@ from pipeloom.predict.describe import described_run
 from pipeloom.predict.step import recipe_of
 from pipeloom.recipe import Recipe, Residence, build, communicating, without_messages
 from pipeloom.schedule import Kind
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.workload.layout import Layout
 

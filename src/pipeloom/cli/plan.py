@@ -126,6 +126,7 @@ def run(words: list[str]) -> int:
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
+    # A program that reads JSON has no use for a bar.
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
             request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show

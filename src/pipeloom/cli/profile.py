@@ -61,6 +61,7 @@ def run(words: list[str]) -> int:
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
+    # One budget for both: the user said how long all of it may take.
     share = 1.0 if options.model is None else _MACHINE
     request = Request.make(options.device, options.processes, options.budget_s * share)
     pieces_of = None if options.model is None else _piece_request(options, request)
@@ -70,6 +71,7 @@ def run(words: list[str]) -> int:
     try:
         findings = measure_machine(request)
     except BaseException:
+        # Processes that were killed leave a terminal without a cursor.
         restore_terminal(sys.stderr)
         raise
     if findings is None:

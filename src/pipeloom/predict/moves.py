@@ -11,7 +11,7 @@ from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 
 
 def why_schedules_may_differ(config: RunConfig) -> str | None:
@@ -58,6 +58,7 @@ class MovePrices:
         if self._moves.balance:
             partners = find_partners(schedule, kept, seconds_of=self._price(self.costs).seconds)
             seconds = evict_seconds(run, cluster, software, partners, kept.whole)
+            # Kept, since the step is simulated with the prices by which its moves were placed.
             self.costs = replace(self.costs, evict_s=seconds)
         if self._moves.offload and self._moves.budget_bytes is not None:
             self.costs = replace(self.costs, offload_s=offload_seconds(run, cluster, kept.whole))

@@ -30,7 +30,7 @@ from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_cost
 from pipeloom.recipe import Recipe, build, communicating, run_recipe, schedule_text, shared_state, without_messages
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.facts import Graph
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
@@ -101,6 +101,7 @@ class Prediction:
     @property
     def fullest_rank(self) -> int:
         """The pipeline rank whose devices have the least room left."""
+        # By the room that is left, not by what is held: on devices of several kinds these differ.
         over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
         return over.index(max(over))
 
@@ -242,9 +243,11 @@ class SimulatedStep:
     def blocked_s(self) -> tuple[float, ...]:
         """For each rank the seconds of its compute actions in which a blocking program exchanges tensors."""
         run, cluster, software = self.run, self.cluster, self.software
+        # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
         if not software.is_blocking:
             return (0.0,) * run.pp
         by_stage = [0.0] * run.num_stages
+        # The difference to the same program without blocking is what its exchanges add.
         for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
             whole = stage_costs(run, cluster, program)
             parts = SliceModel(run, cluster, program).costs(whole, run.slices).slices if run.slices else (whole,)
@@ -301,6 +304,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
+    # Without messages there is nothing on a link, unless cores are shared.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
