@@ -178,7 +178,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(finished, tmp_path, capsys)
     (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
     write_info(path, read_info(path), measure(file for file in path.iterdir() if file.name != "checkpoint.json"))
     assert main(["train", *words_of(finished, "refused", *LAYOUT, "--checkpoint.resume", str(path))]) == 2
-    assert ".metadata asks for os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert ".metadata names os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
     assert not (finished / "refused").exists()
 
