@@ -83,7 +83,6 @@ def run_of(case: Case, setting: Setting) -> Run:
         attention=setting.attention,
         sequence_parallel=True,
         precision="fp16",
-        schedule="1f1b",
     )
 
 

@@ -37,9 +37,7 @@ def with_efficiency(software: Software, **changes: float) -> Software:
 
 def base_run(model: str) -> Run:
     """What does not change: sequences of 1,024 tokens, fp16, every layer recomputed, as the paper's models."""
-    return Run(
-        shape=MODELS[model], seq=1024, recompute="full", attention="fused-softmax", precision="fp16", schedule="none"
-    )
+    return Run(shape=MODELS[model], seq=1024, recompute="full", attention="fused-softmax", precision="fp16")
 
 
 def candidate(run: Run, software: Software, family: str) -> Candidate:

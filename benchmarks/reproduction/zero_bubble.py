@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pipeloom.accuracy.rows import Row as Measured
 from pipeloom.accuracy.rows import read_rows
+from pipeloom.accuracy.schedules import FAMILY_OF, pending_share, predict
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.analytic import stage_costs, step_terms
@@ -24,7 +25,6 @@ from pipeloom.cost.shape import Run
 from pipeloom.families import make_schedule
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
 from pipeloom.passes import lower
-from pipeloom.predict.fast import FAMILY_OF, pending_share, predict
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.simulate import simulate
 from reproduction.machine import Row
@@ -81,6 +81,7 @@ class Case:
 
     Attributes:
         run: what ran.
+        schedule: in which schedule, by the table's name.
         measured_s: seconds of a step.
         memory_bytes: peak of the fullest device.
         profile: its own seconds, or those of a row with the same stages and micro-batches; ``None`` without one.
@@ -89,6 +90,7 @@ class Case:
     """
 
     run: Run
+    schedule: str
     measured_s: float
     memory_bytes: float
     profile: Profile | None
@@ -118,20 +120,20 @@ def _case(row: Measured, profile: Profile | None, pace_s: float | None) -> Case:
     own = Profile.of_note(row.note)
     assert row.step_time_s is not None
     assert row.memory_bytes is not None
-    return Case(row.run, row.step_time_s, row.memory_bytes, own or profile, own is not None, pace_s)
+    return Case(row.run, row.schedule, row.step_time_s, row.memory_bytes, own or profile, own is not None, pace_s)
 
 
 def measured_pace_s(rows: Sequence[Measured], schedule: str) -> float:
     """Seconds that a micro-batch more takes, from steps of 32 and of 64 micro-batches."""
-    times = {row.run.num_microbatches: row.step_time_s or 0.0 for row in rows if row.run.schedule == schedule}
+    times = {row.run.num_microbatches: row.step_time_s or 0.0 for row in rows if row.schedule == schedule}
     return (times[64] - times[32]) / 32
 
 
 @cache
-def order_of(run: Run, profile: Profile) -> Schedule:
-    """The schedule of a run; where authors search, as they do: for stages that all take the profiled seconds."""
-    if run.schedule not in INPUTS_BY_RANKS:
-        family = FAMILY_OF[run.schedule]
+def order_of(run: Run, schedule: str, profile: Profile) -> Schedule:
+    """The schedule of a name; where authors search, as they do: for stages that all take the profiled seconds."""
+    if schedule not in INPUTS_BY_RANKS:
+        family = FAMILY_OF[schedule]
         return make_schedule(family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
     pp = run.pp
     task = Task(
@@ -141,7 +143,7 @@ def order_of(run: Run, profile: Profile) -> Schedule:
         input_s=[profile.input_s] * pp,
         weight_s=[profile.weight_s] * pp,
         boundary_s=[profile.message_s] * (pp - 1),
-        budgets=[float(INPUTS_BY_RANKS[run.schedule] * pp)] * pp,
+        budgets=[float(INPUTS_BY_RANKS[schedule] * pp)] * pp,
         pending=[pending_share(run, SOFTWARE)] * pp,
     )
     return best_schedule(task, "rank", tries=0).schedule
@@ -156,12 +158,12 @@ def alike(run: Run, profile: Profile) -> StageCosts:
     return StageCosts(*times, profile.message_s, weight_s=(weight_s,) * stages)
 
 
-def uneven(run: Run, profile: Profile, reading: str) -> StageCosts:
+def uneven(run: Run, schedule: str, profile: Profile, reading: str) -> StageCosts:
     """Stages differ as in the cost model, and the middle one, or the mean, takes the profiled seconds.
 
     Where nothing is split exchanges block, as in Megatron-LM: half of a message with each action on either side.
     """
-    whole = stage_costs(replace(run, loops=1, schedule="1f1b"), CLUSTER, FREE)
+    whole = stage_costs(replace(run, loops=1), CLUSTER, FREE)
     modelled = [_parts(whole, stage) for stage in range(run.pp)]
     base = modelled[run.pp // 2] if reading == "middle" else [fmean(each) for each in zip(*modelled, strict=True)]
     own = stage_costs(run, CLUSTER, FREE)
@@ -170,7 +172,7 @@ def uneven(run: Run, profile: Profile, reading: str) -> StageCosts:
         [profiled * seconds / of for profiled, seconds, of in zip(profile, _parts(own, stage), base, strict=False)]
         for stage in range(stages)
     ]
-    is_blocking = run.schedule in ("1f1b", "interleaved")
+    is_blocking = schedule in ("1f1b", "interleaved")
     sides = [(stage > 0) + (stage < stages - 1) for stage in range(stages)]
     still_s = [profile.message_s * number / 2 * is_blocking for number in sides]
     return StageCosts(
@@ -187,16 +189,16 @@ def _parts(costs: StageCosts, stage: int) -> list[float]:
     return [costs.forward_s[stage], costs.backward_s[stage] - half_s, half_s]
 
 
-def pipeline_s(run: Run, profile: Profile, costs: StageCosts) -> float:
+def pipeline_s(run: Run, schedule: str, profile: Profile, costs: StageCosts) -> float:
     """Seconds from a rank's first action to its last, of the rank that takes longest."""
-    order = order_of(run, profile)
+    order = order_of(run, schedule, profile)
     return longest_rank_s(simulate(lower(order) if costs.transfer_s else order, costs))
 
 
 def paced(case: Case, profile: Profile) -> Profile:
     """The seconds by the one factor with which 1F1B, read as "middle", takes its measured pace."""
-    runs = [replace(case.run, schedule="1f1b", loops=1, global_batch=case.run.micro_batch * m) for m in (32, 64)]
-    first_s, second_s = (pipeline_s(run, profile, uneven(run, profile, "middle")) for run in runs)
+    runs = [replace(case.run, loops=1, global_batch=case.run.micro_batch * m) for m in (32, 64)]
+    first_s, second_s = (pipeline_s(run, "1f1b", profile, uneven(run, "1f1b", profile, "middle")) for run in runs)
     messages_s = 2 * profile.message_s
     assert case.pace_s is not None
     factor = (case.pace_s - messages_s) / ((second_s - first_s) / 32 - messages_s)
@@ -209,20 +211,23 @@ def step_s(case: Case, reading: str) -> float | None:
     if profile is None:
         return None
     if reading == "alike":
-        return pipeline_s(run, profile, alike(run, profile))
+        return pipeline_s(run, case.schedule, profile, alike(run, profile))
     if reading == "paced":
         profile, reading = paced(case, profile), "middle"
-    costs = uneven(run, profile, reading)
-    return pipeline_s(run, profile, costs) + step_terms(run, CLUSTER, SOFTWARE, max(costs.backward_s)).total_s
+    costs = uneven(run, case.schedule, profile, reading)
+    return (
+        pipeline_s(run, case.schedule, profile, costs)
+        + step_terms(run, CLUSTER, SOFTWARE, max(costs.backward_s)).total_s
+    )
 
 
 def step_row(case: Case) -> dict[str, str]:
     """A measured step, and what is simulated for it."""
-    run, modelled = case.run, predict(case.run, CLUSTER, SOFTWARE)
+    run, modelled = case.run, predict(case.run, case.schedule, CLUSTER, SOFTWARE).prediction
     return {
         "model": run.shape.name,
         "ranks": str(run.pp),
-        "schedule": run.schedule,
+        "schedule": case.schedule,
         "loops": str(run.loops),
         "micro_batch": str(run.micro_batch),
         "micro_batches": str(run.num_microbatches),
@@ -250,7 +255,7 @@ def bubble_rows(found: Sequence[Case]) -> list[Row]:
         assert case.profile is not None
         for schedule, expected in zip(SCHEDULES, published, strict=True):
             loops = LOOPS[setting[0]] if schedule == "interleaved" else 1
-            run = replace(case.run, schedule=schedule, loops=loops)
+            run = replace(case.run, loops=loops)
             rows.append(
                 {
                     "model": setting[0],
@@ -258,15 +263,15 @@ def bubble_rows(found: Sequence[Case]) -> list[Row]:
                     "schedule": schedule,
                     **{name: f"{value:.6f}" for name, value in case.profile._asdict().items()},
                     "published": f"{expected:.4f}",
-                    "simulated": f"{bubble(run, case.profile):.4f}",
+                    "simulated": f"{bubble(run, schedule, case.profile):.4f}",
                 }
             )
     return rows
 
 
-def bubble(run: Run, profile: Profile) -> float:
+def bubble(run: Run, schedule: str, profile: Profile) -> float:
     """Part of the longest rank's time in which it does not compute, stages alike: the paper's section 5.3."""
-    return 1 - run.num_microbatches * profile.compute_s / pipeline_s(run, profile, alike(run, profile))
+    return 1 - run.num_microbatches * profile.compute_s / pipeline_s(run, schedule, profile, alike(run, profile))
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -49,8 +49,8 @@ def test_the_device_chooses_the_cluster_and_the_program_decides_between_two():
 
 def test_rows_that_no_family_can_make_are_counted_and_the_others_predicted():
     run = replace(ROW.run, dp=4, pp=8)
-    rows = [ROW, *(replace(ROW, run=replace(run, schedule=name)) for name in ("chimera", "1f1b", "zb-1p"))]
-    rows.append(replace(ROW, run=replace(run, schedule="1f1b", loops=2)))
+    rows = [ROW, *(replace(ROW, run=run, schedule=name) for name in ("chimera", "1f1b", "zb-1p"))]
+    rows.append(replace(ROW, run=replace(run, loops=2), schedule="1f1b"))
     answer = compare(rows)
     assert answer.skipped == {
         "no family makes the schedule 'chimera'": 1,

@@ -11,10 +11,10 @@ from pipeloom.accuracy.compare import compare
 from pipeloom.accuracy.fit import DRAG_S, RANGES, first_guess, fit, to_toml, write
 from pipeloom.accuracy.measures import measure
 from pipeloom.accuracy.rows import read_rows
+from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cost.software import Efficiency
 from pipeloom.errors import UserError
-from pipeloom.predict.fast import predict
 
 ROWS = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")
 CLUSTER = load_cluster("dgx-a100")
@@ -25,7 +25,10 @@ def table_of(program):
     """The example's rows as the program would run them, with several micro-batches: enough to outweigh the pull."""
     sizes = (1, 2, 4, 8, 16)
     rows = [replace(row, run=replace(row.run, micro_batch=size, global_batch=512)) for row in ROWS for size in sizes]
-    return [replace(row, step_time_s=predict(row.run, CLUSTER, program).step_time_s) for row in rows]
+    return [
+        replace(row, step_time_s=predict(row.run, row.schedule, CLUSTER, program).prediction.step_time_s)
+        for row in rows
+    ]
 
 
 def test_known_efficiencies_are_found_again(tmp_path):

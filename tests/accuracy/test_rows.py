@@ -80,8 +80,8 @@ def test_blank_cells_get_what_the_rest_of_the_row_says(tmp_path):
     blank = dict.fromkeys(("kv_heads", "ffn", "devices", "loops", "schedule", "shard", "status", "note", "tied"), "")
     row = read_rows(changed(tmp_path, **blank))[0]
     assert (row.run.shape.kv_heads, row.run.shape.ffn, row.run.num_devices, row.run.loops) == (24, 4 * 2304, 32, 1)
-    assert (row.run.schedule, row.run.shard, row.is_ok, row.run.shape.tied) == ("none", "none", True, False)
-    assert read_rows(changed(tmp_path, pp="2", devices="64", schedule=""))[0].run.schedule == "1f1b"
+    assert (row.schedule, row.run.shard, row.is_ok, row.run.shape.tied) == ("none", "none", True, False)
+    assert read_rows(changed(tmp_path, pp="2", devices="64", schedule=""))[0].schedule == "1f1b"
 
 
 def test_a_row_may_tell_only_that_it_ran(tmp_path):

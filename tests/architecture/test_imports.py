@@ -21,7 +21,6 @@ LIGHT = [
     "pipeloom.plot.draw",
     "pipeloom.cli",
     "pipeloom.catalog",
-    "pipeloom.predict.fast",
     "pipeloom.predict.describe",
     "pipeloom.predict.step",
     "pipeloom.analysis.memory",
@@ -57,11 +56,6 @@ def heavy_after_import(modules, *folders):
 
 def environment(*folders):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
-
-
-@pytest.mark.parametrize("module", LIGHT)
-def test_a_light_module_loads_nothing_heavy(module):
-    assert heavy_after_import([module]) == set()
 
 
 def test_all_light_modules_together_load_nothing_heavy():

@@ -4,13 +4,12 @@ import csv
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import pipeloom
 
 from pipeloom.catalog import load_cluster
 from pipeloom.catalog.writing import cluster_to_toml
@@ -96,8 +95,7 @@ def test_the_sample_at_the_end_of_a_run_is_shown_and_kept_as_it_is(tmp_path):
     words += ["--data.cache", str(tmp_path / "cache"), "--data.seq-len", "64", "--output.folder", str(tmp_path / "run")]
     words += ["--training.steps", "1", "--training.sample-tokens", "2", "--checkpoint.final", "none"]
     words += ["--training.validation-batches", "0", "--training.no-predict", "--output.trace-step", "1"]
-    command = [sys.executable, "-m", "pipeloom", "train", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = pipeloom(["train", *words])
     assert done.returncode == 0, done.stderr
     assert not CONTROL.search(done.stdout + done.stderr)
     assert r"  | " in done.stdout

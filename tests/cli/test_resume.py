@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from commands import Command, pipeloom
 from safetensors.numpy import load_file
 from small_run import write_text
 
@@ -29,13 +30,8 @@ def words_of(folder, name, *words):
     return [*SIZES, *data, *brief, *exact, *words]
 
 
-def command_of(folder, name, *words):
-    return [sys.executable, "-m", "pipeloom", "train", *words_of(folder, name, *words)]
-
-
 def train(folder, name, *words):
-    command = command_of(folder, name, *words)
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return pipeloom(["train", *words_of(folder, name, *words)])
 
 
 @contextmanager
@@ -43,18 +39,12 @@ def started(folder, name, *words):
     """A run that goes on until the block ends, with its own temporary folder; then all of its processes are killed."""
     place = folder / "temporary"
     place.mkdir(exist_ok=True)
-    run = subprocess.Popen(
-        command_of(folder, name, *words),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "TMPDIR": str(place)},
-        start_new_session=True,
-    )
+    run = Command(["train", *words_of(folder, name, *words)], env={**os.environ, "TMPDIR": str(place)})
     try:
         yield run
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
+            run.kill()
         run.wait()
 
 

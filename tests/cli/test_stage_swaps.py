@@ -1,10 +1,9 @@
 """``pipeloom train`` with a budget for the device, as a person runs it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from commands import pipeloom
 from small_run import write_text
 
 SIZES = ["--model.num-layers", "4", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
@@ -16,8 +15,7 @@ def train(folder, name, *words):
     data = ["--data.path", str(write_text(folder)), "--data.cache", str(folder / "cache")]
     brief = ["--training.steps", "3", "--training.validation-batches", "1", "--training.sample-tokens", "3"]
     output = ["--output.folder", str(folder / name), "--output.trace-step", "2"]
-    command = [sys.executable, "-m", "pipeloom", "train", *SIZES, *LAYOUT, *data, *brief, *output, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return pipeloom(["train", *SIZES, *LAYOUT, *data, *brief, *output, *words])
 
 
 def metrics(run):
@@ -44,7 +42,7 @@ def test_a_run_with_a_budget_is_repeated_from_its_configuration_and_goes_on_from
     assert train(tmp_path, "run", *budget).returncode == 0
     config, resume = tmp_path / "run" / "config.toml", tmp_path / "run" / "checkpoints" / "step-000002"
     words = ["train", str(config), "--checkpoint.resume", str(resume), "--output.folder", str(tmp_path / "again")]
-    done = subprocess.run([sys.executable, "-m", "pipeloom", *words], capture_output=True, text=True, check=False)
+    done = pipeloom(words)
     assert done.returncode == 0, done.stderr
     assert [line["loss"] for line in metrics(tmp_path / "again")] == [
         line["loss"] for line in metrics(tmp_path / "run")

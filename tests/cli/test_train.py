@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from commands import Command, pipeloom
 from small_run import write_text
 
 from pipeloom.runs.run_reading import read_run
@@ -28,11 +29,6 @@ def arguments(folder, *more):
     output = ["--output.folder", str(folder / "run"), "--output.trace-step", "2"]
     steps = ["--training.steps", "3", "--training.validation-batches", "1", "--training.sample-tokens", "5"]
     return ["train", *MODEL, *LAYOUT, *data, *output, *steps, *more]
-
-
-def pipeloom(words, **options):
-    command = [sys.executable, "-m", "pipeloom", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
 
 
 def metrics(folder):
@@ -250,10 +246,10 @@ def test_a_flag_that_does_not_exist_gets_a_suggestion():
 def test_a_run_folder_that_goes_away_ends_the_run_with_one_message(tmp_path):
     with long_run(tmp_path) as (process, workers):
         (tmp_path / "run").rename(tmp_path / "gone")
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert "cannot write to the run folder" in errors
-    assert "Traceback" not in errors
+        done = process.wait(30)
+    assert done.returncode == 1
+    assert "cannot write to the run folder" in done.stderr
+    assert "Traceback" not in done.stderr
     assert not any(map(is_alive, workers))
     lines = (tmp_path / "gone" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
@@ -320,23 +316,18 @@ def children_of(pid):
 def long_run(folder):
     """A run that would take minutes, once it has done a few steps; its process and its workers."""
     words = arguments(folder, "--training.steps", "100000")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipeloom", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = Command(words)
     try:
         deadline = time.monotonic() + 60
         while not (folder / "run" / "metrics.jsonl").exists() or len(metrics(folder)) < 3:
             assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
+            assert process.poll() is None, process.wait()
             time.sleep(0.1)
         yield process, children_of(process.pid)
     finally:  # if it did not end as it should, it is not left to run
-        with process, suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
 
 
 def is_alive(pid):
@@ -357,24 +348,24 @@ def test_whatever_ends_a_run_ends_all_of_it_and_keeps_what_was_written(tmp_path,
         elif how == "interrupt":
             os.killpg(process.pid, signal.SIGINT)
         elif how == "terminate":
-            process.terminate()
+            os.kill(process.pid, signal.SIGTERM)
         else:
-            process.kill()
-        _, errors = process.communicate(timeout=30)
+            os.kill(process.pid, signal.SIGKILL)
+        done = process.wait(30)
         while any(map(is_alive, workers)) and time.monotonic() < begin + 15:
             time.sleep(0.05)
         assert time.monotonic() < begin + 15
         assert not any(map(is_alive, workers))
     if how == "killed worker":
-        assert process.returncode == 1
-        assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
+        assert done.returncode == 1
+        assert "rank 1 was killed by signal 9 (SIGKILL)" in done.stderr
     if how in ("interrupt", "terminate"):
         number = signal.SIGINT if how == "interrupt" else signal.SIGTERM
-        assert process.returncode == 128 + number
-        assert f"interrupted by {number.name}" in errors
-    assert "Traceback" not in errors
+        assert done.returncode == 128 + number
+        assert f"interrupted by {number.name}" in done.stderr
+    assert "Traceback" not in done.stderr
     if how != "killed parent":
-        assert "What the run wrote until then is in" in errors
+        assert "What the run wrote until then is in" in done.stderr
     assert [line["step"] for line in metrics(tmp_path)] == list(range(1, len(metrics(tmp_path)) + 1))
     assert (tmp_path / "run" / "config.toml").exists()
 

@@ -20,56 +20,56 @@ def folder(tmp_path):
 
 def test_a_model_of_others_keeps_its_function_and_another_function_is_refused(folder):
     (folder / "config.json").write_text(LLAMA.replace("10000.0", "500000.0") + "}")
-    done = run_command("launch", "--model.file", "config.json", "--layout.pp", "2", "--out", "start", folder=folder)
+    done, _ = run_command("launch", "--model.file", "config.json", "--layout.pp", "2", "--out", "start", folder=folder)
     assert "rope_theta = 500000.0" in (folder / "start" / "torchrun.toml").read_text(), done.stderr
     (folder / "config.json").write_text(LLAMA + ', "attention_bias": true, "sliding_window": 4}')
-    done = run_command("simulate", "--model.file", "config.json", folder=folder)
-    assert done.status == 2
+    done, _ = run_command("simulate", "--model.file", "config.json", folder=folder)
+    assert done.returncode == 2
     assert "attention_bias" in done.stderr
     assert "sliding_window" in done.stderr
 
 
 def test_a_planned_run_says_what_is_to_be_set_and_does_not_start_without(folder):
-    done = run_command(*PLAN, "--devices", "8", "--global-batch", "32", "--out", "planned", folder=folder)
-    assert done.status == 0, done.stderr
+    done, _ = run_command(*PLAN, "--devices", "8", "--global-batch", "32", "--out", "planned", folder=folder)
+    assert done.returncode == 0, done.stderr
     assert "optimizer.lr: peak learning rate" in done.stdout
-    refused = run_command("train", "planned/run.toml", folder=folder)
-    assert refused.status == 2
+    refused, written = run_command("train", "planned/run.toml", folder=folder)
+    assert refused.returncode == 2
     for name in ("data.path", "data.tokenizer", "optimizer.lr", "optimizer.lr_warmup_steps", "training.steps"):
         assert name in refused.stderr
-    assert refused.written == []
+    assert written == []
 
 
 def test_a_million_devices_are_answered_within_the_time_limit(folder):
-    done = run_command(*PLAN, "--devices", "1000000", "--global-batch", "1000000", folder=folder, timeout_s=20)
+    done, _ = run_command(*PLAN, "--devices", "1000000", "--global-batch", "1000000", folder=folder, timeout_s=20)
     assert not done.is_too_long
-    assert done.status in (0, 1), done.stderr
+    assert done.returncode in (0, 1), done.stderr
     printed = " ".join(done.stdout.split())
     assert "the time was up" in printed or "in that time" in printed
 
 
 def test_no_column_of_a_plan_is_missing_on_a_narrow_terminal(folder):
     asked = (*PLAN, "--devices", "8", "--global-batch", "32", "--no-explain")
-    done = run_command(*asked, folder=folder, COLUMNS="80")
+    done, _ = run_command(*asked, folder=folder, COLUMNS="80")
     for column in ("shared", "tokens/s", "bubble", "exposed", "$/1e9"):
         assert column in done.stdout
 
 
 def test_a_run_that_does_not_fit_is_predicted_with_status_1(folder):
     words = ("--model.preset", "llama-3-8b", "--machine.cluster", "dgx-h100", "--data.seq-len", "8192")
-    done = run_command("simulate", *words, "--layout.pp", "1", "--layout.loops", "1", folder=folder)
-    assert done.status == 1
+    done, _ = run_command("simulate", *words, "--layout.pp", "1", "--layout.loops", "1", folder=folder)
+    assert done.returncode == 1
     assert "step time" in done.stdout
     assert "bfloat16 (the devices' default)" in " ".join(done.stdout.split())
 
 
 def test_a_line_break_in_a_name_begins_no_line_of_a_message(folder):
-    done = run_command("schedule", "no\npipeloom: all is well.txt", folder=folder)
-    assert done.status == 2
+    done, _ = run_command("schedule", "no\npipeloom: all is well.txt", folder=folder)
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     (folder / "run.toml").write_text('[output]\nfolder = "a\\npipeloom train: all steps are safe"\n')
-    done = run_command("train", "run.toml", folder=folder)
-    assert done.status == 2
+    done, _ = run_command("train", "run.toml", folder=folder)
+    assert done.returncode == 2
     assert "output.folder must be one line, found" in done.stderr
     assert len(done.stderr.splitlines()) == 2
 
@@ -78,21 +78,21 @@ def test_paths_of_a_run_file_are_those_beside_it(folder):
     (folder / "runs").mkdir()
     (folder / "runs" / "run.toml").write_text('[model]\nfile = "config.json"\n[layout]\npp = 2\n')
     (folder / "runs" / "config.json").write_text(LLAMA + "}")
-    done = run_command("simulate", "runs/run.toml", "--json", folder=folder)
+    done, _ = run_command("simulate", "runs/run.toml", "--json", folder=folder)
     assert json.loads(done.stdout)["run"]["shape"]["hidden"] == 64, done.stderr
 
 
 def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(folder):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     words = (*TINY, *SHORT, "--data.path", "text.txt", "--training.steps", "2", "--checkpoint.every", "1")
-    done = run_command("train", *words, "--output.folder", "run", folder=folder)
-    assert done.status == 0, done.stderr
+    done, _ = run_command("train", *words, "--output.folder", "run", folder=folder)
+    assert done.returncode == 0, done.stderr
     damaged = folder / "run" / "checkpoints" / "step-000002" / "__0_0.distcp"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused = run_command("export", "run", "weights", folder=folder)
-    assert refused.status == 2
+    refused, written = run_command("export", "run", "weights", folder=folder)
+    assert refused.returncode == 2
     assert "__0_0.distcp has changed since it was written" in refused.stderr
     assert "whole ones beside it: step-000001" in refused.stderr
-    assert refused.written == []
+    assert written == []

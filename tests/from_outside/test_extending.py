@@ -48,3 +48,33 @@ def test_a_cluster(answer):
     assert planned["layouts"][0]["step_time_s"] > 0
     assert answer("simulate", "--machine.cluster", "xpu-farm", "--json")["step_time_s"] > 0
     assert "xpu-farm" in answer("launch", "--machine.cluster", "xpu-farm", "--out", "start")
+
+
+TINY = ("--model.num-layers", "2", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8")
+SHORT = ("--training.steps", "4", "--training.no-predict", "--training.validation-batches", "0")
+SHORT = (*SHORT, "--training.sample-tokens", "0", "--layout.microbatch-size", "1", "--checkpoint.final", "none")
+
+
+def test_an_optimizer(answer, site, tmp_path):
+    def losses(folder, *words):
+        answer("train", *TINY, *SHORT, "--optimizer.name", "lion", "--output.folder", folder, *words)
+        lines = (tmp_path / "here" / folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    split = ("--layout.pp", "1", "--layout.dp", "2", "--layout.shard", "optimizer", "--layout.num-microbatches", "4")
+    whole = losses("one", "--layout.pp", "2", "--checkpoint.every", "2")
+    checkpoint = min((tmp_path / "here" / "one" / "checkpoints").iterdir())
+    again = losses("other", *split, "--checkpoint.resume", str(checkpoint))
+    swapped = losses("swapped", "--layout.pp", "1", "--layout.loops", "4", "--schedule.device-budget", "64KiB")
+    assert again[-2:] == pytest.approx(whole[-2:], rel=1e-5)
+    assert swapped == pytest.approx(whole, rel=1e-5)
+    state = {name: _state_bytes(answer, "--optimizer.name", name) for name in ("adamw", "lion", "sgd")}
+    assert 2 * state["lion"] == 2 * state["sgd"] == state["adamw"]
+    done = run_command("simulate", "--optimizer.name", "lion", "--optimizer.eps", "1", folder=tmp_path / "here",
+                       PYTHONPATH=os.pathsep.join([str(site), *sys.path]))  # fmt: skip
+    assert done.status == 2
+    assert "optimizer.eps has no effect with optimizer.name lion, which takes betas, weight_decay" in done.stderr
+
+
+def _state_bytes(answer, *words):
+    return answer("simulate", "--training.dtype", "float32", *words, "--json")["memory"][0]["optimizer_bytes"]

@@ -19,7 +19,6 @@ from pipeloom.cost.ranks import rank_slowness
 from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
-from pipeloom.predict.fast import predict
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
@@ -29,7 +28,7 @@ OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 A100, V100 = load_cluster("dgx-a100"), load_cluster("dgx-1-v100")
 FAST, SLOW = nodes("fast"), nodes("slow", rate=5e13, gb_per_s=100)
 SHAPE = replace(load_model("gpt-6.6b"), tied=False)
-RUN = Run(shape=SHAPE, seq=1024, pp=4, tp=8, loops=2, global_batch=1, schedule="breadth-first")
+RUN = Run(shape=SHAPE, seq=1024, pp=4, tp=8, loops=2, global_batch=1)
 EVEN = replace(RUN, layers_by_stage=(4,) * 8)
 
 
@@ -64,7 +63,6 @@ def test_one_micro_batch_goes_there_and_back_over_fast_and_slow_ranks_and_links(
     hops = 2 * (3 * hop_s(RUN, 5, 1e-3) + 4 * hop_s(RUN, 100))
     expected = stages + sum(map(sum, ends)) + hops
     assert step.prediction.pipeline_s == pytest.approx(expected, rel=1e-9)
-    assert predict(EVEN, cluster, OURS).pipeline_s == pytest.approx(expected, rel=1e-9)
 
 
 def test_only_the_edge_round_the_loop_may_be_the_slow_one():
@@ -86,9 +84,7 @@ def test_only_the_edge_round_the_loop_may_be_the_slow_one():
 
 
 def test_gpipe_waits_for_the_slow_rank():
-    run = replace(
-        EVEN, pp=2, loops=1, global_batch=6, schedule="gpipe", layers_by_stage=(4, 4), shape=replace(SHAPE, layers=8)
-    )
+    run = replace(EVEN, pp=2, loops=1, global_batch=6, layers_by_stage=(4, 4), shape=replace(SHAPE, layers=8))
     endless = [nodes(kind.name, rate=rate, gb_per_s=1e9) for kind, rate in ((FAST, 1e14), (SLOW, 5e13))]
     step = step_of(run, mixed(*((kind, 1) for kind in endless)), family="gpipe")
     first, last = ([work_s(run, kind, direction) for direction in (0, 1)] for kind in endless)
@@ -190,7 +186,6 @@ def test_slower_ranks_get_fewer_layers():
     assert found.run.layers_by_stage == with_fastest_layers(many, cluster, OURS).layers_by_stage
     even = step_of(replace(many, layers_by_stage=(4,) * 8), cluster)
     assert found.prediction.step_time_s < 0.85 * even.prediction.step_time_s
-    assert predict(many, cluster, OURS).costs == predict(found.run, cluster, OURS).costs
 
 
 def test_layers_are_weighed_by_the_fastest_rank_wherever_it_is():
@@ -246,7 +241,7 @@ SAME = {
     "a node for each rank": (RUN, OURS, {}),
     "half a node for each rank": (replace(RUN, tp=4, pp=8, loops=1), OURS, {}),
     "a device for each rank": (replace(RUN, tp=1, pp=32, loops=1), OURS, {}),
-    "replicas over both": (replace(RUN, pp=1, dp=4, shard="full", global_batch=8, schedule="breadth-first"), OURS, {}),
+    "replicas over both": (replace(RUN, pp=1, dp=4, shard="full", global_batch=8), OURS, {}),
     "ranks over both": (replace(RUN, pp=2, tp=4, dp=4, shard="full", replicate=2, global_batch=8), OURS, {}),
     "three ranks, one over both": (replace(RUN, pp=3, tp=8, loops=2, shape=replace(SHAPE, layers=30)), OURS, {}),
     "v": (replace(RUN, global_batch=4), OURS, {"placement": "v"}),
@@ -264,8 +259,6 @@ def test_groups_that_are_alike_take_as_long_as_one_kind(title, cluster):
     assert found.prediction == plain.prediction
     assert found.accounts == plain.accounts
     assert (found.mfu, found.bubble_fraction) == (plain.mfu, plain.bubble_fraction)
-    if not how:
-        assert predict(run, split(cluster), software) == predict(run, cluster, software)
 
 
 def test_a_run_inside_one_group_does_not_know_of_the_others():
@@ -331,5 +324,3 @@ def test_the_peak_is_that_of_the_devices_that_are_there():
 def test_a_run_on_more_devices_than_there_are_is_refused():
     with pytest.raises(UserError, match="mixed has 16 devices"):
         step_of(RUN, mixed((FAST, 1), (SLOW, 1)))
-    with pytest.raises(UserError, match="mixed has 16 devices"):
-        predict(RUN, mixed((FAST, 1), (SLOW, 1)), OURS)

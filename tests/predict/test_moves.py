@@ -22,7 +22,7 @@ A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 PAIRED = (0, 7, 1, 6, 2, 5, 3, 4)
 RUN = Run(
-    shape=load_model("llama-65b"), seq=2048, pp=8, tp=4, micro_batch=4, global_batch=128, schedule="1f1b",
+    shape=load_model("llama-65b"), seq=2048, pp=8, tp=4, micro_batch=4, global_batch=128,
     sequence_parallel=True, pipeline_order=PAIRED,
 )  # fmt: skip
 

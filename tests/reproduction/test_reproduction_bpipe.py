@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_software
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.fast import predict
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate
@@ -94,7 +94,7 @@ def test_no_rank_of_a_balanced_step_holds_more_than_five_micro_batches():
 def test_a_step_without_bpipe_is_what_the_project_predicts():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
-    assert step.seconds == pytest.approx(predict(run, bpipe_cases.CLUSTER, software).step_time_s)
+    assert step.seconds == pytest.approx(predict(run, "1f1b", bpipe_cases.CLUSTER, software).prediction.step_time_s)
 
 
 def test_a_balanced_step_is_what_the_project_simulates():

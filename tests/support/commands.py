@@ -1,12 +1,26 @@
 """Runs ``pipeloom`` as a person does: a process of its own, with what it printed, took and left behind."""
 
+import atexit
+import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import command_server
+
+THINKS = tuple(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate"))
+"""What most commands import; it does not load PyTorch, so that the memory of a command is its own."""
+TRAINS = ("matplotlib.pyplot", "torch._dynamo", "pipeloom.train.trainer", "pipeloom.train.export")
+"""What commands import that train, verify or export."""
 
 
 @dataclass(frozen=True)
@@ -14,20 +28,113 @@ class Outcome:
     """What a command did.
 
     Attributes:
-        status: exit status; negative where a signal ended it.
+        returncode: exit status; negative where a signal ended it.
         stdout: what it printed.
         stderr: the same for errors.
         peak_bytes: most resident memory of the process or of one that it waited for.
-        written: paths below the folder that appeared, changed or vanished; without caches of libraries.
-        is_too_long: whether it was killed after ``timeout_s``.
+        cpu_s: CPU time of all of these, which other programs do not change.
+        is_too_long: whether it was killed after its time.
     """
 
-    status: int
+    returncode: int
     stdout: str
     stderr: str
     peak_bytes: int
-    written: list[str]
-    is_too_long: bool
+    cpu_s: float
+    is_too_long: bool = False
+
+
+class Command:
+    """A command that runs in a session of its own.
+
+    Args:
+        words: behind ``pipeloom``.
+        cwd: its folder.
+        env: its environment.
+        imported: modules that it finds imported.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        cwd: Path = Path(),
+        env: dict[str, str] | None = None,
+        imported: tuple[str, ...] = TRAINS,
+    ) -> None:
+        self._server = _server(imported)
+        self._printed = self._server.new_files()
+        start = {"words": words, "cwd": str(cwd.absolute()), "env": dict(os.environ if env is None else env)}
+        self.pid: int = self._server.answer({"start": {**start, "printed": list(map(str, self._printed))}})
+        self._ended: tuple[int, int, float] | None = None
+
+    def poll(self) -> int | None:
+        """Exit status, or ``None`` while it runs."""
+        return self._end(blocks=False)
+
+    def wait(self, timeout_s: float = 100.0) -> Outcome:
+        """Wait for its end; after so many seconds it is killed, with every process that it started."""
+        is_too_long = threading.Event()
+        timer = threading.Timer(timeout_s, lambda: (is_too_long.set(), self.kill()))
+        timer.start()
+        self._end(blocks=True)
+        timer.cancel()
+        assert self._ended is not None
+        out, err = (file.read_bytes().decode("utf-8", "replace") for file in self._printed)
+        status, peak_bytes, cpu_s = self._ended
+        return Outcome(status, out, err, peak_bytes, cpu_s, is_too_long.is_set())
+
+    def kill(self) -> None:
+        """Kill it and every process that it started."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def _end(self, *, blocks: bool) -> int | None:
+        if self._ended is None:
+            self._ended = self._server.answer({"wait": self.pid, "blocks": blocks})
+        return None if self._ended is None else self._ended[0]
+
+
+def pipeloom(words: Sequence[str], cwd: Path = Path(), env: dict[str, str] | None = None) -> Outcome:
+    """Run ``pipeloom WORDS`` and wait for it, at most 100 seconds."""
+    done = Command(words, cwd, env).wait()
+    assert not done.is_too_long, done.stdout + done.stderr
+    return done
+
+
+class _Server:
+    """The process that starts commands."""
+
+    def __init__(self, imported: tuple[str, ...]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, command_server.__file__, *imported],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._folder = TemporaryDirectory(prefix="pipeloom-commands-")
+        self._numbers = count()
+
+    def answer(self, request: object) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def new_files(self) -> list[Path]:
+        """Two that do not exist."""
+        number = next(self._numbers)
+        return [Path(self._folder.name) / f"{number}.{name}" for name in ("stdout", "stderr")]
+
+    def close(self) -> None:
+        self._process.communicate()  # closes what it reads, which ends it
+        self._folder.cleanup()
+
+
+@cache
+def _server(imported: tuple[str, ...]) -> _Server:
+    server = _Server(imported)
+    atexit.register(server.close)
+    return server
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -42,7 +149,7 @@ _LIBRARIES = (".tmp/torchinductor", ".cache/matplotlib", ".cache/fontconfig")
 """Caches of libraries, which they write when they are imported."""
 
 
-def run_command(*words: str, folder: Path, timeout_s: float = 60.0, **variables: str) -> Outcome:
+def run_command(*words: str, folder: Path, timeout_s: float = 60.0, **variables: str) -> tuple[Outcome, list[str]]:
     """Run ``pipeloom WORDS`` in a folder and wait for it.
 
     Args:
@@ -50,39 +157,14 @@ def run_command(*words: str, folder: Path, timeout_s: float = 60.0, **variables:
         folder: where it runs.
         timeout_s: it is killed after this many seconds, with every process that it started.
         variables: of the environment, over those of ``environment``.
+
+    Returns:
+        What it did, and the paths below the folder that appeared, changed or vanished; without caches of libraries.
     """
     env = {**environment(folder), **variables}
     before = _states(folder)
-    output, errors = folder.parent / f"{folder.name}.stdout", folder.parent / f"{folder.name}.stderr"
-    with output.open("wb") as stdout, errors.open("wb") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeloom", *words],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-        is_over = threading.Event()
-        timer = threading.Timer(timeout_s, _kill, (process.pid, is_over))
-        timer.start()
-        _, status, usage = os.wait4(process.pid, 0)  # only wait4 returns the memory of exactly this process
-        timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return Outcome(
-        status=process.returncode,
-        stdout=output.read_bytes().decode("utf-8", "replace"),
-        stderr=errors.read_bytes().decode("utf-8", "replace"),
-        peak_bytes=usage.ru_maxrss * 1024,
-        written=sorted(path for path, _ in before.items() ^ _states(folder).items()),
-        is_too_long=is_over.is_set(),
-    )
-
-
-def _kill(pid: int, is_over: threading.Event) -> None:
-    is_over.set()
-    os.killpg(pid, signal.SIGKILL)
+    done = Command(words, folder, env, THINKS).wait(timeout_s)
+    return done, sorted(path for path, _ in before.items() ^ _states(folder).items())
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:

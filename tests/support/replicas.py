@@ -14,7 +14,7 @@ from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower
-from pipeloom.train.optimizer import make_adamw
+from pipeloom.train.optimizer import make_optimizer
 
 
 class Cluster:
@@ -109,4 +109,4 @@ def groups_in_process(lists):
 
 
 def adamw(decayed, plain):
-    return make_adamw(OptimizerConfig(lr=0.05, weight_decay=0.3), decayed, plain)
+    return make_optimizer(OptimizerConfig(lr=0.05, weight_decay=0.3), decayed, plain)

@@ -155,6 +155,9 @@ train --optimizer.betas 0.9 1.5                                 | optimizer.beta
 train --optimizer.betas 0.9                                     | betas
 train --optimizer.clip-grad-norm 0                              | clip_grad_norm
 train --optimizer.weight-decay -1                               | weight_decay
+train --optimizer.name adam                                     | there is no optimizer; did you mean 'adamw'
+train --optimizer.name sgd --optimizer.eps 1e-6                 | optimizer.eps has no effect with optimizer.name sgd
+train --optimizer.settings rank                                 | optimizer.settings must be texts such as name=0.5
 train --training.steps 0                                        | training.steps
 train --training.steps 1e9                                      | training.steps
 train --training.dtype float8                                   | float8

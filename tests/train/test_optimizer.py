@@ -8,7 +8,8 @@ from torch import nn
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.weights import StageWeights
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end():
@@ -27,9 +28,31 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
 
 def test_only_matrices_decay():
     stage = StageWeights(nn.Linear(3, 2), "none", 1, 0)
-    optimizer = make_adamw(OptimizerConfig(weight_decay=0.3), *stage.optimizer_parts())
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.3), *stage.optimizer_parts())
     decays = {p.numel(): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {3 * 2: 0.3, 2: 0.0}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_of_pieces_is_that_of_the_whole_and_changes_its_state_in_place(name):
+    torch.manual_seed(0)
+    config = OptimizerConfig(name=name, lr=0.1)
+    values, gradients = torch.randn(6), torch.randn(3, 6)
+    results = []
+    for cuts in ((6,), (2, 4)):
+        parts = [nn.Parameter(part.clone()) for part in values.split(cuts)]
+        optimizer = make_optimizer(config, parts, [])
+        begun = [{key: optimizer.state[part][key] for key in config.rule.state} for part in parts]
+        for gradient in gradients:
+            for part, its in zip(parts, gradient.split(cuts), strict=True):
+                part.grad = its.clone()
+            optimizer.step()
+        for part, state in zip(parts, begun, strict=True):
+            assert set(optimizer.state[part]) - {"step"} == set(state)
+            assert all(optimizer.state[part][key] is kept and kept.any() for key, kept in state.items())
+        results.append(torch.cat([part.detach() for part in parts]))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert not torch.equal(results[0], values)
 
 
 def test_clipping_over_parts_equals_clipping_the_whole():

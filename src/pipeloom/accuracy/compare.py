@@ -9,12 +9,15 @@ from typing import Any
 
 from pipeloom.accuracy.measures import Measures, Outcome, measure, rankings
 from pipeloom.accuracy.rows import Row, read_table
+from pipeloom.accuracy.schedules import FAMILY_OF, predict
 from pipeloom.catalog import CLUSTERS, load_software, names
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.fast import FAMILY_OF, pipeline_s, predict
+from pipeloom.families import Choice
+from pipeloom.recipe import Recipe, build
+from pipeloom.simulate import simulate
 
 DEFAULT_SOFTWARE = "megatron-2021"
 """The program of a set that nobody calibrated, unless another one was calibrated on the row's device."""
@@ -122,9 +125,9 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
         reason = _reason_to_skip(row, machine)
         if machine is not None and reason is None:
             try:
-                answer = predict(row.run, machine, program)
+                answer = predict(row.run, row.schedule, machine, program).prediction
             except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
-                reason = f"no family makes the schedule '{row.run.schedule}' in this size"
+                reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:
                 outcomes.append(Outcome(row, answer.step_time_s, answer.memory.total_bytes, answer.fits))
         if reason is not None:
@@ -133,8 +136,8 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
 
 
 def _reason_to_skip(row: Row, cluster: Cluster | None) -> str | None:
-    if row.run.pp > 1 and row.run.schedule not in FAMILY_OF:
-        return f"no family makes the schedule '{row.run.schedule}'"
+    if row.run.num_stages > 1 and row.schedule not in FAMILY_OF:
+        return f"no family makes the schedule '{row.schedule}'"
     if cluster is None:
         return f"no cluster of the catalog has the device '{row.device}': give --cluster"
     if row.run.precision not in cluster.device.peak_flops_per_s:
@@ -199,7 +202,8 @@ def _stage_times(line: dict[str, str]) -> dict[str, float]:
         raise ValueError(f"expected seconds of each of {pp} stages, found {len(forward)} and {len(backward)}")
     half_s = 0.0 if pp == 1 else EXCHANGE_S / 2
     costs = StageCosts(tuple(value + half_s for value in forward), tuple(value + half_s for value in backward))
-    predicted = pipeline_s(FAMILY_OF[line["schedule"]], pp, len(forward) // pp, count, costs)
+    choice = Choice(family=FAMILY_OF[line["schedule"]], pp=pp, loops=len(forward) // pp, num_microbatches=count)
+    predicted = simulate(build(Recipe(start=choice, receive_buffers=None)), costs).end_s
     return {"measured_s": measured, "predicted_s": predicted, "error": predicted / measured - 1}
 
 

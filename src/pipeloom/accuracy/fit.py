@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeloom.accuracy.rows import Row
+from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
 from pipeloom.errors import UserError, reason_of
-from pipeloom.predict.fast import predict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +99,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
     Raises:
         UserError: there is no measured row, a name is unknown, or SciPy is not installed.
     """
-    timed = [(row.run, row.step_time_s) for row in rows if row.is_ok and row.step_time_s is not None]
+    timed = [(row, row.step_time_s) for row in rows if row.is_ok and row.step_time_s is not None]
     if not timed:
         raise UserError("there is nothing to fit: no row has the status ok and a step_time_s")
     unknown = [name for name in names if name not in RANGES]
@@ -111,7 +111,8 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         raise UserError("--fit needs SciPy: pip install scipy") from error
 
     def errors(program: Software) -> "NDArray[np.float64]":
-        return np.array([np.log(predict(run, cluster, program).step_time_s / measured) for run, measured in timed])
+        steps = (predict(row.run, row.schedule, cluster, program).prediction for row, _ in timed)
+        return np.log([step.step_time_s / measured for step, (_, measured) in zip(steps, timed, strict=True)])
 
     before = errors(start)
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]

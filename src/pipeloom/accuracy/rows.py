@@ -71,6 +71,7 @@ class Row:
     Attributes:
         set_name: where it comes from.
         run: what was run.
+        schedule: how its pipeline ran, as the table spells it.
         device: the device's name.
         is_ok: whether it ran; otherwise it was out of memory.
         step_time_s: measured; ``None`` where it was not reported.
@@ -80,6 +81,7 @@ class Row:
 
     set_name: str
     run: Run
+    schedule: str
     device: str
     is_ok: bool
     step_time_s: float | None
@@ -212,6 +214,13 @@ def _positive(text: str) -> float | None:
 def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
     shape = ModelShape(name=line["model"], **{name: values[name] for name in (*_SHAPE_COUNTS, "mlp", "tied")})
     told = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
-    run = Run(shape=shape, schedule=line["schedule"], **told)
-    is_ok = line["status"] == "ok"
-    return Row(line["set"], run, line["device"], is_ok, values["step_time_s"], values["memory_bytes"], line["note"])
+    return Row(
+        set_name=line["set"],
+        run=Run(shape=shape, **told),
+        schedule=line["schedule"],
+        device=line["device"],
+        is_ok=line["status"] == "ok",
+        step_time_s=values["step_time_s"],
+        memory_bytes=values["memory_bytes"],
+        note=line["note"],
+    )

@@ -13,8 +13,9 @@ from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
-from pipeloom.config.problems import model_problems
+from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.shape import Attention, shape_of
+from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
@@ -242,7 +243,7 @@ def _request(options: Options) -> Request:
     question = Question(
         shape=shape,
         cluster=cluster,
-        software=software,
+        software=software if config is None else with_optimizer(software, config.optimizer.rule),
         num_devices=num_devices,
         global_batch=_first(options.global_batch, layout and layout.batch_size),
         seq=_first(options.seq, known and known.seq_len),
@@ -266,7 +267,7 @@ def _read(path: Path, seq: int | None, problems: list[str]) -> RunConfig:
     if seq is not None:
         config = replace(config, data=replace(config.data, seq_len=seq))
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *([] if unknown else model_problems(config))]
+    problems += [*found, *unknown, *([] if unknown else model_problems(config)), *optimizer_problems(config)]
     return config
 
 

@@ -168,7 +168,7 @@ def _layout(row: Row) -> str:
     more = (" sequence parallel" * run.sequence_parallel, f" {run.recompute} recomputation" * (run.recompute != "none"))
     return (
         f"{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} micro-batch {run.micro_batch} "
-        f"{run.schedule} shard {run.shard}{''.join(more)}"
+        f"{row.schedule} shard {run.shard}{''.join(more)}"
     )
 
 

@@ -1,6 +1,7 @@
 """What is wrong with a run's configuration: all of it at once, a sentence each."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.terminal.words import and_finite, count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.layout import Layout, Shard
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
@@ -26,7 +28,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
         found += _recompute_problems(config)
     found += [*_data_parallel_problems(config), *_swap_problems(config), *_budget_problems(config)]
-    found += [*_place_problems(config), *_file_problems(config)]
+    found += [*_place_problems(config), *_file_problems(config), *optimizer_problems(config)]
     if trains:
         if config.data.known_tokenizer == "bytes":  # text decides how many tokens another one has
             found += vocabulary_problems(config, config.data.vocab_size)
@@ -83,7 +85,7 @@ _ABOVE_ZERO = (
     "optimizer.eps",
     "optimizer.clip_grad_norm",
 )
-_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction")
+_FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction", "optimizer.momentum")
 
 
 def _value(config: "RunConfig", name: str) -> Any:
@@ -110,9 +112,9 @@ def _range_problems(config: "RunConfig") -> list[str]:
     found += [
         f"{name} must lie between 0 and 1, found {_value(config, name)}"
         for name in _FRACTIONS
-        if not 0 <= _value(config, name) <= 1
+        if _value(config, name) is not None and not 0 <= _value(config, name) <= 1
     ]
-    if not all(0 <= beta < 1 for beta in config.optimizer.betas):
+    if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):
         found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
     return found
 
@@ -319,6 +321,21 @@ def _size_problems(name: str, text: str | None) -> list[str]:
     except ValueError as error:
         return [f"{name}: {error}"]
     return []
+
+
+def optimizer_problems(config: "RunConfig") -> list[str]:
+    """What is wrong with the rule and its settings, one sentence each."""
+    optimizer = config.optimizer
+    if optimizer.name not in OPTIMIZERS:
+        return [f"optimizer.name: {OPTIMIZERS.unknown(optimizer.name)}"]
+    wrong = [text for text in optimizer.settings if not re.fullmatch(r"\w+=[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", text)]
+    if wrong:
+        return [f"optimizer.settings must be texts such as name=0.5, found {' '.join(map(repr, wrong))}"]
+    taken = optimizer.rule.settings
+    whose = f"optimizer.name {optimizer.name}, which takes {', '.join(taken)}"
+    return [
+        f"optimizer.{name} has no effect with {whose}; leave it out" for name in optimizer.given if name not in taken
+    ]
 
 
 def _place_problems(config: "RunConfig") -> list[str]:

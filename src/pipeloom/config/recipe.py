@@ -21,8 +21,9 @@ RECIPE = {
 }
 """Settings without which a model from elsewhere is not trained, and what each one is. ``None`` is unset."""
 
-_USUAL = ("betas", "eps", "weight_decay", "clip_grad_norm", "lr_min_fraction")
-"""Settings of the optimizer that are much the same in published recipes: they keep their defaults, and are named."""
+_USUAL = ("clip_grad_norm", "lr_min_fraction")
+"""Settings that are much the same in published recipes, as those of the optimizer's rule: they keep their defaults, and
+are named."""
 
 
 def unset(config: "RunConfig") -> dict[str, str]:
@@ -56,10 +57,11 @@ def usual_values(config: "RunConfig") -> str | None:
     from pipeloom.config.sections import OptimizerConfig
 
     own, default = config.optimizer, OptimizerConfig()
-    kept = [name for name in _USUAL if getattr(own, name) == getattr(default, name)]
+    kept = {name: value for name, value in own.rule.settings.items() if own.values[name] == value}
+    kept |= {name: getattr(own, name) for name in _USUAL if getattr(own, name) == getattr(default, name)}
     if not kept or not _is_from_elsewhere(config):
         return None
-    values = ", ".join(f"optimizer.{name} {_text(getattr(own, name))}" for name in kept)
+    values = ", ".join(f"optimizer.{name} {_text(value)}" for name, value in kept.items())
     return f"{values}: usual values, which are not from a recipe of this model."
 
 

@@ -6,11 +6,12 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeloom.config.paths import NameOrFile
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
 
 MOST_LAYERS = 100_000
 """Layers of a model: there are lists with a number for each, whatever is done with it."""
@@ -176,8 +177,10 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate."""
+    """The update rule and its learning rate."""
 
+    name: str = "adamw"
+    """adamw, sgd, or an optimizer of another distribution (docs/extending.md)."""
     lr: float | None = None
     """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
     lr_warmup_steps: int | None = None
@@ -185,14 +188,34 @@ class OptimizerConfig:
     model.file."""
     lr_min_fraction: float = 0.1
     """Share of lr that the cosine ends at."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.1
-    """Decoupled weight decay, on matrices only."""
+    betas: tuple[float, float] | None = None
+    """Decay of the first and second moment; adamw. None: 0.9 0.95."""
+    eps: float | None = None
+    """Added to the root of the second moment; adamw. None: 1e-8."""
+    momentum: float | None = None
+    """Share of the momentum that a step keeps; sgd. None: 0.9."""
+    weight_decay: float | None = None
+    """Weight decay, on matrices only; decoupled with adamw, added to the gradient with sgd. None: 0.1."""
+    settings: tuple[str, ...] = ()
+    """Settings of an optimizer of another distribution that have no key here, each as name=number."""
     clip_grad_norm: float = 1.0
     """Largest norm of the whole model's gradient; inf clips nothing."""
+
+    @property
+    def rule(self) -> Optimizer:
+        """What ``name`` stands for; a ``KeyError`` if that is nothing."""
+        return OPTIMIZERS[self.name]
+
+    @property
+    def given(self) -> dict[str, Setting]:
+        """The settings of the rule that are not left to its defaults; each of ``settings`` is a number by name."""
+        own = {name: getattr(self, name) for name in SHARED if getattr(self, name) is not None}
+        return own | {name: float(value) for name, _, value in (text.partition("=") for text in self.settings)}
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All settings that the rule takes, with its defaults."""
+        return {**self.rule.settings, **self.given}
 
     @property
     def known_lr(self) -> float:

@@ -313,8 +313,24 @@ def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     A tied embedding is with the first stage and with the last; with the first alone if there is one rank, or if the
     program lends it to the last one for a step.
     """
-    shape = run.shape
-    counts, head = stage_layers(run, software)
+    return _parameters(run, software, stage_layers(run, software)[0])
+
+
+def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters of each stage that one device has whole while it computes the stage, where weights are sharded.
+
+    Where collectives have a lane, schedules gather whole stages; other programs a few layers of one
+    (``Software.gathered_layers``).
+    """
+    counts, _ = stage_layers(run, software)
+    if not software.has_reduction_lane:
+        counts = tuple(min(count, software.gathered_layers) for count in counts)
+    return _parameters(run, software, counts)
+
+
+def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
+    """Parameters of so many layers of each stage, with its embedding and its head."""
+    shape, (_, head) = run.shape, stage_layers(run, software)
     each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
     held = [count * each for count in counts]
     held[0] += shape.embedding_parameters / run.tp

@@ -19,7 +19,7 @@ where sequences are cut into token slices, also keys and values, which later sli
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Shard
@@ -204,38 +204,3 @@ def logits_bytes(run: Run, software: Software) -> float:
     is_gathered = software.gathers_logits and run.tp > 1
     each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
     return num_logits(run, software) * each
-
-
-def rank_memory(
-    run: Run, software: Software, rank: int, in_flight: float, stages: Sequence[int] | None = None
-) -> Memory:
-    """Memory of one pipeline rank; no receive buffers and no gathered weights, which its schedule tells.
-
-    Args:
-        run: what is trained.
-        software: with what.
-        rank: pipeline rank.
-        in_flight: most stage inputs it holds at once, as its row says (``Schedule.peak_stage_inputs``).
-        stages: those of the rank; ``None`` for a looped placement.
-    """
-    stages = range(rank, run.num_stages, run.pp) if stages is None else stages
-    _, head = stage_layers(run, software)
-    kept = stage_kept_bytes(run, software)
-    activations = in_flight * sum(kept[stage] for stage in stages) / len(stages)
-    activations += working_bytes(run, software)
-    if 0 in stages:
-        activations += in_flight / run.loops * stage_input_bytes(run)
-    logits = logits_bytes(run, software) if head in stages else 0.0
-    by_stage = stage_parameters(run, software)
-    state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
-    lent = lent_bytes(run, software, stages)
-    return Memory(
-        weights_bytes=state.weights_bytes + lent.weights_bytes,
-        gradients_bytes=state.gradients_bytes + lent.gradients_bytes,
-        optimizer_bytes=state.optimizer_bytes,
-        activations_bytes=activations,
-        head_bytes=logits,
-        buffers_bytes=0.0,
-        reserve_bytes=software.reserve_bytes,
-        fragmentation_bytes=software.fragmentation * (activations + logits),
-    )

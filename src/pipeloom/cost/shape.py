@@ -114,7 +114,6 @@ class Run:
         micro_batch: sequences of a micro-batch.
         global_batch: sequences of a step.
         recompute: nothing, the core of attention, or whole layers in the backward.
-        schedule: a family's name, as the table of measurements spells it.
         sequence_parallel: whether what tensor parallelism leaves whole is split over the sequence.
         attention: the kernel.
         fused_norm: whether the norm is one kernel.
@@ -138,7 +137,6 @@ class Run:
     micro_batch: int = 1
     global_batch: int = 1
     recompute: Recompute = "none"
-    schedule: str = "none"
     sequence_parallel: bool = False
     attention: Attention = "flash2"
     fused_norm: bool = True

@@ -1,9 +1,10 @@
 """What a training program does with a machine: a few facts, and the few efficiencies that are calibrated."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.optimizers import OPTIMIZERS, Optimizer
 
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
@@ -104,6 +105,9 @@ class Software:
         extra_drain_slots: micro-batches' time that a pipeline was observed to need to fill and drain beyond the
             P - 1 that its schedule explains.
         drain_seq: longest sequences that this was observed with.
+        gathered_layers: layers whose weights a device has whole at once, beside the embedding and the head, where
+            everything is sharded and schedules have no gathers: the one that computes and the next one (FSDP,
+            arXiv 2304.11277, section 3.3.2).
         weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
         optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
         keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
@@ -143,6 +147,7 @@ class Software:
     overlaps_steps: bool = False
     extra_drain_slots: float = 0
     drain_seq: float = 0
+    gathered_layers: int = 2
     weight_state_bytes: float = 4
     optimizer_state_bytes: float = 12
     keeps_gathered: bool = False
@@ -157,3 +162,15 @@ class Software:
     def has_lanes(self) -> bool:
         """Whether all exchanges are actions of the schedule on lanes of their own, as ``pipeloom train`` runs them."""
         return self.has_reduction_lane and not self.is_blocking
+
+
+def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
+    """The program with another update rule than AdamW, whose two moments its file counts.
+
+    An update reads and writes each number that it keeps.
+    """
+    more = optimizer.state_bytes - OPTIMIZERS["adamw"].state_bytes
+    if not more:
+        return software
+    use = replace(software.efficiency, optimizer_bytes=software.efficiency.optimizer_bytes + 2 * more)
+    return replace(software, optimizer_state_bytes=software.optimizer_state_bytes + more, efficiency=use)

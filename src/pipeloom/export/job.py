@@ -110,6 +110,11 @@ class Job:
             found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
         return found
 
+    def optimizer_problems(self, program: str) -> list[str]:
+        """Why a program cannot update the weights as the run does; empty if it can."""
+        name = self.config.optimizer.name
+        return [] if name == "adamw" else [f"optimizer.name {name}: {program} is started with adamw here; use that"]
+
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
         num_ranks, per_node = self.config.layout.num_ranks, self.cluster.devices_per_node

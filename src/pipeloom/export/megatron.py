@@ -40,6 +40,7 @@ def _problems(job: Job) -> list[str]:
         *_shard_problems(job),
         *_recompute_problems(job),
         *job.own_problems("Megatron-LM"),
+        *job.optimizer_problems("Megatron-LM"),
         *_other(job),
     ]
 
@@ -271,6 +272,7 @@ def _recompute(job: Job) -> list[Flag]:
 
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
+    own = optimizer.values
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
     clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm  # 0 clips nothing
     return [
@@ -279,10 +281,10 @@ def _training(job: Job) -> list[Flag]:
         flag("--global-batch-size", layout.batch_size),
         *_schedule(job),
         flag("--lr-decay-style", "cosine"),
-        flag("--adam-beta1", optimizer.betas[0]),
-        flag("--adam-beta2", optimizer.betas[1]),
-        flag("--adam-eps", optimizer.eps),
-        flag("--weight-decay", optimizer.weight_decay),
+        flag("--adam-beta1", own["betas"][0]),
+        flag("--adam-beta2", own["betas"][1]),
+        flag("--adam-eps", own["eps"]),
+        flag("--weight-decay", own["weight_decay"]),
         flag("--clip-grad", clip),
         flag("--eval-iters", config.training.validation_batches),
         flag("--log-interval", 1),

@@ -39,7 +39,7 @@ def _problems(job: Job) -> list[str]:
     if job.slice_problems():
         return job.slice_problems()
     found = [*job.node_problems(), *job.head_problems(), *tied_problems(job, "torchtitan"), *_model_problems(job)]
-    found += [*_placement_problems(job), *job.own_problems("torchtitan")]
+    found += [*_placement_problems(job), *job.own_problems("torchtitan"), *job.optimizer_problems("torchtitan")]
     if job.config.layout.pp == 1 and not _is_plain_accumulation(job):
         found.append(
             f"layout.pp 1 with schedule.family {job.config.schedule.family}: without a pipeline torchtitan runs each "
@@ -172,6 +172,7 @@ def _modules(pieces: tuple[bool, range, bool]) -> str:
 
 def _constants(job: Job) -> list[str]:
     model, optimizer, missing = job.model, job.config.optimizer, unset(job.config)
+    own = optimizer.values
     known = {
         "model.norm_eps": model.known_norm_eps,
         "model.rope_theta": model.known_rope_theta,
@@ -184,7 +185,7 @@ def _constants(job: Job) -> list[str]:
         f"HEADS, KV_HEADS = {model.num_heads}, {model.num_kv_heads}",
         f"TIED, SEQ_LEN, LR_MIN_FRACTION = {model.tied}, {job.config.data.seq_len}, {optimizer.lr_min_fraction!r}",
         *(f"{_CONSTANTS[name]} = {_constant(name, value, missing)}" for name, value in known.items()),
-        f"BETAS, EPS, WEIGHT_DECAY = {optimizer.betas!r}, {optimizer.eps!r}, {optimizer.weight_decay!r}",
+        f"BETAS, EPS, WEIGHT_DECAY = {own['betas']!r}, {own['eps']!r}, {own['weight_decay']!r}",
     ]
 
 

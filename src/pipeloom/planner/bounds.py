@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.analytic import stage_costs, stage_layers, stage_parameters, step_terms
+from pipeloom.cost.analytic import gathered_parameters, stage_costs, stage_layers, stage_parameters, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
@@ -135,6 +135,8 @@ class Bounds:
             np.cumsum(seconds) - seconds + passage.hops_s for seconds in (passage.forward_s, passage.inputs_s)
         )
         back_s += passage.weights_s[0]
+        if self.software.overlaps_steps:  # ranks fill and drain while others are in another step
+            there_s, back_s = 0 * there_s, 0 * back_s
         own_s, later_s, first = count * passage.own_s, count * passage.weights_s, self.stages[:, 0]
         return (
             Work(there_s[first], back_s[first], own_s[self.stages].sum(axis=1), later_s[self.stages].sum(axis=1)),
@@ -150,6 +152,8 @@ class Bounds:
         Args:
             in_flight: [rank, number of its stage] stage inputs when a rank holds the most.
         """
+        if self.software.overlaps_steps:  # the way there and back is from the start of the first rank
+            return 0.0
         held, count, (forward_s, backward_s, longest_s, around_s) = in_flight.sum(axis=1), *self._turns
         between_s = count * (forward_s + backward_s) - held * longest_s.sum(axis=0)
         most_s = held * longest_s[0] * (1 + _ROUNDING)  # equal sums of equal stages may differ in their last digits
@@ -304,7 +308,12 @@ class Sharded:
             graph: compute actions, gathers and reductions.
         """
         row = graph.facts.row
-        return float(graph.times(self._seconds[row.kind, row.stage])[1].max()) + self.after_s
+        starts_s, ends_s = graph.times(self._seconds[row.kind, row.stage])
+        if self.bounds.software.overlaps_steps:
+            first = graph.facts.columns.first[:-1]
+            own_s = np.maximum.reduceat(ends_s, first) - np.minimum.reduceat(starts_s, first)
+            return float(own_s.max()) + self.after_s
+        return float(ends_s.max()) + self.after_s
 
     @cached_property
     def _seconds(self) -> Floats:
@@ -393,7 +402,9 @@ class Sharded:
             held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
         if run.shard == "full" and run.dp > 1:
             alone = state_bytes(run, 1.0, software, "none")
-            held += np.sort(parameters, axis=1)[:, ::-1][:, :gathered].sum(axis=1) * alone.weights_bytes
+            whole = np.sort(np.array(gathered_parameters(run, software))[stages], axis=1)[:, ::-1]
+            most = gathered if software.has_reduction_lane else 1
+            held += whole[:, :most].sum(axis=1) * alone.weights_bytes
         own = np.full(run.pp, working_bytes(run, software))
         own[owner[head]] += logits_bytes(run, software)
         return held + own * (1 + software.fragmentation) + software.reserve_bytes

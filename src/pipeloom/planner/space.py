@@ -76,7 +76,7 @@ class Arrangement:
         As if all ranks were as fast as the fastest.
         """
         run, pieces = self.run, self._pieces
-        if run.pp == 1:
+        if run.pp == 1 or self.question.software.overlaps_steps:
             return self.busy_s
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
         layers = min(run.pp - 2, run.shape.layers)  # of the ranks behind the first: one stands before the last of them

@@ -9,11 +9,11 @@ from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.shape import Run, shape_of
-from pipeloom.cost.software import Software
+from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.predict.fast import FAMILY_OF
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
+from pipeloom.workload.optimizers import OPTIMIZERS
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -105,6 +105,8 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
     problems: list[str] = []
     cluster = load_or_note(load_cluster, machine.cluster, problems)
     software = load_or_note(load_software, machine.software, problems)
+    if software is not None and config.optimizer.name in OPTIMIZERS:  # else a problem of its own
+        software = with_optimizer(software, config.optimizer.rule)
     if cluster is not None:
         problems += _lacks(config, cluster)
     if config.schedule.file is not None and software is not None and not software.has_lanes:
@@ -170,7 +172,6 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
 def described_run(config: RunConfig, precision: Precision) -> Run:
     """The run of a configuration whose model has its sizes, without its machine."""
     layout, machine = config.layout, config.machine
-    family = config.schedule.family
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
         seq=config.data.seq_len,
@@ -183,7 +184,6 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         global_batch=layout.batch_size,
         recompute=layout.recompute,
         recompute_layers=layout.recompute_layers,
-        schedule=next((name for name, known in FAMILY_OF.items() if known == family), family),
         sequence_parallel=layout.sequence_parallel,
         attention=machine.attention,
         fused_norm=machine.fused_norm,

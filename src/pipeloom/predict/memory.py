@@ -5,9 +5,11 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeloom.analysis.matching import match_spans
 from pipeloom.analysis.memory import HeldBytes
-from pipeloom.cost.analytic import layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
     key_value_bytes,
@@ -95,8 +97,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
     """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
     _, head = stage_layers(run, software)
-    only_head = [kept_logits(run, software) * (stage == head) for stage in range(schedule.num_stages)]
-    parts = (_kept(run, software), KeptBytes(only_head, shares=run.slice_shares))
+    parts = (_kept(run, software), _kept_of_head(run, software, schedule.num_stages, head))
     return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
 
 
@@ -104,6 +105,17 @@ def _kept(run: Run, software: Software) -> KeptBytes:
     """What micro-batches keep, logits left out."""
     pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
     return KeptBytes(input_bytes(run, software), pending, again, run.slice_shares)
+
+
+def _kept_of_head(run: Run, software: Software, num_stages: int, head: int) -> KeptBytes:
+    """What the loss keeps of micro-batches; between the halves of a backward the gradient of its logits."""
+    is_head = [float(stage == head) for stage in range(num_stages)]
+    gradient_bytes = num_logits(run, software) * run.element_bytes
+    return KeptBytes(
+        [kept_logits(run, software) * one for one in is_head],
+        [gradient_bytes * one for one in is_head],
+        shares=run.slice_shares,
+    )
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
@@ -128,7 +140,7 @@ def _memory(
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
     kept = _kept(run, software)
-    only_head = KeptBytes([float(stage == head) for stage in range(placement.num_stages)], shares=shares)
+    of_head = _kept_of_head(run, software, placement.num_stages, head)
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
@@ -136,13 +148,13 @@ def _memory(
         activations = most_held(rank, kept) + working
         logits = 0.0
         if head in stages:
-            logits = most_held(rank, only_head) * kept_logits(run, software)
-            logits += logits_each - max(shares) * kept_logits(run, software)
+            logits = most_held(rank, of_head) + logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
+        most_gathered = room.gathered if software.has_reduction_lane else 1
         found.append(
             Memory(
-                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, room.gathered),
+                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, most_gathered),
                 gradients_bytes=state.gradients_bytes
                 + lent.gradients_bytes
                 + _largest(unreduced, stages, room.unreduced),
@@ -224,12 +236,10 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
     none = [0.0] * run.num_stages
     if run.dp == 1 or run.shard in ("none", "optimizer"):
         return none, none
-    by_stage = stage_parameters(run, software)
-    alone = replace(run, shard="none")
-    states = {held: state_bytes(alone, held, software) for held in set(by_stage)}
-    whole = [states[held] for held in by_stage]
-    weights = [state.weights_bytes for state in whole] if run.shard == "full" else none
-    return weights, [state.gradients_bytes for state in whole] if software.has_reduction_lane else none
+    each = state_bytes(replace(run, shard="none"), 1.0, software)
+    gathered, whole = gathered_parameters(run, software), stage_parameters(run, software)
+    weights = [each.weights_bytes * held for held in gathered] if run.shard == "full" else none
+    return weights, [each.gradients_bytes * held for held in whole] if software.has_reduction_lane else none
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
@@ -238,19 +248,21 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     kept, stages = _kept(run, software), layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
+    pending = np.add(kept.pending, _kept_of_head(run, software, schedule.num_stages, head).pending).tolist()
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
         + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
+        + (0.0 if software.has_reduction_lane else _largest(gathered, schedule.placement.stages_of(rank), 1))
         + software.reserve_bytes
         for rank in range(run.pp)
     ]
     return HeldBytes(
         always_bytes=tuple(always),
-        kept=kept._replace(whole=kept_by_stage(run, software)),
+        kept=kept._replace(whole=kept_by_stage(run, software), pending=pending),
         working_bytes=tuple(working),
-        gathered_bytes=tuple(gathered),
+        gathered_bytes=tuple(gathered) if software.has_reduction_lane else (),
         gradient_bytes=tuple(unreduced),
         message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
     )

@@ -13,7 +13,7 @@ from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import rank_parameters, stage_layers
 from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.shape import Run
-from pipeloom.cost.software import Software
+from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.predict.describe import described_run
 from pipeloom.workload.dtypes import precision_of
 
@@ -45,7 +45,7 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
         config: without problems, the model's sizes in place.
         verifies: whether the run proves gradients, and so has no optimizer.
     """
-    software, run = load_software("pipeloom"), _run(config)
+    software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
     state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
     head = choice.placed().rank_by_stage[-1]

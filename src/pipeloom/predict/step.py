@@ -1,27 +1,27 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
+from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.analytic import drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
+from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.memory import Memory
 from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
 from pipeloom.cost.shape import Run
-from pipeloom.cost.slices import SliceCosts, SliceModel
+from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
-from pipeloom.families import Choice
+from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.describe import described_run
-from pipeloom.predict.fast import Prediction, as_it_exchanges
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import MovePrices, Placed
@@ -50,6 +50,8 @@ class Order:
         gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
         swapping: how the model is swapped through one device; ``None`` keeps it there.
         moving: what leaves ranks between forward and backward.
+        found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
+            makes it.
         given: the schedule itself, if it is not made.
     """
 
@@ -60,7 +62,46 @@ class Order:
     gradient_buffers: int | None = None
     swapping: Swapping | None = None
     moving: Moves = field(default_factory=Moves)
+    found: Schedule | None = None
     given: ScheduleFile | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of a run.
+
+    Attributes:
+        step_time_s: seconds of a step.
+        pipeline_s: seconds from the first forward to the last backward; where steps overlap, of the rank for which
+            they are the most.
+        terms: what follows.
+        costs: seconds of each stage.
+        memory_by_rank: of a device of each pipeline rank.
+        device_bytes: what a device of each pipeline rank can hold.
+    """
+
+    step_time_s: float
+    pipeline_s: float
+    terms: StepTerms
+    costs: StageCosts
+    memory_by_rank: tuple[Memory, ...]
+    device_bytes: tuple[float, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has room on its devices."""
+        return self.memory.total_bytes <= self.device_bytes[self.fullest_rank]
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest device."""
+        return self.memory_by_rank[self.fullest_rank]
+
+    @property
+    def fullest_rank(self) -> int:
+        """The pipeline rank whose devices have the least room left."""
+        over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
+        return over.index(max(over))
 
 
 @dataclass(frozen=True)
@@ -106,7 +147,6 @@ class SimulatedStep:
         trace: of the pipeline.
         prediction: times and memory.
         drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
-        blocked_s: for each rank the seconds of its compute actions in which it stands still to exchange tensors.
     """
 
     run: Run
@@ -117,7 +157,6 @@ class SimulatedStep:
     trace: Trace
     prediction: Prediction
     drain_s: float
-    blocked_s: tuple[float, ...]
 
     @property
     def tokens_per_s(self) -> float:
@@ -162,20 +201,38 @@ class SimulatedStep:
     @cached_property
     def accounts(self) -> tuple[StepAccount, ...]:
         """For each pipeline rank where its step went."""
-        terms = self.prediction.terms
+        terms, hidden_s = self.prediction.terms, self.trace.end_s + self.drain_s - self.prediction.pipeline_s
         return tuple(
             StepAccount(
                 replace(
                     account,
                     compute_s=account.compute_s - blocked_s,
+                    startup_s=account.startup_s - max(0.0, hidden_s - account.drain_s),
                     exposed_p2p_s=account.exposed_p2p_s + blocked_s,
-                    drain_s=account.drain_s + self.drain_s,
+                    drain_s=max(0.0, account.drain_s - hidden_s) + self.drain_s,
                 ),
                 terms.reduce_s + terms.tied_s,
                 terms.optimizer_s,
                 terms.fixed_s,
             )
             for account, blocked_s in zip(account_bubble(self.schedule, self.trace), self.blocked_s, strict=True)
+        )
+
+    @cached_property
+    def blocked_s(self) -> tuple[float, ...]:
+        """For each rank the seconds of its compute actions in which a blocking program exchanges tensors."""
+        run, cluster, software = self.run, self.cluster, self.software
+        if not software.is_blocking:
+            return (0.0,) * run.pp
+        by_stage = [0.0] * run.num_stages
+        for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
+            whole = stage_costs(run, cluster, program)
+            parts = SliceModel(run, cluster, program).costs(whole, run.slices).slices if run.slices else (whole,)
+            for part in parts:
+                for stage, both_s in enumerate(zip(part.forward_s, part.backward_s, strict=True)):
+                    by_stage[stage] += sign * self.schedule.num_microbatches * sum(both_s)
+        return tuple(
+            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank)) for rank in range(run.pp)
         )
 
     @property
@@ -228,22 +285,25 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
-    priced = price(costs)
-    trace = simulate(schedule, priced, links)
+    trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
     memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
     if order.swapping is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
-    pipeline_s = trace.end_s + more_s
+    pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
     prediction = Prediction(
         pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
     )
-    parts = priced.slices if isinstance(priced, SliceCosts) else (costs,)
-    blocked_s = _blocked_s(run, cluster, software, parts, schedule)
-    step = SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s, blocked_s)
+    step = SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s)
     if step.hfu > 1:
         raise UserError(_impossible(step))
     return step
+
+
+def as_it_exchanges(software: Software, family: str) -> Software:
+    """The program as it sends and receives in a family's schedules."""
+    is_free = family in FAMILIES and FAMILIES[family].splits_backward and not software.blocks_split
+    return replace(software, is_blocking=False) if is_free else software
 
 
 def _impossible(step: SimulatedStep) -> str:
@@ -286,7 +346,7 @@ def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
         order: family and knobs.
     """
     swapping = order.swapping
-    return run_recipe(
+    how = run_recipe(
         order.choice,
         receive_buffers=None if software.is_blocking else order.receive_buffers,
         lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
@@ -299,6 +359,7 @@ def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
         moves=order.moving,
         given=order.given,
     )
+    return how if order.found is None else replace(how, start=order.found)
 
 
 def lowered(run: Run, software: Software, order: Order) -> Schedule:
@@ -359,35 +420,6 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
     software = load_software("pipeloom")
     run = described_run(config, precision)
     return ClosedSizes(run if config.schedule.budget_bytes is None else with_alike_stages(run, software), software)
-
-
-def _blocked_s(
-    run: Run, cluster: Cluster, software: Software, parts: Sequence[StageCosts], schedule: Schedule
-) -> tuple[float, ...]:
-    """For each rank the seconds of exchange that the costs of a blocking program carry in its compute actions.
-
-    Args:
-        run: what is trained.
-        cluster: where.
-        software: with what.
-        parts: costs of a micro-batch, or of each of its slices.
-        schedule: what runs.
-    """
-    if not software.is_blocking:
-        return (0.0,) * run.pp
-    unblocked = replace(software, is_blocking=False)
-    whole = stage_costs(run, cluster, unblocked)
-    free = SliceModel(run, cluster, unblocked).costs(whole, run.slices).slices if run.slices else (whole,)
-    by_stage = [
-        schedule.num_microbatches * sum(f + b - free_f - free_b for f, b, free_f, free_b in times)
-        for times in zip(*(_stage_times(*pair) for pair in zip(parts, free, strict=True)), strict=True)
-    ]
-    return tuple(sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)) for rank in range(run.pp))
-
-
-def _stage_times(one: StageCosts, other: StageCosts) -> list[tuple[float, float, float, float]]:
-    """For each stage forward and backward of both."""
-    return list(zip(one.forward_s, one.backward_s, other.forward_s, other.backward_s, strict=True))
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:

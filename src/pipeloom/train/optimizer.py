@@ -1,4 +1,4 @@
-"""AdamW over this rank's parameters, its learning rate, and clipping over the whole model."""
+"""The optimizer over this rank's parameters, its learning rate, and clipping over the whole model."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import OptimizerConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each element, as torch.optim names it."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -28,26 +25,37 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     return peak * (config.lr_min_fraction + (1 - config.lr_min_fraction) * cosine)
 
 
-def make_adamw(
-    config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]
-) -> torch.optim.AdamW:
-    """AdamW with weight decay on some parameters only."""
+def make_optimizer(
+    config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], *, begins: bool = True
+) -> torch.optim.Optimizer:
+    """The optimizer of a run.
+
+    Args:
+        config: with its rule and settings.
+        decayed: parameters whose weights decay.
+        plain: those whose weights do not.
+        begins: whether its state is there at once (``begin_state``).
+    """
+    settings = config.values
+    decay = settings.pop("weight_decay", None)
     groups = [
-        {"params": list(decayed), "weight_decay": config.weight_decay},
-        {"params": list(plain), "weight_decay": 0.0},
+        {"params": list(parameters), **({} if decay is None else {"weight_decay": share * decay})}
+        for parameters, share in ((decayed, 1.0), (plain, 0.0))
+        if parameters
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.known_lr, betas=config.betas, eps=config.eps)
+    optimizer = config.rule.make(groups, lr=config.known_lr, **settings)
+    if begins:
+        begin_state(optimizer, config, [*decayed, *plain])
+    return optimizer
 
 
-def begin_state(optimizer: torch.optim.AdamW, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Tensor]]:
-    """The state that AdamW begins with for some parameters, which it would make at the first step; now its own."""
+def begin_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig, parameters: Iterable[Tensor]) -> None:
+    """Give an optimizer the state that it begins with for some parameters, which some would make at the first step."""
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.get_default_dtype()),
-            **{moment: torch.zeros_like(parameter) for moment in MOMENTS},
+            **{name: torch.zeros_like(parameter) for name in config.rule.state},
         }
-    return optimizer.state
 
 
 def squared_gradient_norm(gradients: Sequence[Tensor]) -> float:

@@ -33,7 +33,7 @@ from pipeloom.execute.world import World, join_forked
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
 from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
 from pipeloom.workload.layout import Layout, Recompute
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
@@ -373,7 +373,7 @@ class _Update:
         self._parameters = [*decayed, *plain]
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self._optimizer = make_adamw(self._config, decayed, plain)
+        self._optimizer = make_optimizer(self._config, decayed, plain)
         self.size = sum(parameter.numel() for parameter in self._parameters)
         self.seconds: list[float] = []
 

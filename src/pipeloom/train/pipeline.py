@@ -92,7 +92,7 @@ class Pipeline:
         self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
-            ((stage, self._build(stage, world.device, master_dtype(self._dtype))) for stage in own),
+            ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
             StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
@@ -317,8 +317,8 @@ class Pipeline:
         timeout_s = self._config.training.stall_timeout_s
         return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
 
-    def _build(self, stage: int, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        module = stage_of(self._config, self._pieces[stage], device, dtype=dtype, parallel=self._parallel)
+    def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
         module.set_recompute(self._config.layout.recompute_by_layer(self._config.model.num_layers))
         if self._config.training.compile and torch.device(device).type != "meta":
             compile_pieces(module, self._config.training.compile_backend)
@@ -331,7 +331,7 @@ class Pipeline:
             return None
         weights, wide = self.data_parallel.weights, master_dtype(self._dtype)
         borrower = _transformer(weights[last].module) if last in weights else None
-        matrix = self._build(0, "meta", self._dtype).get_parameter(TIED_NAME)
+        matrix = self._build(self._pieces[0][:1], "meta", self._dtype).get_parameter(TIED_NAME)
         return Tied(
             TIED_NAME,
             TensorSpec.of(matrix),
@@ -349,8 +349,13 @@ class Pipeline:
         return StageSwaps(schedule, self._place.pipeline, self.store, self._host_lanes, timeout_s)
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
+        """The spec of every stage's output."""
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
-        return stage_outputs(lambda stage: self._build(stage, "meta", self._dtype), self.schedule.num_stages, tokens)
+        # layers return tensors of their input's shape, so that the embedding and the head say everything; to run all
+        # layers on the meta device takes longer than to train a small model
+        ends = (self._pieces[0][:1], self._pieces[-1][-1:])
+        between, logits = stage_outputs(lambda end: self._build(ends[end], "meta", self._dtype), 2, tokens)
+        return (*[between] * (self.schedule.num_stages - 1), logits)
 
     def _stages(
         self, schedule: Schedule, outputs: tuple[TensorSpec, ...], slices: TokenSlices | None

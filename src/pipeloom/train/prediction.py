@@ -16,7 +16,7 @@ from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
 from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import clip_gradients, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stage_updates import StageUpdates
 
@@ -79,7 +79,7 @@ def _time_update(world: World, data_parallel: DataParallel, config: OptimizerCon
     """Seconds of gradient norm, clipping and optimizer step on copies, all ranks at once; the slowest's, on rank 0."""
     parts = data_parallel.optimizer_parts()
     decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
-    copies, optimizer = [*decayed, *plain], make_adamw(config, decayed, plain)
+    copies, optimizer = [*decayed, *plain], make_optimizer(config, decayed, plain)
     times: list[float] = []
     for _ in range(_REPEATS + 1):
         for copy in copies:

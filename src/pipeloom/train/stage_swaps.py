@@ -18,8 +18,6 @@ from pipeloom.model import stage_pieces
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stages import stage_of
 
-_MOMENTS = 2
-
 
 def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:
     """For each stage the bytes of what there is of it.
@@ -44,6 +42,7 @@ def piece_bytes(config: RunConfig) -> tuple[int, ...]:
 def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
     dtype = getattr(torch, config.training.known_dtype)
     narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
+    kept = len(config.optimizer.rule.state) + (narrow < wide)  # the weights in wide numbers are a part of the state
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
@@ -54,7 +53,7 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
             Amounts(
                 weights=count * narrow,
                 gradient=count * wide,
-                state=count * wide * (_MOMENTS + (1 if narrow < wide else 0)),
+                state=count * wide * kept,
                 borrowed=lent * narrow,
                 lent_gradient=lent * wide,
             )

@@ -10,16 +10,16 @@ from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.timing import median_seconds
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule.stage_swaps import Content
-from pipeloom.train.optimizer import MOMENTS, begin_state, clip_gradients, gradient_norms, squared_norm
+from pipeloom.train.optimizer import begin_state, clip_gradients, gradient_norms, squared_norm
 
 _REPEATS = 3
 
 
 class StageUpdates:
-    """AdamW on the stages of a rank that is alone, each when it is on the device with its gradient and its state.
+    """Updates the stages of a rank that is alone, each when it is on the device with its gradient and its state.
 
     Args:
-        config: clipping.
+        config: rule and clipping.
         optimizer: over the parts of all stages; its state is begun and given to the store.
         weights: of each stage.
         store: has the stages.
@@ -33,7 +33,7 @@ class StageUpdates:
     def __init__(
         self,
         config: OptimizerConfig,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         weights: Mapping[int, StageWeights],
         store: StageStore,
         *,
@@ -49,9 +49,9 @@ class StageUpdates:
         self.squares = 0.0
         for stage, one in weights.items():
             for part in one.parts:
-                state = begin_state(optimizer, [part.parameter])[part.parameter]
-                for moment in MOMENTS:
-                    store.add(stage, Content.STATE, state[moment])
+                begin_state(optimizer, config, [part.parameter])
+                for name in config.rule.state:
+                    store.add(stage, Content.STATE, optimizer.state[part.parameter][name])
                 assert part.parameter.grad is not None
                 self._gradients[part.parameter] = part.parameter.grad
                 part.parameter.grad = None

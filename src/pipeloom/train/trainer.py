@@ -26,7 +26,7 @@ from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_adamw, squared_gradient_norm
+from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
@@ -121,7 +121,8 @@ class Trainer:
         self._pipeline = Pipeline(config, world)
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
         self._parameters: list[nn.Parameter] = [*decayed, *plain]
-        self._optimizer = make_adamw(config.optimizer, decayed, plain)
+        is_whole = self._pipeline.store is None  # stages that are swapped begin one by one
+        self._optimizer = make_optimizer(config.optimizer, decayed, plain, begins=is_whole)
         self._updates = self._make_updates()
         self._checkpoints = Checkpoints(
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer

@@ -1,12 +1,12 @@
 """Checkpoints of a run: written and read by all ranks, keyed by the names of the whole model's parameters.
 
-The keys are ``model.NAME`` for a parameter, ``optimizer.exp_avg.NAME`` and ``optimizer.exp_avg_sq.NAME`` for what
-AdamW keeps for it. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones share
-them out, and each rank reads what it needs, whatever layout wrote it.
+The keys are ``model.NAME`` for a parameter, and ``optimizer.STATE.NAME`` for what the optimizer keeps of it, such as
+``optimizer.exp_avg.NAME``. Nothing is gathered: each rank writes elements that it holds, ranks that hold the same ones
+share them out, and each rank reads what it needs, whatever layout wrote it.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -37,7 +38,7 @@ from pipeloom.checkpoint.checkpoint_folder import (
     run_of,
     write_info,
 )
-from pipeloom.config import ModelConfig, RunConfig
+from pipeloom.config import ModelConfig, OptimizerConfig, RunConfig
 from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
@@ -47,12 +48,13 @@ from pipeloom.runs.run_folder import CONFIG
 from pipeloom.train.checkpoints.boxes import Interval
 from pipeloom.train.checkpoints.planner import IntervalLoadPlanner, IntervalSavePlanner, differences
 from pipeloom.train.checkpoints.storage import CheckpointReader, CheckpointWriter
-from pipeloom.train.optimizer import MOMENTS, begin_state
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stages import stage_of
 
 MODEL = "model."
 """What keys of parameters begin with."""
+_STATE = "optimizer."
+"""What keys of the optimizer's state begin with."""
 _PATIENCE = timedelta(minutes=30)
 """How long ranks wait for the slowest one to write or read."""
 _PASSING: tuple[Cause, ...] = ("clock", "signal")
@@ -61,7 +63,7 @@ _NEWEST = 2
 """How many of the newest checkpoints stay in any case: if the last one is damaged, the one before may be whole."""
 
 States = Mapping[Tensor, Mapping[str, Tensor]]
-"""AdamW's state of each of its parameters."""
+"""The optimizer's state of each of its parameters."""
 
 
 class Checkpoints:
@@ -71,7 +73,7 @@ class Checkpoints:
         config: resolved.
         world: this process among the others.
         pipeline: with this rank's stages.
-        optimizer: AdamW over their parts.
+        optimizer: over their parts; its state has begun.
         run: the run folder; rank 0's counts.
         tokenizer: of the text, a part of each checkpoint.
     """
@@ -81,7 +83,7 @@ class Checkpoints:
         config: RunConfig,
         world: World,
         pipeline: Pipeline,
-        optimizer: torch.optim.AdamW,
+        optimizer: torch.optim.Optimizer,
         run: Path,
         *,
         tokenizer: Tokenizer,
@@ -140,7 +142,7 @@ class Checkpoints:
         check_tokenizer(path, self._tokenizer)
         info = read_info(path)
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        states = self._optimizer.state if self._store is not None else begin_state(self._optimizer, parameters)
+        states = self._optimizer.state
         tensors, intervals = self._held(states, is_shared_out=False)
         planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
         with _errors(f"cannot read the checkpoint {path}", UserError):
@@ -220,7 +222,7 @@ class Checkpoints:
         for weights in self._data_parallel.weights.values():
             num = weights.shard.numel()
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
-            for prefix, held, begin in _buffers(weights, states):
+            for prefix, held, begin in _buffers(weights, states, self._config.optimizer.rule.state):
                 values = held if self._store is None else self._store.at_rest(held)
                 for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
                     part, whole = weights.order.shapes[name], self._slices[name].whole
@@ -307,7 +309,9 @@ def check_resumable(config: RunConfig) -> None:
         for name in sorted({*sizes, *info.model})
         if sizes.get(name) != info.model.get(name)
     ]
-    problems += differences(expected_shapes(config), CheckpointReader(path).read_metadata())
+    metadata = CheckpointReader(path).read_metadata()
+    _check_optimizer(path, config.optimizer, metadata)
+    problems += differences(expected_shapes(config), metadata)
     if not problems:
         return
     run = run_of(path)
@@ -315,6 +319,22 @@ def check_resumable(config: RunConfig) -> None:
     if run is not None and (run / CONFIG).exists():
         hint = f"start from its own configuration: pipeloom train {run / CONFIG} --checkpoint.resume {path}"
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
+
+
+def _check_optimizer(path: Path, optimizer: OptimizerConfig, metadata: Metadata) -> None:
+    """Refuse a checkpoint with the state of another rule.
+
+    Raises:
+        UserError: names both.
+    """
+    keys = (key.split(".") for key in metadata.state_dict_metadata if key.startswith(_STATE))
+    stored, kept = sorted({key[1] for key in keys}), sorted(optimizer.rule.state)
+    if stored != kept:
+        names = (", ".join(names) or "nothing" for names in (stored, kept))
+        raise UserError(
+            f"the checkpoint {path} is of another optimizer: it keeps {next(names)}, optimizer.name {optimizer.name} "
+            f"keeps {next(names)}; use the optimizer that it is of"
+        )
 
 
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
@@ -331,20 +351,20 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    prefixes = [MODEL, *(_prefix(moment) for moment in MOMENTS)]
+    prefixes = [MODEL, *map(_prefix, config.optimizer.rule.state)]
     return {prefix + name: shape for prefix in prefixes for name, shape in shapes.items()}
 
 
-def _prefix(moment: str) -> str:
-    return f"optimizer.{moment}."
+def _prefix(name: str) -> str:
+    return f"{_STATE}{name}."
 
 
-def _buffers(weights: StageWeights, states: States) -> Iterator[tuple[str, Tensor, int]]:
+def _buffers(weights: StageWeights, states: States, kept: Sequence[str]) -> Iterator[tuple[str, Tensor, int]]:
     """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
     yield MODEL, weights.shard, weights.begin
     for part in weights.parts:
-        for moment in MOMENTS:
-            yield _prefix(moment), states[part.parameter][moment], part.begin
+        for name in kept:
+            yield _prefix(name), states[part.parameter][name], part.begin
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
