@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.foreign import layer_pending_bytes
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
+from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.ranks import placement_of
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software

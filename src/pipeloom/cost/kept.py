@@ -11,7 +11,7 @@ micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n 
     attention            queries, keys, values and output e (2 H + 2 G) n / t; a sum for each row of scores, 4 a n / t,
                          unless its core is recomputed
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
-    rotary positions     cosines and sines of a sequence, e' s H / a, once for each stage, if no layer recomputes as a whole
+    rotary positions     cosines and sines of a sequence, e' s H / a, once a stage, if no layer recomputes as a whole
     embedding            learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are its own
     head                 a norm as above; the loss e' V n / t + e'
 
@@ -90,9 +90,13 @@ class Kept:
         """Bytes of the norm before the head."""
         return self._norm()
 
+    def num_logits(self) -> int:
+        """Logits of a micro-batch."""
+        return self._share(self.run.shape.vocab) * self.run.tokens
+
     def loss(self) -> int:
         """Bytes of the loss: a probability for each logit, and the number of tokens that count."""
-        return self._wide * (self._share(self.run.shape.vocab) * self.run.tokens + 1)
+        return self._wide * (self.num_logits() + 1)
 
     def stage_input(self) -> int:
         """Bytes of a stage's input, which carries a tensor-parallel rank's own tokens."""
@@ -118,7 +122,7 @@ class Kept:
         return size * shape.hidden * (self.run.tokens + positions)
 
     def pending_head(self) -> int:
-        """Bytes of the head between the halves."""
+        """Bytes of the head between the halves, the gradient of the logits left out."""
         shape, size = self.run.shape, self.run.element_bytes
         vectors = (2 if shape.mlp == "gelu" else 1) * shape.hidden
-        return size * ((shape.hidden + self._share(shape.vocab)) * self.run.tokens + vectors)
+        return size * (shape.hidden * self.run.tokens + vectors)

@@ -23,7 +23,7 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.links import shared_links
-from pipeloom.predict.memory import held_bytes, memory_by_rank
+from pipeloom.predict.memory import held_bytes, kept_with_loss, memory_by_rank
 from pipeloom.predict.moves import MovePrices, Placed
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
@@ -246,7 +246,7 @@ class SimulatedStep:
     def schedule_text(self) -> str:
         """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
         recipe = recipe_of(self.run, self.software, self.order)
-        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software))
+        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software, self.cluster.device.is_gpu))
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
@@ -278,7 +278,7 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
     prices = MovePrices(Placed(run, cluster, software), costs, price, how.moves)
-    schedule = build(how, ClosedSizes(run, software), prices.place)
+    schedule = build(how, ClosedSizes(run, software, cluster.device.is_gpu), prices.place)
     costs = prices.costs
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
@@ -391,14 +391,22 @@ def compute_schedule(choice: Choice) -> Schedule:
 
 @dataclass(frozen=True)
 class ClosedSizes:
-    """Closed forms of the bytes of a run's stages."""
+    """Closed forms of the bytes of a run's stages.
+
+    Attributes:
+        run: what is trained.
+        software: with what.
+        is_gpu: whether devices are GPUs, where a norm of this program is one kernel, whatever the run says.
+    """
 
     run: Run
     software: Software
+    is_gpu: bool
 
-    def kept(self, schedule: Schedule) -> KeptBytes:
+    def kept(self, _schedule: Schedule) -> KeptBytes:
         """What stages keep of micro-batches for their backwards."""
-        return held_bytes(self.run, self.software, schedule).kept
+        run = replace(self.run, fused_norm=self.is_gpu) if self.software.has_lanes else self.run
+        return kept_with_loss(run, self.software)
 
     def stages(self) -> tuple[Amounts, ...]:
         """For each stage the bytes of its weights, gradient and state."""
@@ -419,7 +427,8 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
         raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
     software = load_software("pipeloom")
     run = described_run(config, precision)
-    return ClosedSizes(run if config.schedule.budget_bytes is None else with_alike_stages(run, software), software)
+    run = run if config.schedule.budget_bytes is None else with_alike_stages(run, software)
+    return ClosedSizes(run, software, config.training.device == "cuda")
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
