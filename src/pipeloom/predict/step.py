@@ -24,10 +24,19 @@ from pipeloom.passes import Moves
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, kept_with_loss, memory_by_rank
-from pipeloom.predict.moves import MovePrices, Placed
+from pipeloom.predict.moves import Placed, by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
-from pipeloom.recipe import Recipe, build, communicating, run_recipe, schedule_text, shared_state, without_messages
+from pipeloom.recipe import (
+    Recipe,
+    build,
+    communicating,
+    nominal,
+    run_recipe,
+    schedule_text,
+    shared_state,
+    without_messages,
+)
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.held import KeptBytes
@@ -53,6 +62,8 @@ class Order:
         found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
             makes it.
         given: the schedule itself, if it is not made.
+        by_seconds: whether what moves is placed by the seconds of the step, which only a schedule file brings to
+            ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
     """
 
     choice: Choice
@@ -64,6 +75,7 @@ class Order:
     moving: Moves = field(default_factory=Moves)
     found: Schedule | None = None
     given: ScheduleFile | None = None
+    by_seconds: bool = True
 
 
 @dataclass(frozen=True)
@@ -277,9 +289,10 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
-    prices = MovePrices(Placed(run, cluster, software), costs, price, how.moves)
-    schedule = build(how, ClosedSizes(run, software, cluster.device.is_gpu), prices.place)
-    costs = prices.costs
+    placed, sizes = Placed(run, cluster, software), ClosedSizes(run, software, cluster.device.is_gpu)
+    schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
+    if how.moves.is_any:
+        costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         terms = replace(terms, optimizer_s=0.0)
