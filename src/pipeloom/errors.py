@@ -61,7 +61,7 @@ class ScheduleError(UserError):
     """A schedule breaks a rule.
 
     Args:
-        rule: name of the broken rule, as listed in ``pipeloom.schedule.verify``.
+        rule: name of the broken rule, as listed in ``pipeloom.schedule.rules``.
         message: what is wrong.
         rank: pipeline rank of the offending row, if one row is to blame.
         slot: position in that row, if one action is to blame.

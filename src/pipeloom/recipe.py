@@ -26,7 +26,7 @@ from pipeloom.passes.lower_sharding import ReduceGrad, SharedState, Unshard, exc
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule import Schedule, ScheduleFile, format_schedule
 from pipeloom.schedule.clock import SecondsOf, nominal_s
-from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.facts import Graph, Promises
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 
@@ -324,7 +324,8 @@ def _make_without_messages(recipe: Recipe) -> Graph:
     schedule = communicating(replace(recipe, unshard=None, reduce_grad=None))
     add = partial(row_with_exchanges, unshard=recipe.unshard, reduce_grad=recipe.reduce_grad)
     buffers = None if recipe.reduce_grad is None else recipe.reduce_grad.gradient_buffers
-    return Graph(replace(schedule.facts, rows=[add(row) for row in schedule.rows]), buffers)
+    rows = [add(row) for row in schedule.rows]
+    return replace(schedule.facts, rows=rows, promises=Promises(gradient_buffers=buffers)).graph
 
 
 _Made = TypeVar("_Made", Schedule, Graph)

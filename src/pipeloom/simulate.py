@@ -12,11 +12,10 @@ from pipeloom.errors import UserError
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.clock import example, occurring, seconds_of_all
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import HOST_LANE
-from pipeloom.schedule.facts import Facts
-from pipeloom.schedule.graph import Graph, Seconds
+from pipeloom.schedule.facts import Facts, Graph, Seconds
 from pipeloom.schedule.kernels.walk import walk, walk_sharing
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_SWAP_KINDS
+from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.stage_swaps import stage_moves
 from pipeloom.trace import Spans, Trace
 
@@ -66,7 +65,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
 
     An action starts when everything it waits for has ended: the actions whose results it uses, the action
     before it on its lane, and, for communication, the compute action before it in its row
-    (``pipeloom.schedule.depend``). The same input gives the same trace.
+    (``pipeloom.schedule.facts``). The same input gives the same trace.
 
     Args:
         schedule: at any level. Without communication, tensors arrive at once.
@@ -84,7 +83,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     facts, graph = schedule.facts, schedule.graph
     seconds = seconds_of_all(facts, costs.seconds, ignores_microbatch=costs.ignores_microbatch)
     _price_stage_swaps(facts, costs, seconds)
-    _refuse_negative(graph, seconds)
+    _refuse_negative(facts, seconds)
     if sharing is not None and host is not None:
         raise UserError("expected shared resources or a host's launches, found both: simulate them one after the other")
     row, rank, lane = facts.row, facts.ranks, facts.lane
@@ -102,13 +101,13 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
     return Trace(Spans(row, rank, number[lane], lanes, starts, ends), schedule.num_ranks)
 
 
-def _refuse_negative(graph: Graph, seconds: Seconds) -> None:
+def _refuse_negative(facts: Facts, seconds: Seconds) -> None:
     wrong = np.flatnonzero(~(seconds >= 0))
     if len(wrong):
         first = int(wrong[0])
         raise UserError(
-            f"every action must take at least 0 seconds, found {seconds[first]:g} for {graph.action(first)} on rank "
-            f"{graph.place(first)[0]}, the first of {len(wrong):,} such actions; correct the costs"
+            f"every action must take at least 0 seconds, found {seconds[first]:g} for {facts.action(first)} on rank "
+            f"{facts.ranks[first]}, the first of {len(wrong):,} such actions; correct the costs"
         )
 
 

@@ -7,7 +7,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane
+from pipeloom.schedule.lanes import COMPUTE_LANE, Lane
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace
 

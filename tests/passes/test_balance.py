@@ -185,5 +185,5 @@ def test_split_backwards_and_token_slices_come_back_before_the_input_gradient():
     loaded = [action for action in balanced.rows[0] if action.kind is Kind.LOAD]
     assert loaded
     for action in loaded:
-        backward = balanced.input_gradient(action.stage, action.microbatch, action.slice)
+        backward = balanced.facts.action(balanced.facts.input_gradients[action[1:]])
         assert balanced.rows[0].index(action) < balanced.rows[0].index(backward)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeloom.schedule.depend import Lane
 from pipeloom.schedule.kinds import KINDS, STAGE_KINDS, Group, Kind
+from pipeloom.schedule.lanes import Lane
 
 
 def test_codes_number_the_rows():

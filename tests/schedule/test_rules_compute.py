@@ -7,7 +7,7 @@ from by_hand import maker
 
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Action, Kind, Placement, Schedule
-from pipeloom.schedule.verify import COMPUTE_RULES, rule_name
+from pipeloom.schedule.rules import COMPUTE_RULES, rule_name
 
 GOOD = (
     "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",

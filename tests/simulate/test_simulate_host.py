@@ -11,7 +11,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import parse_schedule
-from pipeloom.schedule.depend import HOST_LANE
+from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.simulate import Host, Sharing, simulate
 from pipeloom.trace import from_chrome, to_chrome
 

@@ -14,7 +14,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
-from pipeloom.schedule.depend import COMPUTE_LANE, Lane, other_end
+from pipeloom.schedule.lanes import COMPUTE_LANE, Lane, other_end
 from pipeloom.simulate import simulate
 from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
 

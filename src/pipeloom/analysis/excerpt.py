@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.schedule.depend import COMPUTE_LANE
+from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.trace import Trace
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Row, Schedule
-from pipeloom.schedule.depend import HOST_LANE
+from pipeloom.schedule.lanes import HOST_LANE
 from pipeloom.schedule.row import Ints
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
 from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Seconds, Spans
 

@@ -22,8 +22,8 @@ from pipeloom.cli.figures import (
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.schedule import Level
-from pipeloom.schedule.depend import DATA_PARALLEL_LANE
 from pipeloom.schedule.kinds import LOAD_OF
+from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
 from pipeloom.terminal.console import headed
 from pipeloom.terminal.words import count, told_passes
 

@@ -26,7 +26,6 @@ from pipeloom.execute.stage_swaps import StageSwaps
 from pipeloom.execute.tied import Handover, Tied, handover
 from pipeloom.execute.transport import Pending, Transfer, Transport
 from pipeloom.schedule import Action, Kind, Level, Schedule
-from pipeloom.schedule.depend import COMPUTE_LANE, lane_of
 from pipeloom.schedule.kinds import (
     ADDS_TO_GRADIENT,
     COLLECTIVE_KINDS,
@@ -38,6 +37,7 @@ from pipeloom.schedule.kinds import (
     TIED_RECEIVE_KINDS,
     TIED_SEND_KINDS,
 )
+from pipeloom.schedule.lanes import COMPUTE_LANE, lane_of
 from pipeloom.trace import Span, Spans, Trace
 
 

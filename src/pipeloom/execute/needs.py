@@ -1,7 +1,6 @@
 """What the executor takes from the dependency relation: which slots an action waits for, and whose result it uses."""
 
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.depend import data_dependencies
 from pipeloom.schedule.kinds import (
     COLLECTIVE_KINDS,
     COMPUTE_KINDS,
@@ -37,7 +36,7 @@ def source_of(action: Action, schedule: Schedule) -> Action | None:
     """The action whose result is this action's input, if it is not the batch or the loss."""
     if action.microbatch is None or action.kind in MOVE_KINDS:
         return None
-    for needed in data_dependencies(action, schedule):
+    for needed in schedule.facts.needs(action):
         is_kept = needed.stage == action.stage and needed.kind in COMPUTE_KINDS | MOVE_KINDS  # the stage has it
         if action.kind in SEND_KINDS or not is_kept:
             return None if action.kind in RECEIVE_KINDS else needed

@@ -20,8 +20,8 @@ from pipeloom.errors import BoundaryError, PeerLostError
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, decode, encode
 from pipeloom.execute.transport import Transfer
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.depend import lane_of
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
+from pipeloom.schedule.lanes import lane_of
 
 Edge = tuple[int, int]
 """(from rank, to rank)"""

@@ -13,7 +13,7 @@ from pipeloom.passes.budget import Sizes, checked, refuse_missing
 from pipeloom.passes.lower import lower
 from pipeloom.passes.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.held import Bytes, Changes, KeptBytes, peak_of
 from pipeloom.schedule.kinds import LOAD_OF, Kind
 from pipeloom.schedule.schedule import Schedule

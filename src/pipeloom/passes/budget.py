@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.held import Bytes, Changes, KeptBytes, all_changes
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count

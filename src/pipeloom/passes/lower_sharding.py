@@ -152,7 +152,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     With room for every gradient there is one reduction for each stage that trains, right after the last action that
     adds to its gradient. With less, a stage is reduced early where its buffer is needed and its own next backward is
     furthest ahead; that is right after its last backward before that, and what later backwards add is reduced
-    again. The first backward of a gradient then waits for the reduction that frees its buffer (``depend.Graph``).
+    again. The first backward of a gradient then waits for the reduction that frees its buffer (``facts.Graph``).
 
     A reduction stands behind gathers at the same place of the row that are needed before its buffer is.
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.action import Action
-from pipeloom.schedule.depend import Lane, tied_action
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, TIED_KINDS, Kind
+from pipeloom.schedule.lanes import Lane, tied_action
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 

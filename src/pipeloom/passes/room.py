@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.clock import SecondsOf, times
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.held import Bytes
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, LOAD_OF, Kind
 from pipeloom.schedule.row import Row

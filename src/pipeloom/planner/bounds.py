@@ -28,7 +28,7 @@ from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
 from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Kind, Placement
-from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
 

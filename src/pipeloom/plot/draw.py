@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pipeloom.errors import UserError
 from pipeloom.plot.labels import Label, place_labels
 from pipeloom.schedule.action import Action
-from pipeloom.schedule.depend import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind, Shade
+from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, Lane
 from pipeloom.schedule.row import NO_MICROBATCH, Row
 from pipeloom.terminal.guard import printable
 from pipeloom.trace import Spans, Trace

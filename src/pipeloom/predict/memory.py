@@ -25,7 +25,7 @@ from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.peaks import Peaks

@@ -38,7 +38,7 @@ from pipeloom.recipe import (
     without_messages,
 )
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
-from pipeloom.schedule.graph import Graph
+from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate

@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.schedule.action import Action
-from pipeloom.schedule.facts import Facts
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Facts, Seconds
 from pipeloom.schedule.kinds import KINDS, STAGE_KINDS
 from pipeloom.schedule.schedule import Schedule
 

@@ -1,4 +1,17 @@
-"""What the dependency relation has to know about a schedule, in arrays."""
+"""A schedule in arrays, and the one dependency relation: what each action waits for.
+
+An action starts when its lane is free and what it waits for has ended. The verifier, the passes, the
+simulator and the executor all ask here. An action waits for
+
+- *data*: the actions whose results it uses (``Facts.needs``);
+- *a buffer*: where gradient buffers are limited, the first backward of a stage's gradient waits for the
+  reduction that frees its buffer (``Promises.gradient_buffers``), and a stage that is swapped in for the swap out
+  that frees its room (``Promises.max_resident``);
+- *its lane*: the action before it on the same lane of the same rank;
+- *its place in the row*, if it is communication: the compute action before it in the row. A receive stands
+  in the row where its buffer becomes free, a gather where its prefetch begins; they start no earlier. Compute
+  never waits for the communication before it in the row unless it uses its result.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,28 +22,64 @@ from numpy.typing import NDArray
 
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.compiled import kernel
-from pipeloom.schedule.depend import Lane, lane_of, tied_action
 from pipeloom.schedule.kernels import waits as kernels
-from pipeloom.schedule.kinds import KINDS, LOAD_OF, NUM_KEYED, OWN_LANES, TIED_KINDS, Kind
+from pipeloom.schedule.kernels.walk import walk
+from pipeloom.schedule.kinds import KINDS, LOAD_OF, NUM_KEYED, OWN_LANES, STAGE_SWAP_KINDS, TIED_KINDS, Kind
+from pipeloom.schedule.lanes import Lane, lane_of, tied_action
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Columns, Ints, Row
+from pipeloom.schedule.sharding import gradient_waits
+from pipeloom.schedule.stage_swaps import swap_waits
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promises:
+    """What a schedule says of its rows beside them; the rules hold it to that.
+
+    Attributes:
+        max_stage_inputs: for each rank the most (stage, micro-batch) inputs that it may hold at once;
+            ``None`` for no limit.
+        max_gathered: the most stages that a rank may have gathered at once, those being gathered included;
+            ``None`` for no limit.
+        gradient_buffers: the most stages whose unreduced gradients a rank has room for: the first backward of a
+            further one waits for a reduction to end. ``None`` for room for all.
+        max_resident: the most of its swapped stages that a rank may have on the device at once, those on their way
+            included, in units of ``stage_sizes``; ``None`` for no limit.
+        stage_sizes: for each stage what it takes of ``max_resident``, such as bytes; ``None`` for one each.
+        partners: for each rank the rank to which it evicts, and which evicts to it: pairs, so that
+            ``partners[partners[r]] == r``. A rank without one names itself. What a partner does to accept and to give
+            back is not in its row. ``None`` where nothing says, which then is fit for simulation only.
+    """
+
+    max_stage_inputs: tuple[int, ...] | None = None
+    max_gathered: int | None = None
+    gradient_buffers: int | None = None
+    max_resident: int | None = None
+    stage_sizes: tuple[int, ...] | None = None
+    partners: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A schedule's rows and sizes, in arrays.
+    """A schedule's rows, sizes and promises in arrays; whether they obey the rules is for the rules to say.
 
     Attributes:
         rows: one for each rank.
         placement: stage -> rank.
         shape: numbers of stages, micro-batches and token slices.
         has_transfers: whether tensors change rank by sends and receives.
+        first_backward_stage: stages below it run no backward.
+        promises: beside the rows.
     """
 
     rows: Sequence[Row]
     placement: Placement
     shape: tuple[int, int, int]
     has_transfers: bool
+    first_backward_stage: int = 0
+    promises: Promises = Promises()
 
     @cached_property
     def columns(self) -> Columns:
@@ -106,7 +155,7 @@ class Facts:
     @cached_property
     def tied_nodes(self) -> dict[Kind, list[int]]:
         """The messages about a tied matrix: for each kind that there is, the numbers of its actions."""
-        nodes = np.flatnonzero(self.row.is_kind(*TIED_KINDS))
+        nodes = self.where(*TIED_KINDS)
         found: dict[Kind, list[int]] = {}
         for node, code in zip(nodes.tolist(), self.columns.kind[nodes].tolist(), strict=True):
             found.setdefault(KINDS[code], []).append(node)
@@ -126,6 +175,194 @@ class Facts:
         """The action of a key, see ``kernels.key_of``."""
         kind, stage, microbatch, part = np.unravel_index(key, (NUM_KEYED, *self.shape))
         return Action(KINDS[int(kind)], int(stage), int(microbatch), int(part))
+
+    @cached_property
+    def input_gradients(self) -> Ints:
+        """[stage, micro-batch, slice] -> node that makes the gradient for the input; negative for none."""
+        return np.maximum(self.node_of[Kind.BACKWARD.code], self.node_of[Kind.BACKWARD_INPUT.code])
+
+    def action(self, node: int) -> Action:
+        """The action of a node."""
+        return self.row[node]
+
+    def place(self, node: int) -> tuple[int, int]:
+        """Rank and slot of a node."""
+        rank = int(self.ranks[node])
+        return rank, node - int(self.columns.first[rank])
+
+    @cached_property
+    def _occurs(self) -> list[bool]:
+        """Whether there are actions of a kind, by code."""
+        occurs = np.zeros(len(KINDS), np.bool_)
+        occurs[self.columns.kind] = True
+        return occurs.tolist()
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether there are actions of some of these kinds."""
+        return any(self._occurs[kind.code] for kind in kinds)
+
+    def where(self, *kinds: Kind) -> Ints:
+        """The nodes of some kinds, ascending."""
+        nodes = np.flatnonzero(self.row.is_kind(*kinds)) if self.has(*kinds) else np.zeros(0)
+        return nodes.astype(np.int32)
+
+    def nodes(self, stage: int, *kinds: Kind) -> Ints:
+        """The nodes of a stage's actions of some kinds, ascending."""
+        return np.flatnonzero(self.row.is_kind(*kinds) & (self.columns.stage == stage)).astype(np.int32)
+
+    def needs(self, action: Action) -> list[Action]:
+        """The actions whose results an action uses, by what they are.
+
+        That a stage computes on gathered weights depends on the place in the row, so ``Graph`` adds it; so it does what
+        the messages about a tied matrix wait for, and who waits for them.
+        """
+        found = np.zeros(3, np.int64)
+        kind, stage, microbatch, part = action
+        if microbatch is None:
+            return []
+        count = kernels.needs(kind.code, stage, microbatch, part, self.shape, *self.relation, found)
+        return [self.action_of(int(key)) for key in found[:count]]
+
+    def held_inputs(self, row: Row) -> NDArray[np.int64]:
+        """Number of stage inputs held during each forward of ``row``, in token slices / slices each."""
+        begins = row.is_kind(Kind.FORWARD)
+        ends = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        change = (begins & (row.stage >= self.first_backward_stage)).astype(np.int64) - ends
+        before = np.cumsum(change) - change
+        return -(-(before[begins] + 1) // self.shape[2])
+
+    @cached_property
+    def peak_stage_inputs(self) -> tuple[int, ...]:
+        """For each rank the largest number of (stage, micro-batch) inputs held at once.
+
+        An input is held from its forward to the end of its backward. Where no backward follows, it is
+        gone with the forward, which counts as one. What is evicted or offloaded counts as held, since it leaves while
+        the rank goes on, and what partners evict does not; ``pipeloom.schedule.held`` counts on a clock.
+        """
+        return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
+
+    @cached_property
+    def graph(self) -> "Graph":
+        """The actions with what each waits for."""
+        return Graph(self)
+
+
+class Graph:
+    """What has to end before what: data, the action before on the same lane, the place in the row, a gradient's buffer.
+
+    Messages about a tied matrix are among the data; so are the swaps of whole stages, and the room for them.
+
+    Attributes:
+        facts: the schedule in arrays; its columns are the nodes.
+        waits: [nodes, w] the nodes that have to end before each node starts; negative for none.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, promises = facts, facts.promises
+        find = kernel(kernels.find_waits, len(facts.ranks))
+        waits: list[Ints] = [
+            find(
+                *facts.columns,
+                facts.lane,
+                len(facts.lanes),
+                facts.node_of.reshape(-1),
+                facts.shape,
+                *facts.relation,
+            )
+        ]
+        if facts.tied_nodes:
+            waits.append(_tied_waits(facts))
+        if promises.gradient_buffers is not None:
+            waits.append(_buffer_waits(facts, promises.gradient_buffers))
+        if facts.has(*STAGE_SWAP_KINDS, Kind.UPDATE):
+            waits.append(_swap_waits(facts))
+        self.waits: Ints = np.column_stack(waits) if len(waits) > 1 else waits[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Actions of the schedule."""
+        return len(self.waits)
+
+    def needed(self, node: int) -> list[int]:
+        """The nodes that have to end before a node starts."""
+        return [wait for wait in self.waits[node].tolist() if wait >= 0]
+
+    @cached_property
+    def followers(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """The nodes that wait for each node: those of node ``n`` are ``nodes[begin[n] : begin[n + 1]]``."""
+        waiting, column = np.nonzero(self.waits >= 0)
+        needed = self.waits[waiting, column]
+        order = np.argsort(needed, kind="stable")
+        begin = np.searchsorted(needed[order], np.arange(self.num_nodes + 1))
+        return begin, waiting[order]
+
+    def times(self, seconds: Seconds) -> tuple[Seconds, Seconds]:
+        """Starts and ends if every node starts when all that it waits for has ended; -1 on or behind a cycle."""
+        return kernel(walk, self.num_nodes)(self.waits, self.facts.lane, len(self.facts.lanes), seconds)
+
+    @cached_property
+    def is_acyclic(self) -> bool:
+        """Whether no actions wait for each other in a circle."""
+        return bool((self._reached >= 0).all())
+
+    @cached_property
+    def _reached(self) -> Seconds:
+        return self.times(np.zeros(self.num_nodes))[1]
+
+    def cycle(self) -> list[int]:
+        """Nodes of one cycle, each waiting for the next; empty if there is none."""
+        if self.is_acyclic:
+            return []
+        node = int(np.flatnonzero(self._reached < 0)[0])
+        path, seen = [node], {node: 0}
+        while True:
+            following = next(needed for needed in self.needed(path[-1]) if self._reached[needed] < 0)
+            if following in seen:
+                return path[seen[following] :]
+            seen[following] = len(path)
+            path.append(following)
+
+
+def _buffer_waits(facts: Facts, gradient_buffers: int) -> Ints:
+    """For each node the reduction that frees the buffer for the gradient that it begins; -1 for none."""
+    waits = np.full(len(facts.ranks), -1, np.int32)
+    for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
+        for slot, reduction in gradient_waits(row, gradient_buffers):
+            waits[first + slot] = first + reduction
+    return waits
+
+
+def _tied_waits(facts: Facts) -> Ints:
+    """For each node what it waits for on account of a tied matrix; -1 for nothing.
+
+    The weights wait for the gather of the first stage before them, and the last stage's first forward waits for the
+    weights. The first stage's last reduction waits for the head's gradient. That this gradient is complete follows
+    from its place in the row, behind the last backward that adds to it.
+    """
+    waits = np.full(len(facts.ranks), -1, np.int32)
+    node_of = {kind: nodes[0] for kind, nodes in facts.tied_nodes.items()}
+
+    def wait(node: int, needed: int) -> None:
+        if node >= 0 and needed >= 0:
+            waits[node] = needed
+
+    sent, taken = node_of.get(Kind.SEND_TIED, -1), node_of.get(Kind.RECV_TIED, -1)
+    gathers = facts.nodes(0, Kind.UNSHARD)
+    wait(sent, max(gathers[gathers < sent].tolist(), default=-1))
+    wait(taken, sent)
+    wait(min(facts.nodes(facts.shape[0] - 1, Kind.FORWARD).tolist(), default=-1), taken)
+    taken = node_of.get(Kind.RECV_TIED_GRAD, -1)
+    wait(taken, node_of.get(Kind.SEND_TIED_GRAD, -1))
+    wait(max(facts.nodes(0, Kind.REDUCE_GRAD).tolist(), default=-1), taken)
+    return waits
+
+
+def _swap_waits(facts: Facts) -> Ints:
+    """[nodes, 2] what each waits for on account of stages that are swapped or updated; -1 for nothing."""
+    promises, firsts = facts.promises, facts.columns.first.tolist()
+    found = [swap_waits(row, promises.max_resident, promises.stage_sizes) for row in facts.rows]
+    shifted = [np.where(waits >= 0, waits + first, -1) for waits, first in zip(found, firsts, strict=False)]
+    return np.concatenate(shifted).astype(np.int32)
 
 
 @lru_cache(maxsize=512)

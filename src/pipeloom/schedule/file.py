@@ -7,13 +7,13 @@ import numpy as np
 
 from pipeloom.errors import ConfigError
 from pipeloom.schedule.action import Action
+from pipeloom.schedule.facts import Promises
 from pipeloom.schedule.kinds import MOVE_KINDS, Kind, Scope
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 from pipeloom.schedule.stage_swaps import defers_updates
 
-_ROWS = frozenset({"rows", "placement", "num_microbatches", "num_slices", "level", "first_backward_stage"})
-PROMISES = tuple(field.name for field in fields(Schedule) if field.name not in _ROWS)
+PROMISES = tuple(field.name for field in fields(Promises))
 """What a schedule promises and its rows do not say: attributes of ``Schedule``."""
 _OWN = frozenset({"max_stage_inputs", "partners"})
 """Promises that are the order's own: a run sets nothing of them."""

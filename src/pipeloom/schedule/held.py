@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import LOAD_OF, OUT_OF, STAGE_KINDS, Kind
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule

@@ -19,6 +19,7 @@ NO_MICROBATCH = -(2**31)
 """What stands in arrays for an action's micro-batch ``None``."""
 
 Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
 
 
 class Row(Sequence[Action]):

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, KINDS, USES_STAGE, Kind
 from pipeloom.schedule.row import Ints, Row
 from pipeloom.terminal.words import format_bytes
@@ -180,8 +179,8 @@ def stage_moves(row: Row) -> dict[int, Content]:
     return {stay.first: stay.brought for stay in stays} | {stay.last: stay.taken for stay in stays}
 
 
-def swap_waits(facts: Facts, max_resident: int | None, sizes: Sequence[int] | None) -> Ints:
-    """For each node what it waits for on account of stages that are swapped or updated; -1 for nothing.
+def swap_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None) -> Ints:
+    """For each slot of a row those that it waits for on account of stages that are swapped or updated; -1 for none.
 
     - What uses a stage waits for the ``SWAP_IN`` before it.
     - A ``SWAP_IN`` waits for the stage's ``SWAP_OUT`` before it, and for that which frees its room. Swaps out end in
@@ -189,20 +188,19 @@ def swap_waits(facts: Facts, max_resident: int | None, sizes: Sequence[int] | No
     - An update, and a ``SWAP_OUT``, wait for what communicated about the stage's gradient before them.
 
     Returns:
-        [nodes, 2].
+        [slots, 2].
     """
-    waits = np.full((len(facts.ranks), 2), -1, np.int32)
-    for row, first in zip(facts.rows, facts.columns.first.tolist(), strict=False):
-        for slot, needed in _room_waits(row, max_resident, sizes):
-            waits[first + slot, 0] = first + needed
-        for slot, needed in _gradient_waits(row):
-            waits[first + slot, 1] = first + needed
-        for stage in np.unique(row.stage[row.kind == Kind.SWAP_IN.code]).tolist():
-            mine = row.stage == stage
-            brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
-            uses = np.flatnonzero(mine & row.is_kind(*USES_STAGE))
-            number = np.searchsorted(brought, uses) - 1
-            waits[first + uses[number >= 0], 0] = first + brought[number[number >= 0]]
+    waits = np.full((len(row), 2), -1, np.int32)
+    for slot, needed in _room_waits(row, max_resident, sizes):
+        waits[slot, 0] = needed
+    for slot, needed in _gradient_waits(row):
+        waits[slot, 1] = needed
+    for stage in np.unique(row.stage[row.is_kind(Kind.SWAP_IN)]).tolist():
+        mine = row.stage == stage
+        brought = np.flatnonzero(mine & row.is_kind(Kind.SWAP_IN))
+        uses = np.flatnonzero(mine & row.is_kind(*USES_STAGE))
+        number = np.searchsorted(brought, uses) - 1
+        waits[uses[number >= 0], 0] = brought[number[number >= 0]]
     return waits
 
 

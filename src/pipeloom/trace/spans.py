@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.schedule import Action, Row
-from pipeloom.schedule.depend import Lane
-from pipeloom.schedule.graph import Seconds
+from pipeloom.schedule.facts import Seconds
+from pipeloom.schedule.lanes import Lane
 from pipeloom.schedule.row import Ints
 
 

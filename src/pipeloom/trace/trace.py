@@ -9,8 +9,8 @@ from typing import Any
 
 from pipeloom.errors import UserError
 from pipeloom.schedule import Action
-from pipeloom.schedule.depend import COMPUTE_LANE, HOST_LANE, Lane, other_end
 from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS, TIED_RECEIVE_KINDS, TIED_SEND_KINDS
+from pipeloom.schedule.lanes import COMPUTE_LANE, HOST_LANE, Lane, other_end
 from pipeloom.system.files import parse_json
 from pipeloom.trace.spans import Span, Spans
 

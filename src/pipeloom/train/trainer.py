@@ -19,7 +19,7 @@ from pipeloom.execute.executor import StepResult
 from pipeloom.execute.world import World
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.schedule.depend import FROM_HOST_LANE, TO_HOST_LANE
+from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.batch import Batch

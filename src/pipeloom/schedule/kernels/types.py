@@ -9,3 +9,4 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Shape = tuple[int, int, int]
 """Numbers of stages, micro-batches and token slices."""
+Bytes = NDArray[np.int8]
