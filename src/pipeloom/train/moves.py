@@ -1,13 +1,14 @@
 """Bytes of a run's stages, by which its schedule moves activations and swaps stages."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipeloom.config import RunConfig
+from pipeloom.config import DataConfig, RunConfig, TrainingConfig
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import split_backward_of
@@ -22,6 +23,7 @@ from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.train.stages import stage_of
+from pipeloom.workload.layout import Layout, Recompute
 
 
 def moves_anything(config: RunConfig) -> bool:
@@ -68,40 +70,70 @@ class SavedBytes(NamedTuple):
 def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
     """What stages keep, on the tensor-parallel rank that keeps most.
 
-    Every stage runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is in it.
+    A stage of each kind runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is
+    in it.
 
     Args:
         config: resolved.
         splits: whether backwards run in two halves.
     """
-    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
-    parallel = TensorParallel(_LastRank(layout.tp), layout.sequence_parallel)
-    tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
-    targets = torch.zeros(tensor.numel(), dtype=torch.int64, device="meta")  # the batch's, so that no stage owns them
-    kernels = _Kernels(is_gpu=config.training.device == "cuda")
-    found = SavedBytes([], [], [])
-    for number, pieces in enumerate(stage_pieces(layout.partition)):
-        module = stage_of(config, pieces, "meta", parallel=parallel)
-        module.set_recompute(layout.recompute_by_layer(config.model.num_layers))
+    recompute = layout.recompute_by_layer(num_layers)
+    # of the run all that a stage's bytes depend on, so that runs that differ in the rest share what was counted
+    same = RunConfig(
+        model=config.model,
+        data=DataConfig(seq_len=config.data.seq_len),
+        layout=Layout(
+            pp=1,
+            loops=1,
+            microbatch_size=layout.microbatch_size,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            token_slices=2 if layout.num_slices > 1 else None,
+        ),
+        training=TrainingConfig(dtype=config.training.known_dtype, device=config.training.device),
+    )
+    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], tuple[int, int, int]] = {}
+    by_stage: list[tuple[int, int, int]] = []
+    for pieces in stage_pieces(layout.partition):
+        layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
+        kind = (0 in pieces, num_layers + 1 in pieces, tuple(recompute[layer] for layer in layers))
+        if kind not in alike:
+            alike[kind] = _count(same, pieces, recompute, splits=splits)
+        by_stage.append(alike[kind])
+    whole, inputs, pending = zip(*by_stage, strict=True)
+    return SavedBytes(list(whole), list(inputs), list(pending) if splits else [])
+
+
+@lru_cache(maxsize=256)
+def _count(config: RunConfig, pieces: range, recompute: tuple[Recompute, ...], *, splits: bool) -> tuple[int, int, int]:
+    """One stage's part of ``SavedBytes``."""
+    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    sizes = layout.microbatch_size, config.data.seq_len
+    module = stage_of(config, pieces, "meta", parallel=TensorParallel(_LastRank(layout.tp), layout.sequence_parallel))
+    module.set_recompute(recompute)
+    if splits:
+        defer(module)
+    tokens = TensorSpec(sizes, torch.int64).empty("meta")
+    given = tokens
+    if not module.has_embedding:
+        own_tokens = sizes[1] // layout.tp  # messages between stages carry a rank's own
+        given = TensorSpec((sizes[0], own_tokens, config.model.hidden_size), dtype).empty("meta").requires_grad_()
+    targets = tokens.flatten()  # the batch's, so that no stage owns them
+    cache = KeyValueCache(config.data.seq_len) if layout.num_slices > 1 else None
+    parcel, pending = Parcel(owns_input=not module.has_embedding), 0
+    with _Kernels(is_gpu=config.training.device == "cuda"):
+        with parcel.saving():
+            output = module(given, cache)
+            if module.has_head:
+                output = summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
+        parcel.close(given, output)
         if splits:
-            defer(module)
-        parcel = Parcel(owns_input=number > 0)
-        given = tensor.detach().requires_grad_(tensor.is_floating_point())
-        cache = KeyValueCache(config.data.seq_len) if layout.num_slices > 1 else None
-        with kernels:
-            with parcel.saving():
-                output = module(given, cache)
-                if module.has_head:
-                    output = summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
-            parcel.close(given, output)
-            if splits:
-                found.pending.append(split_backward_of(module, given, output, torch.ones_like(output))[1].size)
-        earlier = 0 if cache is None else cache.nbytes
-        found.whole.append(parcel.nbytes + earlier)
-        found.inputs.append((given.nbytes if number > 0 else 0) + earlier)
-        tensor = output
-    return found
+            pending = split_backward_of(module, given, output, torch.ones_like(output))[1].size
+    earlier = 0 if cache is None else cache.nbytes
+    left = 0 if module.has_embedding else given.nbytes
+    return parcel.nbytes + earlier, left + earlier, pending
 
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  has no public name
