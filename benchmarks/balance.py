@@ -27,7 +27,9 @@ from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.move_lanes import ProcessMoveLanes
-from pipeloom.execute.moves import ActivationMoves
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.wires import make_wires
@@ -166,8 +168,8 @@ class _Run:
         wires = make_wires(schedule, rank, world, [range(case.pp)])
         self._moves = ActivationMoves(schedule, rank, ProcessMoveLanes(clock, world.device), wires)
         stages = {rank: Stage(self._module, rank, outputs[rank], needs_input_gradient=rank > 0)}
-        made = {"outputs": outputs, "transport": self._transport, "clock": clock, "moves": self._moves}
-        self._executor = Executor(schedule, rank, stages, **made)
+        parts = [Compute(stages, keeper=self._moves), Messages(outputs), self._moves]
+        self._executor = Executor(schedule, rank, parts, transport=self._transport, clock=clock)
         self._inputs = [case.message] * case.num_microbatches
 
     @property

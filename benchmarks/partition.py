@@ -20,11 +20,12 @@ from rich.table import Table
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import layers_of_stages, stage_costs, with_fastest_layers
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.uneven import SAME, Uneven
 from pipeloom.families import Choice
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.workload.run import Run
 
 CLUSTER, PROGRAM = load_cluster("dgx-a100"), load_software("pipeloom")
 SMALL_CASES = 500
@@ -111,7 +112,7 @@ def step_s(run: Run) -> float:
         loops=run.loops,
         placement=run.placement,
     )
-    return simulate_step(run, CLUSTER, PROGRAM, Order(choice=choice)).prediction.step_time_s
+    return simulate_step(Placed(run, CLUSTER, PROGRAM), Order(choice=choice)).prediction.step_time_s
 
 
 def lines() -> list[list[str]]:

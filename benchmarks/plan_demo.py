@@ -32,7 +32,6 @@ from pipeloom.config import (
     RunConfig,
     TrainingConfig,
 )
-from pipeloom.cost.shape import shape_of
 from pipeloom.data.text import Data
 from pipeloom.execute.world import World
 from pipeloom.planner.candidate import Candidate
@@ -45,6 +44,7 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import Trainer
+from pipeloom.workload.model import shape_of
 
 PROCESSES, BATCH, SEQ = 4, 16, 128
 MODEL = ModelConfig(num_layers=8, hidden_size=192, num_heads=6, vocab_size=257).resolve(257)
@@ -281,7 +281,7 @@ def main() -> None:
                 options.keep.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
         asked = question(file)
     first = print_ranking(console, asked)
-    entries = [Entry(chosen.simulate(asked.cluster)) for chosen in layouts(asked)]
+    entries = [Entry(chosen.simulate()) for chosen in layouts(asked)]
     if options.plan_only:
         for entry in sorted(entries, key=lambda entry: entry.predicted_s):
             console.print(*label(entry.step), f"{entry.predicted_s * 1e3:.0f}")

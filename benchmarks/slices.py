@@ -26,6 +26,8 @@ from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.workers import run_workers
@@ -131,9 +133,8 @@ def _make(contender: Contender, world: Any) -> tuple[Executor, list[Tensor]]:
     edges = edges_of(schedule, outputs, slices=slices)
     transport = ProcessGroupTransport(rank, edges, world.device, world.timeout)
     stage = Stage(SleepingStage(), rank, outputs[rank], needs_input_gradient=rank > 0, slices=slices)
-    executor = Executor(
-        schedule, rank, {rank: stage}, outputs=outputs, transport=transport, clock=HostClock(), slices=slices
-    )
+    parts = [Compute({rank: stage}, slices=slices), Messages(outputs, slices)]
+    executor = Executor(schedule, rank, parts, transport=transport, clock=HostClock())
     whole = [torch.ones(1, TOKENS, WIDTH) for _ in range(contender.num_microbatches)]
     return executor, whole if slices is None else slices.cut(whole)
 

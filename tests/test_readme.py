@@ -47,8 +47,8 @@ def with_family(tmp_path):
 
 def test_the_family_of_the_readme_is_there_in_every_command(with_family, tmp_path):
     def answer(*words):
-        done = run_command(*words, folder=folder, **with_family)
-        assert done.status == 0, done.stderr
+        done, _ = run_command(*words, folder=folder, **with_family)
+        assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         return json.loads(done.stdout) if "--json" in words else done.stdout
 

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import axes, divisors
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.run import Run
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import (
     CLUSTER,
@@ -111,7 +111,7 @@ METHODS: dict[str, Method] = {
 def best(model: str, messages: str, method: str, batch: int) -> Row | None:
     """The best configuration of a method; ``None`` if none fits."""
     own, megatron = with_messages(OWN, messages), with_messages(MEGATRON, messages)
-    step = fastest(METHODS[method](Setting(model, batch), own, megatron), CLUSTER)
+    step = fastest(METHODS[method](Setting(model, batch), own, megatron))
     if step is None:
         return None
     keys = {"model": model, "messages": messages, "method": method, "batch": str(batch)}

@@ -12,7 +12,6 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.foreign import layer_activation_bytes
 from pipeloom.cost.moves import evict_seconds
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
@@ -23,6 +22,7 @@ from pipeloom.schedule import Kind, Schedule
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import paired_order
+from pipeloom.workload.run import Run
 from reproduction.bpipe_cases import CLUSTER, RECOMPUTE, SEQ, Case, Setting, program_of
 from reproduction.machine import Row
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeloom.catalog import load_cluster, load_software
-from pipeloom.cost.shape import Attention, Mlp, ModelShape
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention
 from reproduction.machine import MEGATRON, with_efficiency
 
 CLUSTER = load_cluster("dgx-a100")
@@ -23,7 +24,7 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
     return _shape(layers, hidden, heads, mlp="gelu", ffn=4 * hidden, vocab=51200)
 
 
-def _shape(layers: int, hidden: int, heads: int, *, mlp: Mlp, ffn: int, vocab: int) -> ModelShape:
+def _shape(layers: int, hidden: int, heads: int, *, mlp: str, ffn: int, vocab: int) -> ModelShape:
     return ModelShape(
         layers=layers,
         hidden=hidden,

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.passes import balance
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.held import KeptBytes
+from pipeloom.workload.run import Run
 from reproduction.bpipe import (
     balanced,
     costs_of,

@@ -11,7 +11,7 @@ from pipeloom.cost.flops import hardware_flops
 from pipeloom.planner.tradeoff import DAY_S, Training, default_critical_batch
 from reproduction.batch import METHODS, Setting, points
 from reproduction.fastest import fastest
-from reproduction.machine import CLUSTER, MEGATRON, MODELS, NUM_DEVICES, OWN, Row, base_run, described, with_messages
+from reproduction.machine import MEGATRON, MODELS, NUM_DEVICES, OWN, Row, base_run, described, with_messages
 
 SIZES = (64, 256, 1024, 4096)
 CRITICAL = {
@@ -37,7 +37,7 @@ def scaled(model: str, messages: str, method: str, devices: int, batch: int) -> 
     """The best configuration on a larger cluster, of those with as many times more replicas; ``None`` if none fits."""
     setting = Setting(model, batch, devices // NUM_DEVICES)
     own, megatron = with_messages(OWN, messages), with_messages(MEGATRON, messages)
-    step = fastest(METHODS[method](setting, own, megatron), CLUSTER)
+    step = fastest(METHODS[method](setting, own, megatron))
     if step is None:
         return None
     keys = {"model": model, "messages": messages, "method": method, "devices": str(devices)}

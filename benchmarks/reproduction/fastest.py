@@ -11,10 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
-from pipeloom.cost.software import Software
+from pipeloom.cost.placed import Placed
 from pipeloom.planner.bounds import Bounds, Sharded
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import divisors
@@ -27,32 +24,32 @@ def loop_counts(layers: int, pp: int) -> list[int]:
 
 
 @lru_cache(maxsize=8192)
-def _bounds(run: Run, cluster: Cluster, software: Software) -> Bounds:
-    return Bounds(run, cluster, software, placement_of(run))
+def _bounds(placed: Placed) -> Bounds:
+    return Bounds(placed)
 
 
-def bounds_of(candidate: Candidate, cluster: Cluster) -> Sharded:
+def bounds_of(candidate: Candidate) -> Sharded:
     """Its bounds; layouts that differ in what is sharded share most of them."""
     run = candidate.run
-    return _bounds(replace(run, shard="none", replicate=1), cluster, candidate.software).sharded(run.shard)
+    return _bounds(candidate.placed.of(replace(run, shard="none", replicate=1))).sharded(run.shard)
 
 
-def may_fit(candidate: Candidate, cluster: Cluster) -> bool:
+def may_fit(candidate: Candidate) -> bool:
     """Whether the least that it holds fits a device."""
     inputs = candidate.order.choice.stage_inputs
-    held = bounds_of(candidate, cluster).held_bytes(None if inputs is None else np.array(inputs, np.float64))
-    return float(held.max()) <= cluster.device.memory_bytes
+    held = bounds_of(candidate).held_bytes(None if inputs is None else np.array(inputs, np.float64))
+    return float(held.max()) <= candidate.placed.cluster.device.memory_bytes
 
 
-def fastest(candidates: Iterable[Candidate], cluster: Cluster) -> SimulatedStep | None:
+def fastest(candidates: Iterable[Candidate]) -> SimulatedStep | None:
     """The step that is simulated fastest among those that fit; ``None`` if none does."""
-    open_ones = [candidate for candidate in candidates if may_fit(candidate, cluster)]
-    bounds_s = [bounds_of(candidate, cluster).step_s for candidate in open_ones]
+    open_ones = [candidate for candidate in candidates if may_fit(candidate)]
+    bounds_s = [bounds_of(candidate).step_s for candidate in open_ones]
     best: SimulatedStep | None = None
     for bound_s, number in sorted(zip(bounds_s, range(len(open_ones)), strict=True)):
         if best is not None and bound_s >= best.prediction.step_time_s:
             break
-        step = open_ones[number].simulate(cluster)
+        step = open_ones[number].simulate()
         is_faster = best is None or step.prediction.step_time_s < best.prediction.step_time_s
         if step.prediction.fits and is_faster:
             best = step

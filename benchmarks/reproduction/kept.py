@@ -2,7 +2,7 @@
 
 from reproduction.batch import BATCHES, METHODS, Setting
 from reproduction.fastest import fastest
-from reproduction.machine import CLUSTER, MEGATRON, MODELS, NUM_DEVICES, OWN, Row, described, with_messages
+from reproduction.machine import MEGATRON, MODELS, NUM_DEVICES, OWN, Row, described, with_messages
 
 
 def kept_points() -> list[tuple[str, str, int]]:
@@ -14,7 +14,7 @@ def kept(model: str, method: str, batch: int) -> Row | None:
     """The best configuration with all layers recomputed, or with none; ``None`` if neither fits."""
     own, megatron = with_messages(OWN, "cut"), with_messages(MEGATRON, "cut")
     setting = Setting(model, batch, recompute=("none", "full"))
-    step = fastest(METHODS[method](setting, own, megatron), CLUSTER)
+    step = fastest(METHODS[method](setting, own, megatron))
     if step is None:
         return None
     keys = {"model": model, "method": method, "batch_per_device": f"{batch / NUM_DEVICES:g}"}

@@ -5,7 +5,6 @@ from itertools import product
 
 from pipeloom.planner.candidate import Candidate
 from reproduction.machine import (
-    CLUSTER,
     MEGATRON,
     OWN,
     Row,
@@ -35,7 +34,7 @@ def loop_rows() -> list[Row]:
         if looped == "depth-first" and loops > 1 and count % 8:
             continue  # Megatron-LM refuses it
         chosen = chosen_for(looped, network, count, loops)
-        step = chosen.simulate(CLUSTER)
+        step = chosen.simulate()
         idle = {"bubble_fraction": f"{step.bubble_fraction:.4f}"}
         rows.append({"network": network, "schedule": looped, **described(step), **idle})
     return rows

@@ -5,11 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.predict.step import Order, SimulatedStep
+from pipeloom.workload.run import Run
 
 Row = Mapping[str, str]
 CLUSTER = load_cluster("dgx-1-v100")
@@ -43,7 +44,7 @@ def base_run(model: str) -> Run:
 def candidate(run: Run, software: Software, family: str) -> Candidate:
     """A run in a family's schedule; sharded weights and gradients with room for two stages each."""
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return Candidate(run, software, Order(choice=choice, residency=2, prefetch=1, gradient_buffers=2))
+    return Candidate(Placed(run, CLUSTER, software), Order(choice=choice, residency=2, prefetch=1, gradient_buffers=2))
 
 
 def tflop_per_s(step: SimulatedStep) -> float:

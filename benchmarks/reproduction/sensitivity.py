@@ -20,7 +20,7 @@ BASELINES = ("depth-first", "1F1B")
 @cache
 def best_tflop_per_s(method: str, batch: int, own: Software, megatron: Software) -> float:
     """TFLOP/s of a method's best configuration; 0 if none fits."""
-    step = fastest(METHODS[method](Setting(MODEL, batch), own, megatron), CLUSTER)
+    step = fastest(METHODS[method](Setting(MODEL, batch), own, megatron))
     return 0.0 if step is None else tflop_per_s(step)
 
 

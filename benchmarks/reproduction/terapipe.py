@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from scipy.optimize import differential_evolution
 
 from pipeloom.cost.hardware import Cluster, Link
-from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_batches, best_slices
 from pipeloom.planner.slice_plan import modelled_table
 from pipeloom.predict.step import Order, simulate_step
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 from reproduction.machine import CLUSTER, OWN, Row
 from reproduction.tables import table
 
@@ -227,7 +229,7 @@ def run_of(setting: Setting, micro_batch: int = 1) -> Run:
 def group_sizes(setting: Setting, messages: str) -> str:
     """How many sequences go together by the joint programme, of 1, 2 and 4."""
     sizes = [size for size in (1, 2, 4) if size <= setting.batch]
-    tables = {size: modelled_table(run_of(setting, size), P3, MESSAGES[messages], 4 * UNIT) for size in sizes}
+    tables = {size: modelled_table(Placed(run_of(setting, size), P3, MESSAGES[messages]), 4 * UNIT) for size in sizes}
     return " ".join(sorted({str(size) for size, _ in best_batches(tables, setting.batch, setting.pp)}))
 
 
@@ -235,7 +237,7 @@ def simulated_s(setting: Setting, software: Software, cluster: Cluster, lengths:
     """Seconds of a step with slices of some lengths, or with whole sequences if there is one."""
     choice = Choice(family="gpipe", pp=setting.pp, num_microbatches=setting.batch, num_slices=len(lengths))
     run = replace(run_of(setting), slices=lengths if len(lengths) > 1 else ())
-    return simulate_step(run, cluster, software, Order(choice=choice)).prediction.pipeline_s
+    return simulate_step(Placed(run, cluster, software), Order(choice=choice)).prediction.pipeline_s
 
 
 def curve_rows() -> list[Row]:
@@ -272,7 +274,7 @@ def setting_rows() -> list[Row]:
 def setting_row(name: str, messages: str, products: str) -> Row:
     """One of them."""
     setting, software, cluster = SETTINGS[name], MESSAGES[messages], PRODUCTS[products]
-    known = modelled_table(run_of(setting), cluster, software, UNIT)
+    known = modelled_table(Placed(run_of(setting), cluster, software), UNIT)
     programme = best_slices(known, setting.pp, setting.batch).lengths
     step_s = partial(simulated_s, setting, software, cluster)
     even = {number: step_s(known.even(number).lengths) for number in range(1, MOST_EVEN + 1)}

@@ -21,12 +21,13 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.families import make_schedule
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Placement, Schedule
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, percent, table
 
@@ -223,7 +224,7 @@ def step_s(case: Case, reading: str) -> float | None:
 
 def step_row(case: Case) -> dict[str, str]:
     """A measured step, and what is simulated for it."""
-    run, modelled = case.run, predict(case.run, case.schedule, CLUSTER, SOFTWARE).prediction
+    run, modelled = case.run, predict(Placed(case.run, CLUSTER, SOFTWARE), case.schedule).prediction
     return {
         "model": run.shape.name,
         "ranks": str(run.pp),

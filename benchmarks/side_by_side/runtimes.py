@@ -13,10 +13,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.parts.part import Part
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.world import World
@@ -75,15 +78,11 @@ class Own:
         if groups is not None:
             self._parallel = DataParallel(schedule, modules.items(), "full", groups, ThreadLane(clock))
         self._transport = _transport(case, schedule, outputs, world)
-        self._executor = Executor(
-            schedule,
-            rank,
-            {i: Stage(module, i, outputs[i], needs_input_gradient=i > 0) for i, module in modules.items()},
-            outputs=outputs,
-            transport=self._transport,
-            clock=clock,
-            data_parallel=self._parallel,
-        )
+        stages = {i: Stage(module, i, outputs[i], needs_input_gradient=i > 0) for i, module in modules.items()}
+        parts: list[Part] = [Compute(stages), Messages(outputs)]
+        if self._parallel is not None:
+            parts.append(self._parallel)
+        self._executor = Executor(schedule, rank, parts, transport=self._transport, clock=clock)
         self._inputs = [message(case, seed) for seed in range(case.num_microbatches)]
 
     def prepare(self) -> None:

@@ -129,6 +129,7 @@ def raised_in(error: BaseException, file: str) -> str | None:
 
     if isinstance(error, SyntaxError) and error.filename == file:
         return _line(file, error.lineno or 1)
+    # The last frame of the file is the nearest to the mistake: below it is the code that it called.
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
     return _line(file, lines[-1] or 1) if lines else None
 

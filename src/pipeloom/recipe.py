@@ -83,6 +83,7 @@ def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> Sha
         dp: data-parallel ranks.
         sequence_parallel: whether tensor-parallel ranks split the tokens.
     """
+    # Without replicas there is nothing to share out, whatever the setting.
     if dp > 1:
         return shard
     return "none" if sequence_parallel else None
@@ -351,6 +352,7 @@ class _Remembered(Generic[_Made]):
         made = self._make(recipe)
         self._known[recipe] = made
         self._actions += _num_actions(made)
+        # By the number of actions, not of schedules: one large schedule takes as much memory as a thousand small ones.
         while self._actions > self._most:
             _, oldest = self._known.popitem(last=False)
             self._actions -= _num_actions(oldest)

@@ -86,6 +86,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         """The value of a name; a ``KeyError`` if there is none."""
         if name in self._makers and name not in self._values:
             self._values[name] = self._makers[name]()
+        # A plug-in is imported only when a name is asked for that the package does not have.
         if name not in self._values:
             self._load()
         return self._values[name]
@@ -99,6 +100,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
     def __iter__(self) -> Iterator[str]:
         """All names, the package's own first."""
         self._load()
+        # One dictionary, since a value that has been made is in both.
         return iter({**self._makers, **self._values})
 
     def __len__(self) -> int:
@@ -112,6 +114,7 @@ class Registry(Mapping[str, Value], Generic[Value]):
         from importlib.metadata import entry_points  # takes 50 ms, which built-in names need not wait for
 
         self._is_loaded = True  # at once, since a module may look for a name while it is imported
+        # Sorted: the order of installed distributions differs from machine to machine.
         for entry in sorted(entry_points(group=self.group), key=lambda one: (one.name, _distribution(one))):
             reason = self._import(entry)
             if reason:

@@ -102,6 +102,7 @@ def simulate(schedule: Schedule, costs: Costs, sharing: Sharing | None = None, h
 
 
 def _refuse_negative(facts: Facts, seconds: Seconds) -> None:
+    # Not `< 0`, which is false for NaN.
     wrong = np.flatnonzero(~(seconds >= 0))
     if len(wrong):
         first = int(wrong[0])
@@ -129,10 +130,12 @@ def _times_launched(graph: Graph, seconds: Seconds, host: Host) -> tuple[Seconds
     nodes, first = np.arange(size), facts.columns.first
     waits = np.full((2 * size, graph.waits.shape[1] + 1), -1, np.int32)
     waits[:size, :-1], waits[:size, -1] = graph.waits, nodes + size
+    # The host launches in the order of the row, one action after the other.
     waits[size:, 0] = np.where(nodes > first[facts.ranks], nodes + size - 1, -1)
     if host.run_ahead is not None:
         waits[size:, 1] = _throttled_by(facts, host.run_ahead)
     lane = np.concatenate([facts.lane, facts.ranks + np.int32(len(facts.lanes))])
+    # Launches behind the actions, so that the first half of the times is that of the actions.
     both = np.concatenate([seconds, seconds_of_all(facts, host.launch_s)])
     return kernel(walk, 2 * size)(waits, lane, len(facts.lanes) + facts.placement.num_ranks, both)
 
@@ -150,6 +153,7 @@ def _times_sharing(graph: Graph, seconds: Seconds, sharing: Sharing) -> tuple[Se
     """Starts and ends where actions slow each other down."""
     facts = graph.facts
     kind, stage = facts.columns[:2]
+    # Number 0, without a limit, is for actions that share nothing.
     resources: dict[Hashable, int] = {None: 0}
     table = np.zeros((len(KINDS), facts.shape[0]), np.int32)
     for code, place in np.argwhere(occurring(facts).any(axis=2)).tolist():

@@ -13,6 +13,7 @@ from pipeloom.accuracy.measures import measure
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_cluster, load_software, source_of
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Efficiency
 from pipeloom.errors import UserError
 
@@ -26,7 +27,7 @@ def table_of(program):
     sizes = (1, 2, 4, 8, 16)
     rows = [replace(row, run=replace(row.run, micro_batch=size, global_batch=512)) for row in ROWS for size in sizes]
     return [
-        replace(row, step_time_s=predict(row.run, row.schedule, CLUSTER, program).prediction.step_time_s)
+        replace(row, step_time_s=predict(Placed(row.run, CLUSTER, program), row.schedule).prediction.step_time_s)
         for row in rows
     ]
 

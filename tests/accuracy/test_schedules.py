@@ -10,12 +10,13 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 PROGRAM = load_software("megatron-2021")
@@ -23,7 +24,7 @@ RUN = Run(shape=load_model("llama-13b"), seq=2048, global_batch=256)
 
 
 def predict(run, schedule="none", software=PROGRAM):
-    return predict_row(run, schedule, A100, software).prediction
+    return predict_row(Placed(run, A100, software), schedule).prediction
 
 
 def test_without_a_pipeline_a_step_is_micro_batches_and_what_follows():
@@ -82,7 +83,7 @@ def test_an_observed_drain_counts_only_where_it_was_observed():
 
 def test_steps_that_follow_each_other_without_waiting_overlap():
     run, overlapping = replace(RUN, pp=4, global_batch=8), replace(PROGRAM, overlaps_steps=True)
-    plain, found = (predict_row(run, "zb-h1", A100, software) for software in (PROGRAM, overlapping))
+    plain, found = (predict_row(Placed(run, A100, software), "zb-h1") for software in (PROGRAM, overlapping))
     assert found.prediction.pipeline_s == longest_rank_s(found.trace) < plain.prediction.pipeline_s
     for account in found.accounts:
         assert sum(account.to_dict().values()) == pytest.approx(found.prediction.step_time_s)

@@ -23,14 +23,14 @@ def test_the_space_has_every_axis_and_the_planners_first_choice_is_in_it():
 
 @pytest.mark.parametrize("chosen", FOUND, ids=lambda chosen: " ".join(plan_demo.label(chosen)))
 def test_what_runs_is_what_was_simulated(chosen, tmp_path):
-    config = plan_demo.config_of(chosen.simulate(ASKED.cluster), tmp_path)
+    config = plan_demo.config_of(chosen.simulate(), tmp_path)
     assert config.layout.num_ranks == plan_demo.PROCESSES
     assert config.layout.batch_size == plan_demo.BATCH
     assert training_schedule(config) == chosen.schedule
 
 
 def test_disturbed_steps_count_only_where_there_is_nothing_better():
-    entry = plan_demo.Entry(FOUND[0].simulate(ASKED.cluster))
+    entry = plan_demo.Entry(FOUND[0].simulate())
     timed = [plan_demo.Timed(seconds, foreign) for seconds, foreign in ((9.0, 0.5), (1.0, 0.0), (2.0, 0.01))]
     entry.timed += timed
     assert not entry.is_enough
@@ -47,7 +47,7 @@ def test_the_rank_correlation_of_the_same_order_is_one_and_of_its_reverse_minus_
 
 
 def test_a_busy_first_choice_is_told_as_a_miss(capsys):
-    entries = [plan_demo.Entry(one.simulate(ASKED.cluster)) for one in FOUND[:3]]
+    entries = [plan_demo.Entry(one.simulate()) for one in FOUND[:3]]
     ranked = sorted(entries, key=lambda entry: entry.predicted_s)
     ranked = [
         replace(entry, step=entry.step, timed=[plan_demo.Timed(s, 0.0)] * 3)

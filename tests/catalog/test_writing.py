@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from pipeloom.catalog import load_cluster, load_model, names
 from pipeloom.catalog.writing import UNBREAKABLE, cluster_to_toml
 from pipeloom.cost.hardware import CollectiveCurve, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
-from pipeloom.cost.shape import Run
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import ConfigError
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
-KEY = PieceKey.of(Run(shape=load_model("llama-13b"), seq=128, tp=2, micro_batch=4, sequence_parallel=True))
+KEY = Run(shape=load_model("llama-13b"), seq=128, tp=2, micro_batch=4, sequence_parallel=True).of_measured_pieces
 PIECES = MeasuredPieces(
-    key=KEY,
+    run=KEY,
     embedding=(1e-6, 0.0),
     layer=(2e-3, 4e-3),
     head=(1.5e-3, 2.5e-3),
@@ -26,7 +26,7 @@ PIECES = MeasuredPieces(
 MEASURED = replace(
     A100,
     cores_per_node=2,
-    pieces=(PIECES, replace(PIECES, key=replace(KEY, recompute="full"), message_s=0.0)),
+    pieces=(PIECES, replace(PIECES, run=replace(KEY, recompute="full"), message_s=0.0)),
     update=MeasuredUpdate(fixed_s=1e-3, parameter_s=8e-9, precision="fp32"),
     name='the "best" \\ one, größer',
     device=replace(A100.device, matmul_curves={"fp32": tuple((x, y / 2) for x, y in A100.device.matmul_curve)}),

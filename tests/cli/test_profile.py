@@ -10,9 +10,9 @@ import pipeloom.train.pieces
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
 from pipeloom.cost.hardware import Group
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
-from pipeloom.cost.shape import Run
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.train.pieces import PieceFindings
+from pipeloom.workload.run import Run
 
 QUICK = ["--device", "cpu", "--budget-s", "1"]
 
@@ -118,8 +118,8 @@ def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, mon
     def answer(request):
         asked.append(request)
         shape = load_model(str(tiny))
-        key = PieceKey.of(Run(shape=shape, seq=request.seq_len, tp=2, micro_batch=4, precision="fp32"))
-        pieces = MeasuredPieces(key=key, embedding=(1e-3, 0), layer=(2e-3, 4e-3), head=(1e-3, 1e-3), message_s=5e-4)
+        key = Run(shape=shape, seq=request.seq_len, tp=2, micro_batch=4, precision="fp32").of_measured_pieces
+        pieces = MeasuredPieces(run=key, embedding=(1e-3, 0), layer=(2e-3, 4e-3), head=(1e-3, 1e-3), message_s=5e-4)
         return PieceFindings((pieces,), MeasuredUpdate(fixed_s=1e-3, parameter_s=1e-9, precision="fp32"), 7)
 
     monkeypatch.setattr(pipeloom.train.pieces, "measure_pieces", answer)

@@ -4,7 +4,7 @@ import pytest
 from small_run import write_text
 
 from pipeloom.cli import main
-from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.stage import Stage
 
 

@@ -167,7 +167,7 @@ MODEL = {
     ),
     "an odd head with rotary positions": (
         {"model__hidden_size": 18, "model__num_heads": 6},
-        "llama's rotary positions need an even model.hidden_size / model.num_heads, found 18 / 6",
+        "rotary positions need an even model.hidden_size / model.num_heads, found 18 / 6",
     ),
     "key heads that do not divide the heads": (
         {"model__num_kv_heads": 4},

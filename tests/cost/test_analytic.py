@@ -8,8 +8,8 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import layers_of_stages, rank_parameters, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.layers import Pieces
-from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 PROGRAM = load_software("megatron-2021")

@@ -7,7 +7,7 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Group
-from pipeloom.cost.shape import Run
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 OURS = load_software("pipeloom")

@@ -13,8 +13,8 @@ from pipeloom.cost.flops import (
     recomputed_flops,
     shape_model_flops,
 )
-from pipeloom.cost.shape import shape_of
 from pipeloom.model import build_stage
+from pipeloom.workload.model import shape_of
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

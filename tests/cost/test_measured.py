@@ -7,17 +7,17 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.hardware import CollectiveCurve, Group
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.pieces import piece_seconds
-from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind
+from pipeloom.workload.run import Run
 
 PLAIN = replace(load_cluster("dgx-a100"), name="counted")
 GLOO = load_software("pipeloom-gloo")
 RUN = Run(shape=load_model("llama-13b"), seq=2048, pp=2, loops=2, global_batch=8, micro_batch=2)
 PIECES = MeasuredPieces(
-    key=PieceKey.of(RUN),
+    run=RUN.of_measured_pieces,
     embedding=(0.5, 0.25),
     layer=(1.0, 2.0),
     head=(3.0, 6.0),
@@ -40,7 +40,7 @@ def test_slices_split_their_backward_as_closed_forms_do_and_take_as_much_of_them
     """What a slice takes for the tokens before it is in the first half: attention's core has no weights."""
     counted = piece_seconds(RUN, PLAIN, GLOO)
     both = {name: tuple(measured * s for s in getattr(counted, name)) for name in ("embedding", "layer", "head")}
-    cluster = replace(PLAIN, name="multiple", pieces=(MeasuredPieces(key=PieceKey.of(RUN), **both),))
+    cluster = replace(PLAIN, name="multiple", pieces=(MeasuredPieces(run=RUN.of_measured_pieces, **both),))
     plain, slices = SliceModel(RUN, PLAIN, GLOO).stage_costs(512, 0), SliceModel(RUN, cluster, GLOO)
     first, last = slices.stage_costs(512, 0), slices.stage_costs(512, 1536)
     for stage in range(RUN.num_stages):

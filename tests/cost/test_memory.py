@@ -7,8 +7,8 @@ import pytest
 from pipeloom.catalog import load_model
 from pipeloom.cost.foreign import layer_activation_bytes, stage_input_bytes
 from pipeloom.cost.memory import state_bytes
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 GPT = load_model("gpt-175b")
 

@@ -3,7 +3,8 @@
 import pytest
 
 from pipeloom.catalog import load_model
-from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 
 LLAMA_13B = load_model("llama-13b")
 

@@ -8,9 +8,9 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.layers import Pieces
-from pipeloom.cost.shape import Run
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind
+from pipeloom.workload.run import Run
 
 RUN = Run(shape=load_model("llama-3-8b"), seq=4096, pp=4, tp=8, recompute="selective")
 CLUSTER, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")

@@ -12,9 +12,11 @@ from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Alone, Groups
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.schedule import Action, Kind, Level
@@ -138,13 +140,12 @@ class Reluctant:
         self.waits, self.jobs, self.executor = [], [], None
 
     def start(self, job):
-        self.jobs.append(ReluctantCollective(self, job, self.executor._row[self.executor._slot]))
+        self.jobs.append(ReluctantCollective(self, job, self.executor._actions[self.executor._slot]))
         return self.jobs[-1]
 
     def run_until(self, collective):
-        executor = self.executor
-        slot = executor._slot
-        self.waits.append((str(executor._row[slot]) if slot < len(executor._row) else "end", str(collective.action)))
+        actions, slot = self.executor._actions, self.executor._slot
+        self.waits.append((str(actions[slot]) if slot < len(actions) else "end", str(collective.action)))
         for job in self.jobs[: self.jobs.index(collective) + 1]:
             job.run()
 
@@ -183,9 +184,7 @@ def waits_of(shard, **options):
         for index, module in enumerate(modules)
     }
     transport = Post().transport(0)
-    executor = Executor(
-        schedule, 0, stages, outputs=toy.outputs(), transport=transport, clock=HostClock(), data_parallel=parallel
-    )
+    executor = Executor(schedule, 0, [Compute(stages), parallel], transport=transport, clock=HostClock())
     lane.executor = executor
     run_rank(executor, toy.inputs(), objective)
     started = [collective.action for collective in lane.jobs]  # each where the executor stood in its row
@@ -227,7 +226,6 @@ def test_with_two_gradient_buffers_the_stage_after_the_next_waits():
 
 def test_without_data_parallelism_such_a_schedule_is_refused():
     cluster = cluster_of(layout_of("full"))
+    parts = [Compute({}), Messages(cluster.toy.outputs())]
     with pytest.raises(UserError, match="nothing to run REDUCE_GRAD, RESHARD, UNSHARD with"):
-        Executor(
-            cluster.schedule, 0, {}, outputs=cluster.toy.outputs(), transport=Post().transport(0), clock=HostClock()
-        )
+        Executor(cluster.schedule, 0, parts, transport=Post().transport(0), clock=HostClock())

@@ -7,6 +7,9 @@ from families import SOME, fitting
 from replicas import cluster_of
 from toy import ROWS, WIDTH
 
+from pipeloom.execute.clock import HostClock
+from pipeloom.execute.executor import Executor
+from pipeloom.execute.transport import Post
 from pipeloom.families import FAMILIES
 from pipeloom.schedule import Kind
 from pipeloom.schedule.sharding import gathered_counts, unreduced_counts
@@ -53,7 +56,7 @@ def test_without_data_parallelism_stage_inputs_are_counted_too(family):
     cluster = cluster_of(Layout(pp=4, loops=loops, dp=1, num_microbatches=6), family)
     peaks = [result.held.stage_inputs for result in cluster.step()]
     assert tuple(peaks) == cluster.schedule.peak_stage_inputs
-    stages = [stage for executor in cluster.executors for stage in executor._stages.values()]
+    stages = [stage for executor in cluster.executors for stage in executor.parts[0].stages.values()]
     assert [(stage.num_held, stage.held_bytes) for stage in stages] == [(0, 0)] * len(stages)
 
 
@@ -66,7 +69,8 @@ def test_a_backward_that_comes_late_is_seen_in_the_count():
     own = {(action.kind, action.microbatch): action for action in row}
     late = tuple(own[kind, number] for kind, number in zip(kinds, numbers, strict=True))
     executor = cluster.executors[0]
-    executor.schedule = replace(cluster.schedule, rows=(late,), max_stage_inputs=None)
     before = cluster.step()[0].held.stage_inputs
-    executor._row = late
+    schedule = replace(cluster.schedule, rows=(late,), max_stage_inputs=None)
+    settings = {"transport": Post().transport(0), "clock": HostClock()}
+    cluster.executors[0] = Executor(schedule, 0, executor.parts, **settings)
     assert (before, cluster.step()[0].held.stage_inputs) == (1, 2)

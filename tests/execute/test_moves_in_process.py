@@ -12,10 +12,11 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ActionError, UserError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.lanes import Neighborhood, PolledLane
 from pipeloom.execute.move_lanes import InProcessMoveLanes
-from pipeloom.execute.moves import ActivationMoves
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.parts.moves import ActivationMoves
+from pipeloom.execute.parts.part import RankRow
+from pipeloom.execute.stage import Portion, Stage
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import MovePost
 from pipeloom.families import make_schedule
@@ -88,7 +89,7 @@ def test_what_waits_for_the_second_half_of_a_backward_counts(kind):
     results = run_in_process(executors, toy.inputs(), objective)
     for result, executor in zip(results, executors, strict=True):
         assert result.held.live_bytes >= result.held.pending_bytes > 0
-        assert executor._moves._live._now == 0
+        assert executor.parts[-1]._live._now == 0
 
 
 def test_what_a_rank_accepts_counts_there():
@@ -103,7 +104,7 @@ def test_what_is_evicted_is_freed_while_it_is_away():
     toy = Toy(2, 6)
     executors = executors_of(schedule, toy, toy.modules())
     parcels, alive = [], []
-    (stage,) = executors[1]._stages.values()
+    (stage,) = executors[1].parts[0].stages.values()
     forward, backward = stage.forward, stage.backward
 
     def watched_forward(part, tensor, objective, *, trains, parcel):
@@ -148,7 +149,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
 
     with pytest.raises(ActionError, match="1F2"):
         run_in_process(executors, toy.inputs(), fails)
-    assert all(not executor._moves._parcels and not executor._moves._away._kept for executor in executors)
+    assert all(not executor.parts[-1]._parcels and not executor.parts[-1]._away._kept for executor in executors)
     for module in modules:
         module.zero_grad()
     executors = executors_of(schedule, toy, modules)
@@ -177,10 +178,10 @@ class _Slow:
     waits, device = False, torch.device("cpu")
 
     def __init__(self):
-        self.neighborhood, self.lanes = Neighborhood(), {}
+        self.lanes = {}
 
     def of_kind(self, kind):
-        self.lanes[kind] = self.neighborhood.lane(HostClock())
+        self.lanes[kind] = PolledLane(HostClock(), lambda: None)
         return self.lanes[kind]
 
     service = of_kind
@@ -190,14 +191,15 @@ def test_a_load_begins_when_its_eviction_has_ended():
     schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
     lanes, post, toy = _Slow(), MovePost(), Toy(2, 3)
     moves = ActivationMoves(schedule, 0, lanes, post.wires(schedule))
-    moves.begin()
+    row = RankRow(schedule, 0, Post().transport(0))
+    moves.begin(row)
     forward = Action(Kind.FORWARD, 0, 1)
     parcel = moves.parcel(forward, owns_input=False)
     stage = Stage(toy.modules()[0], 0, toy.outputs()[0], needs_input_gradient=False)
-    stage.forward(Part(1), toy.inputs()[1], None, trains=True, parcel=parcel)
+    stage.forward(Portion(1), toy.inputs()[1], None, trains=True, parcel=parcel)
     moves.after_forward(forward)
     for kind in (Kind.EVICT, Kind.LOAD):
-        moves.start(Action(kind, 0, 1))
+        moves.start(row, row.actions.index(Action(kind, 0, 1)))
     while lanes.lanes[Kind.LOAD].advance():
         pass
     assert not post.place(0, "load", "numbers")

@@ -22,16 +22,19 @@ from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.move_lanes import ProcessMoveLanes
-from pipeloom.execute.moves import ActivationMoves
 from pipeloom.execute.partner import Served
+from pipeloom.execute.parts.moves import ActivationMoves
+from pipeloom.execute.parts.part import RankRow
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.stage import Portion, Stage
+from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import make_wires
 from pipeloom.execute.workers import run_workers
 from pipeloom.execute.world import join_forked
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind
+from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.trace import merge
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.workload.layout import Layout
@@ -111,8 +114,8 @@ class _Patient(nn.Module):
         self.module, self.executor = module, None
 
     def forward(self, tensor):
-        for job in self.executor._jobs.values():
-            assert job.wait(20)
+        for slot, job in self.executor._under_way.items():
+            assert self.executor._actions[slot].kind not in MOVE_KINDS or job.wait(20)
         return self.module(tensor)
 
 
@@ -153,16 +156,17 @@ def _alone(rendezvous, rank, size):
         time.sleep(3)
         return None
     moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
-    moves.begin()
+    row = RankRow(schedule, rank, Post().transport(rank))
+    moves.begin(row)
     toy = Toy(2, 4)
     (module, _), (output, _) = toy.modules(), toy.outputs()
-    stage, part = Stage(module, 0, output, needs_input_gradient=False), Part(1)
+    stage, part = Stage(module, 0, output, needs_input_gradient=False), Portion(1)
     parcel = moves.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
     stage.forward(part, toy.inputs()[1], None, trains=True, parcel=parcel)
     moves.after_forward(Action(Kind.FORWARD, 0, 1))
     found = []
     for kind in (Kind.EVICT, Kind.LOAD):
-        collective = moves.start(Action(kind, 0, 1))
+        collective = moves.start(row, row.actions.index(Action(kind, 0, 1)))
         assert collective.wait(10)
         with pytest.raises(PeerLostError) as caught:
             collective.take()

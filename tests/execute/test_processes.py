@@ -19,10 +19,12 @@ from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.process_collectives import make_groups
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.stage import Stage
@@ -98,10 +100,10 @@ def _gather_with_nobody(rendezvous, rank, size):
     parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
     stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}
     transport = ProcessGroupTransport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
-    sizes = {"outputs": toy.outputs(), "transport": transport, "clock": clock, "data_parallel": parallel}
+    parts = [Compute(stages), Messages(toy.outputs()), parallel]
     if rank == 1:
         time.sleep(20)
-    run_rank(Executor(schedule, 0, stages, **sizes), toy.inputs(), objective, 2.0)
+    run_rank(Executor(schedule, 0, parts, transport=transport, clock=clock), toy.inputs(), objective, 2.0)
 
 
 def test_a_rank_whose_gather_does_not_come_says_so():

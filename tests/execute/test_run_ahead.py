@@ -6,6 +6,7 @@ from toy import Toy, objective
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
+from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
@@ -32,7 +33,7 @@ def test_the_host_waits_for_the_action_that_many_before(run_ahead):
     schedule = lower(make_schedule("breadth-first", pp=1, loops=2, num_microbatches=4))
     outputs = toy.outputs()
     stages = {i: Stage(m, i, outputs[i], needs_input_gradient=i > 0) for i, m in enumerate(toy.modules())}
-    sizes = {"outputs": outputs, "transport": Post().transport(0), "clock": clock, "run_ahead": run_ahead}
-    run_rank(Executor(schedule, 0, stages, **sizes), toy.inputs(), objective)
+    settings = {"transport": Post().transport(0), "clock": clock, "run_ahead": run_ahead}
+    run_rank(Executor(schedule, 0, [Compute(stages)], **settings), toy.inputs(), objective)
     assert clock.number == 2 * 16
     assert clock.waits == [(done, done - run_ahead + 1) for done in range(run_ahead, 16)]

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Packing, Parcel
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.stage import Portion, Stage
 
 
 class Busy(nn.Module):
@@ -61,11 +61,11 @@ def gradients(module, x, moves):
     """Of the input and of all parameters."""
     module.zero_grad()
     stage, parcel = stage_of(module), Parcel(owns_input=True)
-    stage.forward(Part(0), x.clone(), None, trains=True, parcel=parcel if moves else None)
+    stage.forward(Portion(0), x.clone(), None, trains=True, parcel=parcel if moves else None)
     if moves:
         memory = moved(parcel)
         parcel.restore(memory)
-    found = stage.backward(Part(0), torch.ones(3, 8, dtype=torch.float64))
+    found = stage.backward(Portion(0), torch.ones(3, 8, dtype=torch.float64))
     return [found, *(p.grad for p in module.parameters())]
 
 
@@ -78,7 +78,7 @@ def test_gradients_are_the_same_to_the_last_bit(module):
 def test_everything_that_moves_is_freed_and_nothing_else_moves(module):
     stage, parcel, x = stage_of(module), Parcel(owns_input=True), torch.randn(3, 8, dtype=torch.float64)
     given = StorageWeakRef(x.untyped_storage())
-    output = stage.forward(Part(0), x, None, trains=True, parcel=parcel)
+    output = stage.forward(Portion(0), x, None, trains=True, parcel=parcel)
     made = StorageWeakRef(output.untyped_storage())
     held = storages(parcel)
     shared = [*module.parameters(), module.scale, module.borrowed, module.cast, module.cache]
@@ -89,7 +89,7 @@ def test_everything_that_moves_is_freed_and_nothing_else_moves(module):
     memory = moved(parcel)
     assert all(ref.expired() for ref in [*held, given, made])
     parcel.restore(memory)
-    stage.backward(Part(0), torch.ones(3, 8, dtype=torch.float64))
+    stage.backward(Portion(0), torch.ones(3, 8, dtype=torch.float64))
     back = StorageWeakRef(memory.untyped_storage())
     del memory, parcel
     assert back.expired()
@@ -99,7 +99,7 @@ def test_an_input_that_autograd_does_not_save_is_freed_with_the_forward():
     stage, parcel = stage_of(nn.Tanh()), Parcel(owns_input=True)
     x = torch.randn(3, 8, dtype=torch.float64)
     given = StorageWeakRef(x.untyped_storage())
-    stage.forward(Part(0), x, None, trains=True, parcel=parcel)
+    stage.forward(Portion(0), x, None, trains=True, parcel=parcel)
     del x
     assert given.expired()
     assert stage.held_bytes == 3 * 8 * 8
@@ -108,7 +108,7 @@ def test_an_input_that_autograd_does_not_save_is_freed_with_the_forward():
 def test_what_the_batch_holds_stays():
     stage, parcel = stage_of(nn.Linear(8, 8, dtype=torch.float64), needs_input_gradient=False), Parcel(owns_input=False)
     x = torch.randn(3, 8, dtype=torch.float64)
-    stage.forward(Part(0), x, None, trains=True, parcel=parcel)
+    stage.forward(Portion(0), x, None, trains=True, parcel=parcel)
     assert parcel.nbytes == 0
 
 
@@ -122,7 +122,7 @@ def test_what_two_parts_share_stays():
     parcels = [Parcel(owns_input=True) for _ in range(2)]
     stage = stage_of(Sharing())
     for number, parcel in enumerate(parcels):
-        stage.forward(Part(number), torch.randn(3, 8, dtype=torch.float64), None, trains=True, parcel=parcel)
+        stage.forward(Portion(number), torch.randn(3, 8, dtype=torch.float64), None, trains=True, parcel=parcel)
     assert [parcel.nbytes for parcel in parcels] == [0, 0]
 
 
@@ -140,7 +140,7 @@ def test_recomputation_keeps_the_input_of_what_it_computes_again(module):
     plain, through = gradients(recomputing, x, moves=False), gradients(recomputing, x, moves=True)
     assert all(map(torch.equal, plain, through))
     stage, parcel = stage_of(recomputing), Parcel(owns_input=True)
-    stage.forward(Part(0), x.clone(), None, trains=True, parcel=parcel)
+    stage.forward(Portion(0), x.clone(), None, trains=True, parcel=parcel)
     assert parcel.nbytes == 2 * x.nbytes
 
 
@@ -175,7 +175,7 @@ def test_messages_cover_every_storage_once_and_large_ones_travel_alone(sizes):
 
 def test_a_backward_before_what_it_needs_is_back_says_so(module):
     stage, parcel = stage_of(module), Parcel(owns_input=True)
-    stage.forward(Part(0), torch.randn(3, 8, dtype=torch.float64), None, trains=True, parcel=parcel)
+    stage.forward(Portion(0), torch.randn(3, 8, dtype=torch.float64), None, trains=True, parcel=parcel)
     moved(parcel)
     with pytest.raises(AssertionError, match="the backward came before what it needs was back"):
-        stage.backward(Part(0), torch.ones(3, 8, dtype=torch.float64))
+        stage.backward(Portion(0), torch.ones(3, 8, dtype=torch.float64))

@@ -11,8 +11,10 @@ import torch
 from pipeloom.errors import RunError, StallError
 from pipeloom.execute.clock import CudaClock, HostClock
 from pipeloom.execute.lanes import StreamLane, WaitingStreamLane
+from pipeloom.execute.parts.part import RankRow
+from pipeloom.execute.parts.stage_swaps import HostLanes, StageSwaps
 from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.stage_swaps import HostLanes, StageSwaps
+from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, lower
 from pipeloom.schedule import Kind
@@ -35,10 +37,16 @@ def store_of(num_stages, device="cpu", size=SIZE):
 
 def run(swaps, schedule):
     """The swaps of a row, without what is between them."""
-    swaps.begin(None)
-    for slot, action in enumerate(schedule.rows[0]):
-        if action.kind in (Kind.SWAP_IN, Kind.SWAP_OUT):
-            swaps.start(slot)
+    row = bound(swaps, schedule)
+    for slot in row.slots_of(Kind.SWAP_IN, Kind.SWAP_OUT):
+        swaps.start(row, slot)
+
+
+def bound(swaps, schedule):
+    row = RankRow(schedule, 0, Post().transport(0))
+    swaps.bind(row)
+    swaps.begin(row)
+    return row
 
 
 class Ahead:
@@ -67,7 +75,7 @@ def test_room_is_taken_when_the_stage_that_had_it_has_left_the_device(monkeypatc
     honest = store.bring
     monkeypatch.setattr(store, "bring", lambda stage, *parts: (log.append(f"in {stage}"), honest(stage, *parts)))
     lanes = HostLanes(Ahead(log), Ahead(log), Watched(log))
-    swaps = StageSwaps(schedule, 0, store, lanes, 5.0)
+    swaps = StageSwaps(store, lanes, 5.0)
     run(swaps, schedule)
     assert log == ["in 0", "in 1", "out 1", "in 2", "out 2", "in 3", "out 3", "in 4"]
 
@@ -76,7 +84,7 @@ def test_a_stage_that_does_not_leave_is_named_with_the_setting():
     schedule, store = swapped(3), store_of(3)
     lane = Ahead([])
     stuck = SimpleNamespace(start=lambda job: (list(job), SimpleNamespace(wait=lambda _: False))[1])
-    swaps = StageSwaps(schedule, 0, store, HostLanes(stuck, lane, HostClock()), 5.0)
+    swaps = StageSwaps(store, HostLanes(stuck, lane, HostClock()), 5.0)
     with pytest.raises(StallError, match=r"waited 5 s in vain for stage 0 to leave .*training.stall_timeout_s"):
         run(swaps, schedule)
 
@@ -153,11 +161,11 @@ def test_on_a_device_stages_take_no_more_memory_than_their_budget():
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     lanes = HostLanes(StreamLane(clock, 0), WaitingStreamLane(clock, "from host", torch.cuda.Stream(device)), clock)
-    swaps, brought, sums = StageSwaps(schedule, 0, store, lanes, 60.0), {}, {}
-    swaps.begin(None)
+    swaps, brought, sums = StageSwaps(store, lanes, 60.0), {}, {}
+    row = bound(swaps, schedule)
     for slot, action in enumerate(schedule.rows[0]):
         if action.kind in (Kind.SWAP_IN, Kind.SWAP_OUT):
-            brought[action.kind, action.stage] = swaps.start(slot)
+            brought[action.kind, action.stage] = swaps.start(row, slot)
         elif action.kind is Kind.FORWARD:
             assert brought[Kind.SWAP_IN, action.stage].wait(60)
             for _ in range(20):

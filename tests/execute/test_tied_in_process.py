@@ -9,7 +9,7 @@ from transformers import TransformerCluster, differences, plain_steps, tied_sche
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
-from pipeloom.execute.tied import handover
+from pipeloom.execute.parts.tied import handover
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME
 from pipeloom.passes import lower

@@ -18,7 +18,7 @@ from pipeloom.execute.clock import HostClock
 from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.move_lanes import InProcessMoveLanes
-from pipeloom.execute.moves import ActivationMoves
+from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.transport import Post
 from pipeloom.execute.wires import MovePost
 from pipeloom.families import FAMILIES, make_schedule
@@ -79,7 +79,7 @@ def sliced_differences(tmp_path, model, layout, schedule_config, swap=None):
     results = run_in_process(executors, cut.inputs, cut.loss)
     if swap is None:
         assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
-    assert all(not stage._caches for executor in executors for stage in executor._stages.values())
+    assert all(not stage._caches for executor in executors for stage in executor.parts[0].stages.values())
     assert sorted(results[schedule.placement.rank_by_stage[-1]].outputs) == list(range(layout.num_microbatches))
     loss = sum(float(value) for result in results for value in result.outputs.values())
     found = Gradients(loss, {name: p.grad for module in modules for name, p in module.named_parameters()})

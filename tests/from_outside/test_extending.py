@@ -35,8 +35,8 @@ def answer(site, tmp_path):
 
     def run(*words):
         path = os.pathsep.join([str(site), *sys.path])
-        done = run_command(*words, folder=folder, PYTHONPATH=path)
-        assert (done.status, done.stderr) == (0, ""), done.stderr
+        done, _ = run_command(*words, folder=folder, PYTHONPATH=path)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
         return json.loads(done.stdout) if "--json" in words else done.stdout
 
     return run
@@ -70,11 +70,31 @@ def test_an_optimizer(answer, site, tmp_path):
     assert swapped == pytest.approx(whole, rel=1e-5)
     state = {name: _state_bytes(answer, "--optimizer.name", name) for name in ("adamw", "lion", "sgd")}
     assert 2 * state["lion"] == 2 * state["sgd"] == state["adamw"]
-    done = run_command("simulate", "--optimizer.name", "lion", "--optimizer.eps", "1", folder=tmp_path / "here",
+    done, _ = run_command("simulate", "--optimizer.name", "lion", "--optimizer.eps", "1", folder=tmp_path / "here",
                        PYTHONPATH=os.pathsep.join([str(site), *sys.path]))  # fmt: skip
-    assert done.status == 2
+    assert done.returncode == 2
     assert "optimizer.eps has no effect with optimizer.name lion, which takes betas, weight_decay" in done.stderr
 
 
 def _state_bytes(answer, *words):
     return answer("simulate", "--training.dtype", "float32", *words, "--json")["memory"][0]["optimizer_bytes"]
+
+
+CONFIG_JSON = {"model_type": "squared_relu", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+               "intermediate_size": 64, "vocab_size": 257, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}  # fmt: skip
+
+
+def test_a_family_of_models(answer, tmp_path):
+    family = ("--model.family", "squared-relu")
+    (tmp_path / "here" / "config.json").write_text(json.dumps(CONFIG_JSON))
+    layout = ("--layout.pp", "2", "--layout.tp", "2", "--layout.sequence-parallel", "--layout.num-microbatches", "2")
+    assert "EQUAL" in answer("verify", *TINY, *family, *layout)
+    named, read = (answer("simulate", *which, "--data.seq-len", "8", "--layout.pp", "2", "--json")
+                   for which in ((*TINY, *family), ("--model.file", "config.json")))  # fmt: skip
+    assert named["step_time_s"] == read["step_time_s"]
+    assert named["run"]["shape"]["mlp"] == "relu2"
+    (tmp_path / "here" / "run.toml").write_text('[model]\nfamily = "squared-relu"\nhidden_size = 768\n')
+    planned = answer("plan", "run.toml", "--cluster", "xpu-farm", "--devices", "4", "--no-explain", "--json")
+    assert planned["question"]["model"]["mlp"] == "relu2"
+    assert planned["layouts"]
+    assert "torchrun" in answer("launch", "run.toml", "--out", "start", "--to", "torchrun")

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipeloom.config import ModelConfig
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.stage import Portion, Stage
 from pipeloom.model import build_stage
 from pipeloom.model.compile import compile_pieces
 from pipeloom.model.deferred import defer, filing, leaves_of
@@ -54,7 +54,7 @@ def halves(model, times=1):
     """The gradient of the input by the halves of a backward, and the stage between them, for each time."""
     stage = stage_of(model)
     for number in range(times):
-        part = Part(number)
+        part = Portion(number)
         stage.forward(part, tensor_for(model), None, trains=True)
         made = stage.backward_input(part, gradient_for(model))
         yield made, stage
@@ -63,8 +63,8 @@ def halves(model, times=1):
 
 def whole(model):
     stage = stage_of(model, splits=False)
-    stage.forward(Part(0), tensor_for(model), None, trains=True)
-    return stage.backward(Part(0), gradient_for(model))
+    stage.forward(Portion(0), tensor_for(model), None, trains=True)
+    return stage.backward(Portion(0), gradient_for(model))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -110,10 +110,10 @@ def test_what_autograd_kept_is_freed_with_the_first_half():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stage.forward(Part(0), tensor_for(model), None, trains=True)
+        stage.forward(Portion(0), tensor_for(model), None, trains=True)
     parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    stage.backward_input(Part(0), gradient_for(model))
-    filed = {t.untyped_storage()._cdata for one in stage._pending[Part(0)].filed for t in one.kept}
+    stage.backward_input(Portion(0), gradient_for(model))
+    filed = {t.untyped_storage()._cdata for one in stage._pending[Portion(0)].filed for t in one.kept}
     alive = {ref.cdata for ref in seen if not ref.expired()}
     assert len({ref.cdata for ref in seen}) > len(alive)
     assert alive - parameters <= filed
@@ -144,11 +144,11 @@ def test_a_borrowed_matrix_gets_its_gradient_with_the_second_half():
 def test_a_module_that_does_not_defer_is_split_too_with_all_gradients_made_first():
     module = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
     stage = Stage(module, 1, TensorSpec((2, HIDDEN), torch.float64), needs_input_gradient=True, splits=True)
-    stage.forward(Part(0), torch.ones(2, HIDDEN, dtype=torch.float64), None, trains=True)
-    stage.backward_input(Part(0), torch.ones(2, HIDDEN, dtype=torch.float64))
+    stage.forward(Portion(0), torch.ones(2, HIDDEN, dtype=torch.float64), None, trains=True)
+    stage.backward_input(Portion(0), torch.ones(2, HIDDEN, dtype=torch.float64))
     assert stage.pending_bytes == 8 * (HIDDEN + 1) * HIDDEN
     assert module.weight.grad is None
-    stage.backward_weight(Part(0))
+    stage.backward_weight(Portion(0))
     assert module.bias.grad.tolist() == [2.0] * HIDDEN
 
 

@@ -7,9 +7,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeloom.config import ModelConfig
 from pipeloom.cost.memory import kept_bytes
-from pipeloom.cost.shape import Run, shape_of
 from pipeloom.cost.software import Software
 from pipeloom.model import build_stage
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Run
 
 LAYERS, SEQS, TOKENS = 4, 2, 64
 

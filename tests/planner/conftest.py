@@ -3,8 +3,8 @@
 import pytest
 
 from pipeloom.catalog import load_cluster, load_software
-from pipeloom.cost.shape import ModelShape
 from pipeloom.planner.question import Question
+from pipeloom.workload.model import ModelShape
 
 SMALL = ModelShape(
     layers=6, hidden=1024, heads=8, kv_heads=8, ffn=4096, mlp="gelu", vocab=32_000, tied=False, name="small"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
@@ -19,6 +19,7 @@ from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
 from pipeloom.planner.space import arrangements
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])
 """Parts of a device's memory: with less, layers are recomputed because they have to be."""
@@ -54,7 +55,7 @@ def test_bounds_are_never_above_what_is_simulated(leaf):
     chosen = None if leaf is None else settle(leaf)
     if chosen is None:
         return
-    step = chosen.simulate(leaf.cut.arrangement.question.cluster)
+    step = chosen.simulate()
     step_s, held = step.prediction.step_time_s * (1 + 1e-9), step.prediction.memory.total_bytes * (1 + 1e-9)
     arrangement = leaf.cut.arrangement
     assert arrangement.bound_s <= step_s
@@ -75,7 +76,7 @@ def test_what_is_settled_fits_and_needed_no_schedule_with_communication(leaf):
     chosen = None if leaf is None else settle(leaf)
     if chosen is None:
         return
-    prediction = chosen.simulate(leaf.cut.arrangement.question.cluster).prediction
+    prediction = chosen.simulate().prediction
     assert prediction.fits
     if leaf.cut.arrangement.kept == "some":
         kinds = chosen.run.recompute_layers
@@ -87,7 +88,7 @@ def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     question = ask(num_devices=1, global_batch=4).limited(recompute=("none",), loops=(1,), families=("1f1b",))
     (arrangement, *_), _ = arrangements(question)
     (leaf,) = next(arrangement.cuts()).leaves()
-    step = settle(leaf).simulate(question.cluster)
+    step = settle(leaf).simulate()
     assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
 
@@ -101,7 +102,7 @@ def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(
     settled = [(leaf, chosen) for leaf in leaves if (chosen := settle(leaf)) is not None]
     assert settled
     for leaf, chosen in settled:
-        assert leaf.bound_s <= chosen.simulate(question.cluster).prediction.step_time_s * (1 + 1e-9)
+        assert leaf.bound_s <= chosen.simulate().prediction.step_time_s * (1 + 1e-9)
 
 
 SPLIT = sorted(name for name, known in FAMILIES.items() if known.splits_backward and known.stage_inputs)
@@ -117,8 +118,8 @@ def bounds_of(choice, costs):
         placement=choice.placement_name,
         global_batch=choice.num_microbatches,
     )
-    bounds = Bounds(run, load_cluster("dgx-a100"), load_software("pipeloom"), choice.placed(), splits=True)
-    vars(bounds)["costs"] = costs
+    bounds = Bounds(Placed(run, load_cluster("dgx-a100"), load_software("pipeloom")), splits=True)
+    vars(bounds.placed)["costs"] = costs
     return bounds
 
 

@@ -6,9 +6,9 @@ from partition import CASES, CLUSTER, PROGRAM, Case, slowest_rank_s, step_s
 from pipeloom.catalog import load_model
 from pipeloom.config import ModelConfig
 from pipeloom.cost.analytic import with_fastest_layers
-from pipeloom.cost.shape import Run
 from pipeloom.planner.partition import default_partition
 from pipeloom.schedule import Placement
+from pipeloom.workload.run import Run
 
 FOUR = Placement.looped(4)
 

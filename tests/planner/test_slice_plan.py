@@ -20,8 +20,7 @@ FEW = RunConfig(layout=Layout(pp=4, loops=1, num_microbatches=2))
 
 
 def plan(config, unit=None):
-    described = describe(config)
-    return plan_slices(described.run, described.cluster, described.software, order_of(config), unit)
+    return plan_slices(describe(config), order_of(config), unit)
 
 
 def cut(config, slices):
@@ -40,17 +39,16 @@ def test_chosen_slices_beat_even_ones_and_whole_sequences(family):
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "breadth-first"])
 def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(family):
-    described, order = describe(FEW), order_of(replace(FEW, schedule=replace(FEW.schedule, family=family)))
-    whole = (described.run, described.cluster, described.software)
-    table = modelled_table(*whole, 8)
+    placed, order = describe(FEW), order_of(replace(FEW, schedule=replace(FEW.schedule, family=family)))
+    table = modelled_table(placed, 8)
     programme = best_slices(table, 4, order.choice.num_microbatches).lengths
 
     def step_s(lengths):
-        sliced = replace(described.run, slices=lengths if len(lengths) > 1 else ())
+        sliced = replace(placed.run, slices=lengths if len(lengths) > 1 else ())
         chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
-        return simulate_step(sliced, *whole[1:], chosen).prediction.step_time_s
+        return simulate_step(placed.of(sliced), chosen).prediction.step_time_s
 
-    found = plan_slices(*whole, order, 8).step.prediction.step_time_s
+    found = plan_slices(placed, order, 8).step.prediction.step_time_s
     assert found <= step_s(programme)
     assert found <= min(step_s(table.even(number).lengths) for number in range(1, 17))
 

@@ -9,7 +9,7 @@ from pipeloom.catalog import load_cluster, load_software
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import ModelConfig, RunConfig, TrainingConfig
 from pipeloom.cost.hardware import Link
-from pipeloom.cost.shape import ModelShape
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
 from pipeloom.planner.causes import causes
 from pipeloom.planner.goal import way_of
@@ -24,6 +24,7 @@ from pipeloom.schedule import Kind
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelShape
 
 OURS = load_software("pipeloom")
 DEEP = ModelShape(
@@ -170,7 +171,7 @@ def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
     whole = replace(best.run, loops=1, layers_by_stage=None)
     large = replace(cluster, device=replace(cluster.device, memory_bytes=1e12))
     choice = replace(best.order.choice, loops=1)
-    with_room = simulate_step(whole, large, best.software, replace(best.order, choice=choice, swapping=None))
+    with_room = simulate_step(Placed(whole, large, best.software), replace(best.order, choice=choice, swapping=None))
     assert best.prediction.step_time_s > with_room.prediction.step_time_s
 
 

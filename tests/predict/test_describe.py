@@ -9,11 +9,11 @@ import pytest
 from pipeloom.catalog import load_model, names
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.cost.analytic import layers_of_pieces, stage_layers
-from pipeloom.cost.shape import shape_of
 from pipeloom.errors import ConfigError
 from pipeloom.planner.partition import default_partition
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import shape_of
 
 LLAMA = {
     "model_type": "llama",

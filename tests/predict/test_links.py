@@ -6,13 +6,14 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.cost.measured import MeasuredPieces, PieceKey
-from pipeloom.cost.shape import Run
+from pipeloom.cost.measured import MeasuredPieces
+from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 CLUSTER = load_cluster("dgx-a100")
 RUN = Run(shape=load_model("gpt-52b"), seq=1024, pp=4, tp=8, dp=2)
@@ -100,14 +101,14 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
 
 
 def test_ranks_that_share_the_cores_of_a_node_compute_as_much_slower():
-    pieces = MeasuredPieces(key=PieceKey.of(SMALL), embedding=(0, 0), layer=(1, 2), head=(0, 0))
+    pieces = MeasuredPieces(run=SMALL.of_measured_pieces, embedding=(0, 0), layer=(1, 2), head=(0, 0))
     host = replace(CLUSTER, name="host", devices_per_node=4, pieces=(pieces,))
     shared = replace(host, name="shared host", cores_per_node=2)
     gloo = load_software("pipeloom-gloo")
 
     def pipeline_s(run, cluster):
         choice = Choice(family="gpipe", pp=run.pp, loops=1, num_microbatches=run.num_microbatches)
-        return simulate_step(run, cluster, gloo, Order(choice=choice)).prediction.pipeline_s
+        return simulate_step(Placed(run, cluster, gloo), Order(choice=choice)).prediction.pipeline_s
 
     alone = replace(SMALL, dp=4, pp=1, global_batch=8)  # two micro-batches of two layers each
     assert pipeline_s(alone, host) == pytest.approx(12, rel=1e-3)

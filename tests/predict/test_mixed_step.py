@@ -15,14 +15,15 @@ from pipeloom.cost.analytic import (
     with_own_layers,
 )
 from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import rank_slowness
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Action, Placement
+from pipeloom.workload.run import Run
 
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 A100, V100 = load_cluster("dgx-a100"), load_cluster("dgx-1-v100")
@@ -39,7 +40,7 @@ def order(run, family="breadth-first", **more):
 
 
 def step_of(run, cluster, software=OURS, family="breadth-first", **more):
-    return simulate_step(run, cluster, software, order(run, family, **more))
+    return simulate_step(Placed(run, cluster, software), order(run, family, **more))
 
 
 def hop_s(run, gb_per_s, latency_s=0.0):

@@ -7,8 +7,8 @@ import pytest
 from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.moves import evict_seconds, offload_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import are_near, first_device
-from pipeloom.cost.shape import Run
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
@@ -17,6 +17,7 @@ from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.layout import paired_order
+from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")
 OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
@@ -29,7 +30,7 @@ RUN = Run(
 
 def step(run=RUN, software=OURS, cluster=A100, family="1f1b", **moving):
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return simulate_step(run, cluster, software, Order(choice=choice, moving=Moves(**moving)))
+    return simulate_step(Placed(run, cluster, software), Order(choice=choice, moving=Moves(**moving)))
 
 
 def activations(found):

@@ -7,10 +7,11 @@ import pytest
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.memory import stage_kept_bytes, working_bytes
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.predict.memory import held_bytes
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.workload.run import Run
 
 CLUSTER, OURS = load_cluster("dgx-a100"), load_software("pipeloom")
 RUN = Run(shape=replace(load_model("gpt-6.6b"), layers=8), seq=1024, pp=2, loops=2, global_batch=4)
@@ -21,8 +22,8 @@ KINDS = ("none", "selective", "full")
 
 def test_naming_every_layer_alike_is_naming_all_at_once():
     for kind in KINDS:
-        one = simulate_step(replace(RUN, recompute=kind), CLUSTER, OURS, ORDER)
-        each = simulate_step(replace(RUN, recompute_layers=(kind,) * 8), CLUSTER, OURS, ORDER)
+        one = simulate_step(Placed(replace(RUN, recompute=kind), CLUSTER, OURS), ORDER)
+        each = simulate_step(Placed(replace(RUN, recompute_layers=(kind,) * 8), CLUSTER, OURS), ORDER)
         assert each.prediction == one.prediction
         assert each.hfu == pytest.approx(one.hfu)
         assert each.mfu == one.mfu
@@ -45,7 +46,7 @@ def test_each_stage_pays_for_its_own_layers():
 
 def test_a_stage_without_a_layer_that_is_recomputed_whole_needs_no_room_for_one():
     mixed = replace(RUN, recompute_layers=("none",) * 4 + ("full",) * 2 + ("selective",) * 2)
-    step = simulate_step(mixed, CLUSTER, OURS, ORDER)
+    step = simulate_step(Placed(mixed, CLUSTER, OURS), ORDER)
     working = held_bytes(mixed, OURS, step.schedule).working_bytes
     whole = working_bytes(replace(RUN, recompute="full"), OURS)
     assert whole > 0
@@ -53,24 +54,26 @@ def test_a_stage_without_a_layer_that_is_recomputed_whole_needs_no_room_for_one(
 
 
 def test_utilization_counts_what_the_layers_recompute():
-    plain, full = (simulate_step(replace(RUN, recompute=kind), CLUSTER, OURS, ORDER) for kind in ("none", "full"))
-    half = simulate_step(replace(RUN, recompute_layers=("none", "full") * 4), CLUSTER, OURS, ORDER)
+    plain, full = (
+        simulate_step(Placed(replace(RUN, recompute=kind), CLUSTER, OURS), ORDER) for kind in ("none", "full")
+    )
+    half = simulate_step(Placed(replace(RUN, recompute_layers=("none", "full") * 4), CLUSTER, OURS), ORDER)
     credit = [step.hfu / step.mfu for step in (plain, half, full)]
     assert credit[0] == 1
     assert credit[1] == pytest.approx((credit[0] + credit[2]) / 2)
 
 
 def test_recomputing_all_layers_is_what_would_help():
-    half = simulate_step(replace(RUN, recompute_layers=("none", "full") * 4), CLUSTER, OURS, ORDER)
-    set_so = simulate_step(replace(RUN, recompute="full"), CLUSTER, OURS, ORDER)
+    half = simulate_step(Placed(replace(RUN, recompute_layers=("none", "full") * 4), CLUSTER, OURS), ORDER)
+    set_so = simulate_step(Placed(replace(RUN, recompute="full"), CLUSTER, OURS), ORDER)
     helps = memory_that_would_fit(half)
     assert helps["layout.recompute full"] == pytest.approx(set_so.prediction.memory.total_bytes)
     assert "layout.recompute selective" not in helps
 
 
 def test_a_rank_that_keeps_few_inputs_whole_needs_less_memory_and_more_compute():
-    plain = simulate_step(RUN, CLUSTER, OURS, ORDER)
-    kept = simulate_step(RUN, CLUSTER, OURS, replace(ORDER, choice=replace(ORDER.choice, keep=(3, 8))))
+    plain = simulate_step(Placed(RUN, CLUSTER, OURS), ORDER)
+    kept = simulate_step(Placed(RUN, CLUSTER, OURS), replace(ORDER, choice=replace(ORDER.choice, keep=(3, 8))))
     now, then = plain.prediction.memory_by_rank, kept.prediction.memory_by_rank
     assert then[0].activations_bytes < 0.7 * now[0].activations_bytes
     assert then[1] == now[1]

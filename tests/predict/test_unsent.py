@@ -6,12 +6,12 @@ from hypothesis import given, settings
 
 from pipeloom.catalog import load_model, load_software
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.cost.shape import Run
 from pipeloom.families import Choice
 from pipeloom.predict.step import Order, lowered, unsent
 from pipeloom.schedule.clock import seconds_of_all
 from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.simulate import simulate
+from pipeloom.workload.run import Run
 
 WITHOUT_MESSAGES = (*COMPUTE_KINDS, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
 

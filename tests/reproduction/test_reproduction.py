@@ -8,7 +8,7 @@ from pipeloom.catalog import load_software, names
 from pipeloom.cost.flops import hardware_flops
 from reproduction import batch, cost_time, facts, kept, loops, tables
 from reproduction.fastest import fastest, loop_counts
-from reproduction.machine import CLUSTER, MEGATRON, MODELS, OWN, base_run, candidate
+from reproduction.machine import MEGATRON, MODELS, OWN, base_run, candidate
 
 DATA = {name: tables.read_rows(name) for name in tables.NAMES}
 
@@ -238,16 +238,16 @@ def test_without_recomputation_1f1b_passes_depth_first_and_at_last_breadth_first
 @pytest.mark.parametrize("method", batch.METHODS)
 def test_the_fastest_candidate_is_that_of_simulating_everything(method):
     candidates = list(batch.METHODS[method](batch.Setting("gpt-6.6b", 16), OWN, MEGATRON))
-    steps = [candidate.simulate(CLUSTER) for candidate in candidates]
+    steps = [candidate.simulate() for candidate in candidates]
     fitting = [step.prediction.step_time_s for step in steps if step.prediction.fits]
-    found = fastest(candidates, CLUSTER)
+    found = fastest(candidates)
     assert found is not None
     assert found.prediction.step_time_s == min(fitting)
 
 
 def test_nothing_is_fastest_where_nothing_fits():
     run = replace(base_run("gpt-52b"), global_batch=8)
-    assert fastest([candidate(run, OWN, "breadth-first")], CLUSTER) is None
+    assert fastest([candidate(run, OWN, "breadth-first")]) is None
 
 
 def test_loops_divide_the_layers():

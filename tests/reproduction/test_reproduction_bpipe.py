@@ -6,6 +6,7 @@ import pytest
 
 from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_software
+from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.step import Order, simulate_step
@@ -94,13 +95,15 @@ def test_no_rank_of_a_balanced_step_holds_more_than_five_micro_batches():
 def test_a_step_without_bpipe_is_what_the_project_predicts():
     run, software = bpipe.run_of(GPT_96B, TWO), bpipe_cases.program_of(GPT_96B, PROGRAM)
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["1f1b"]
-    assert step.seconds == pytest.approx(predict(run, "1f1b", bpipe_cases.CLUSTER, software).prediction.step_time_s)
+    assert step.seconds == pytest.approx(
+        predict(Placed(run, bpipe_cases.CLUSTER, software), "1f1b").prediction.step_time_s
+    )
 
 
 def test_a_balanced_step_is_what_the_project_simulates():
     run, software = bpipe.paired(bpipe.run_of(GPT_96B, TWO)), bpipe.program_of(GPT_96B, PROGRAM)
     choice = Choice(family="1f1b", pp=run.pp, num_microbatches=run.num_microbatches)
-    own = simulate_step(run, bpipe_cases.CLUSTER, software, Order(choice=choice, moving=Moves(balance=True)))
+    own = simulate_step(Placed(run, bpipe_cases.CLUSTER, software), Order(choice=choice, moving=Moves(balance=True)))
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["bpipe"]
     assert step.seconds == pytest.approx(own.prediction.step_time_s)
     assert step.fits

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
 from reproduction import terapipe
 from reproduction.tables import FOLDER, fill, read_rows
@@ -147,7 +148,7 @@ def test_what_comes_before_is_a_small_part_of_the_last_slice():
 @pytest.mark.parametrize("products", terapipe.PRODUCTS)
 def test_no_slice_8_tokens_longer_or_shorter_makes_175b_faster(products):
     setting, cluster, software = terapipe.SETTINGS["175B (10)"], terapipe.PRODUCTS[products], terapipe.MESSAGES["wait"]
-    known = terapipe.modelled_table(terapipe.run_of(setting), cluster, software, terapipe.UNIT)
+    known = terapipe.modelled_table(Placed(terapipe.run_of(setting), cluster, software), terapipe.UNIT)
     lengths = terapipe.best_slices(known, setting.pp, setting.batch).lengths
     best_s = terapipe.simulated_s(setting, software, cluster, lengths)
     for place in range(len(lengths) - 1):

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 import reproduce
-from pipeloom.cost.shape import ModelShape, Run
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 from reproduction import zero_bubble
 from reproduction.tables import FOLDER, fill, read_rows
 from reproduction.zero_bubble import Case, Profile

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,9 +62,11 @@ class Command:
         env: dict[str, str] | None = None,
         imported: tuple[str, ...] = TRAINS,
     ) -> None:
-        self._server = _server(imported)
+        env = dict(os.environ if env is None else env)
+        # packages are found where PYTHONPATH names them when a process begins
+        self._server = _server(imported, env.get("PYTHONPATH"))
         self._printed = self._server.new_files()
-        start = {"words": words, "cwd": str(cwd.absolute()), "env": dict(os.environ if env is None else env)}
+        start = {"words": words, "cwd": str(cwd.absolute()), "env": env}
         self.pid: int = self._server.answer({"start": {**start, "printed": list(map(str, self._printed))}})
         self._ended: tuple[int, int, float] | None = None
 
@@ -80,6 +83,7 @@ class Command:
         timer.cancel()
         assert self._ended is not None
         out, err = (file.read_bytes().decode("utf-8", "replace") for file in self._printed)
+        err = _COMPILES.sub("", err)
         status, peak_bytes, cpu_s = self._ended
         return Outcome(status, out, err, peak_bytes, cpu_s, is_too_long.is_set())
 
@@ -100,16 +104,21 @@ def pipeloom(words: Sequence[str], cwd: Path = Path(), env: dict[str, str] | Non
     return done
 
 
+_COMPILES = re.compile(r"^Compiling pipeloom\S+ \(once on this machine\) \.\.\.\n", re.MULTILINE)
+"""A note of whichever command is the first on a machine."""
+
+
 class _Server:
     """The process that starts commands."""
 
-    def __init__(self, imported: tuple[str, ...]) -> None:
+    def __init__(self, imported: tuple[str, ...], path: str | None) -> None:
         self._process = subprocess.Popen(
             [sys.executable, command_server.__file__, *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=os.environ if path is None else {**os.environ, "PYTHONPATH": path},
         )
         self._folder = TemporaryDirectory(prefix="pipeloom-commands-")
         self._numbers = count()
@@ -131,8 +140,8 @@ class _Server:
 
 
 @cache
-def _server(imported: tuple[str, ...]) -> _Server:
-    server = _Server(imported)
+def _server(imported: tuple[str, ...], path: str | None) -> _Server:
+    server = _Server(imported, path)
     atexit.register(server.close)
     return server
 

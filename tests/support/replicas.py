@@ -6,10 +6,12 @@ from toy import Toy, objective
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups, InProcessGroups
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
@@ -48,11 +50,9 @@ class Cluster:
                 Executor(
                     self.schedule,
                     place.pipeline,
-                    stages,
-                    outputs=self.toy.outputs(),
+                    [Compute(stages), Messages(self.toy.outputs()), parallel],
                     transport=posts[place.data].transport(place.pipeline),
                     clock=HostClock(),
-                    data_parallel=parallel,
                 )
             )
         self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.moves import ActivationMoves
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stage import Stage
 from pipeloom.execute.transport import Transport
 from pipeloom.execute.weights import master_dtype
@@ -86,8 +88,8 @@ def make_executor(
         )
         for index in schedule.placement.stages_of(rank)
     }
-    settings = {"transport": transport, "clock": HostClock(), "moves": moves, "slices": slices}
-    return Executor(schedule, rank, stages, outputs=outputs, **settings)
+    parts = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices), *([moves] if moves else [])]
+    return Executor(schedule, rank, parts, transport=transport, clock=HostClock())
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

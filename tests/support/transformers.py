@@ -11,12 +11,14 @@ from pipeloom.execute.blocking_group import BlockingGroup
 from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.collectives import Groups
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import Neighborhood
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.parts.tied import Tied
 from pipeloom.execute.stage import Stage
-from pipeloom.execute.tied import Tied
 from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
@@ -132,12 +134,9 @@ class TransformerCluster:
         return Executor(
             schedule,
             place.pipeline,
-            stages,
-            outputs=outputs,
+            [Compute(stages), Messages(outputs), parallel, *([self.tied[rank]] if self.tied[rank] else [])],
             transport=self.posts[place.data * self.layout.tp + place.tensor].transport(place.pipeline),
             clock=HostClock(),
-            data_parallel=parallel,
-            tied=self.tied[rank],
         )
 
     def play(self, executors=None):

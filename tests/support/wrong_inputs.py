@@ -155,6 +155,7 @@ train --optimizer.betas 0.9 1.5                                 | optimizer.beta
 train --optimizer.betas 0.9                                     | betas
 train --optimizer.clip-grad-norm 0                              | clip_grad_norm
 train --optimizer.weight-decay -1                               | weight_decay
+train --model.family lama                                       | there is no model family 'lama'; did you mean 'llama'
 train --optimizer.name adam                                     | there is no optimizer; did you mean 'adamw'
 train --optimizer.name sgd --optimizer.eps 1e-6                 | optimizer.eps has no effect with optimizer.name sgd
 train --optimizer.settings rank                                 | optimizer.settings must be texts such as name=0.5

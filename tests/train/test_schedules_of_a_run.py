@@ -10,6 +10,7 @@ from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
 from pipeloom.cost.analytic import replicated_parameters
+from pipeloom.cost.placed import Placed
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
@@ -45,7 +46,7 @@ def test_sums_over_tensor_parallel_ranks_are_in_the_simulated_schedule():
     layout = Layout(pp=2, loops=2, tp=2, sequence_parallel=True, num_microbatches=4)
     config = RunConfig(model=ModelConfig(num_heads=6).resolve(257), layout=layout)
     described = describe(config)
-    step = simulate_step(described.run, described.cluster, described.software, order_of(config))
+    step = simulate_step(Placed(described.run, described.cluster, described.software), order_of(config))
     assert step.schedule.rows == training_schedule(config).rows
     assert step.schedule.collectives[1] == (1,) * 4
     assert min(step.prediction.costs.reduce_s) > 0

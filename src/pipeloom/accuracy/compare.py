@@ -13,6 +13,7 @@ from pipeloom.accuracy.schedules import FAMILY_OF, predict
 from pipeloom.catalog import CLUSTERS, load_software, names
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import Choice
@@ -60,6 +61,7 @@ def _device_of(software: Software) -> str:
 
 def _known_cluster(row: Row, software: Software) -> Cluster | None:
     """The program's own cluster if it has the row's device, otherwise the first that has, if any."""
+    # Stable: behind the program's own cluster the others stay in the order of the catalog.
     own_first = sorted(_clusters(), key=lambda cluster: cluster.name != software.cluster)
     return next((cluster for cluster in own_first if cluster.device.name == row.device), None)
 
@@ -125,7 +127,7 @@ def compare(rows: Iterable[Row], cluster: Cluster | None = None, software: Softw
         reason = _reason_to_skip(row, machine)
         if machine is not None and reason is None:
             try:
-                answer = predict(row.run, row.schedule, machine, program).prediction
+                answer = predict(Placed(row.run, machine, program), row.schedule).prediction
             except ConfigError:  # a schedule that its family cannot make in this size, such as 1f1b with loops
                 reason = f"no family makes the schedule '{row.schedule}' in this size"
             else:

@@ -12,6 +12,7 @@ import numpy as np
 from pipeloom.accuracy.rows import Row
 from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
 from pipeloom.errors import UserError, reason_of
 
@@ -111,11 +112,12 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         raise UserError("--fit needs SciPy: pip install scipy") from error
 
     def errors(program: Software) -> "NDArray[np.float64]":
-        steps = (predict(row.run, row.schedule, cluster, program).prediction for row, _ in timed)
+        steps = (predict(Placed(row.run, cluster, program), row.schedule).prediction for row, _ in timed)
         return np.log([step.step_time_s / measured for step, (_, measured) in zip(steps, timed, strict=True)])
 
     before = errors(start)
     chosen = list(names) or [name for name in RANGES if _matters(name, start, errors, before)]
+    # In logarithms: efficiencies are factors, of which a half and the double are equally far away.
     lowest, highest = np.log(np.array([RANGES[name] for name in chosen])).T
     first = np.clip(np.log([getattr(start.efficiency, name) for name in chosen]), lowest + 1e-6, highest - 1e-6)
 
@@ -124,6 +126,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
         return replace(start, efficiency=replace(start.efficiency, **values))
 
     def residuals(logs: "NDArray[np.float64]") -> "NDArray[np.float64]":
+        # More residuals, one for each parameter: least squares then pulls towards the start what no row decides.
         return np.concatenate([errors(at(logs)), PULL * (logs - first)])
 
     answer: Any = optimize.least_squares(
@@ -143,6 +146,7 @@ def fit(rows: Sequence[Row], cluster: Cluster, start: Software, names: Sequence[
 
 
 def _mean(errors: "NDArray[np.float64]") -> float:
+    # Errors are logarithms of predicted / measured; people read the ratio less one.
     return float(np.abs(np.expm1(errors)).mean())
 
 

@@ -181,5 +181,6 @@ def rank_correlation(first: NDArray[np.float64], second: NDArray[np.float64]) ->
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     below = (values[:, None] > values[None, :]).sum(axis=1)
+    # Equal values share the mean of their ranks.
     equal = (values[:, None] == values[None, :]).sum(axis=1)
     return below + (equal + 1) / 2

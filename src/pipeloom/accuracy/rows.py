@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from pipeloom.cost.shape import Attention, Mlp, ModelShape, Precision, Recompute, Run, Shard
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import read_text
+from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.model_families import mlp_names
+from pipeloom.workload.run import Attention, Run
 
 _SHAPE_COUNTS = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")
 _RUN_COUNTS = ("seq", "dp", "tp", "pp", "loops", "micro_batch", "global_batch")
@@ -23,7 +27,6 @@ COLUMNS = (*_TEXTS, *_COUNTS, *_FLAGS, *_RUN_CHOICES)
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "status": ("ok", "oom"),
-    "mlp": get_args(Mlp),
     "shard": get_args(Shard),
     "recompute": get_args(Recompute),
     "attention": get_args(Attention),
@@ -112,6 +115,7 @@ def read_table(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """
     text = read_text(path, "the table")
     try:
+        # The csv module wants line ends as they are: a quoted cell may have some.
         reader = csv.DictReader(io.StringIO(text, newline=""))
         names, lines = reader.fieldnames or [], list(reader)
     except csv.Error as error:
@@ -133,6 +137,7 @@ def read_rows(path: Path) -> list[Row]:
     problems: list[str] = []
     rows = [
         row
+        # Line 1 is the header.
         for number, line in enumerate(read_table(path, COLUMNS), start=2)
         if (row := _row(line, f"line {number}", problems)) is not None
     ]
@@ -170,7 +175,7 @@ def _row(told: dict[str, str], where: str, problems: list[str]) -> Row | None:
 
     values: dict[str, Any] = {name: cell(name, _count, "a whole number of at least 1") for name in _COUNTS}
     values |= {name: cell(name, _flag, "0 or 1") for name in _FLAGS}
-    for name, among in _CHOICES.items():
+    for name, among in (*_CHOICES.items(), ("mlp", mlp_names())):
         values[name] = line[name]
         if line[name] not in among:
             problems.append(f"{where}: {name} must be one of {', '.join(among)}, found '{line[name]}'")

@@ -5,19 +5,17 @@ from functools import lru_cache
 from statistics import median_high
 from typing import NamedTuple
 
-from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.foreign import layer_pending_bytes
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes
-from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Found, Task, best_schedule
-from pipeloom.predict.step import Order, SimulatedStep, as_it_exchanges, simulate_step
+from pipeloom.predict.step import Order, SimulatedStep, placed_in, simulate_step
 from pipeloom.schedule import Placement
+from pipeloom.workload.run import Run
 
 FAMILY_OF = {"1f1b": "1f1b", "interleaved": "depth-first", "breadth-first": "breadth-first", "gpipe": "gpipe"} | {
     name: name for name, known in FAMILIES.items() if known.splits_backward
@@ -100,19 +98,18 @@ def choice_of(run: Run, schedule: str) -> Choice:
     return Choice(family=FAMILY_OF[schedule], pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
 
 
-def predict(run: Run, schedule: str, cluster: Cluster, software: Software) -> SimulatedStep:
+def predict(placed: Placed, schedule: str) -> SimulatedStep:
     """The step of a run in a schedule that a table names.
 
     Raises:
         UserError: no family makes the schedule, or not in this size, or the cluster has not so many devices.
     """
+    run = placed.run
     choice = choice_of(run, schedule)
     order = Order(choice=choice)
     if choice.family in SEARCHED:
-        placed = replace(run, placement=choice.placement_name)
-        ratios = Ratios.of(stage_costs(placed, cluster, as_it_exchanges(software, choice.family)))
-        found = found_schedule(
-            choice.family, placement_of(placed), run.num_microbatches, ratios, pending_share(run, software)
-        )
+        placed = placed_in(placed, choice)
+        ratios, pending = Ratios.of(placed.costs), pending_share(run, placed.software)
+        found = found_schedule(choice.family, placed.placement, run.num_microbatches, ratios, pending)
         order = replace(order, found=found.schedule)
-    return simulate_step(run, cluster, software, order)
+    return simulate_step(placed, order)

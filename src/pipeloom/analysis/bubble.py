@@ -118,14 +118,17 @@ def _account(rank: int, needs: _Needs, trace: Trace) -> BubbleAccount:
     index = np.flatnonzero(needs.computes[own]) + own.start
     starts, ends = needs.spans.start_s[index], needs.spans.end_s[index]
     begins = np.concatenate([[trace.start_s], ends])
+    # Compute actions of one rank cannot overlap; a trace where they do is of another schedule.
     early = np.flatnonzero((starts < begins[:-1]) | (ends < starts))
     if early.size:
         action = needs.spans.row[int(index[early[0]])]
         raise UserError(f"the trace is not one of this schedule: on rank {rank}, {action} begins too early")
+    # In the order of the causes: each takes what is left of the gap up to its own point.
     gaps = _cut(begins[:-1], starts, [array[index] for array in (needs.computed, needs.arrived, needs.collected)])
     parts = dict.fromkeys(BubbleAccount.__dataclass_fields__, 0.0)
     parts["compute_s"] = float((ends - starts).sum())
     for startup, cause, lengths in zip(_STARTUP, _CAUSES, gaps, strict=True):
+        # The first gap is the one before the first compute action.
         parts[startup] += float(lengths[:1].sum())
         parts[cause] += float(lengths[1:].sum())
     reduced = needs.spans.end_s[own][needs.collects[own]].max(initial=-np.inf)

@@ -55,6 +55,7 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
     ranks = [trace.compute(rank) for rank in range(trace.num_ranks)]
     loops = schedule.num_stages / schedule.num_ranks
     lowered = lower(schedule)
+    # With one place and nothing ahead the order of the stages alone decides how often weights are gathered.
     gathered = add_unshard(lowered, residency=1, prefetch=0)
     messages = _count(lowered, *SEND_KINDS)
     moves = _count(lowered, *LOAD_OF, *LOAD_OF.values())
@@ -68,6 +69,7 @@ def compare(schedule: Schedule, costs: Costs) -> Comparison:
         messages=messages,
         sent=messages / schedule.num_slices,
         moves=moves,
+        # One move is of one stage, which keeps 1 / loops of what its rank keeps of a micro-batch.
         moved=moves / loops / schedule.num_slices,
     )
 

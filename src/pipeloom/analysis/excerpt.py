@@ -35,6 +35,7 @@ def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> Exc
     starts = np.sort(spans.start_s[spans.on(COMPUTE_LANE.name)])
     if len(starts) > most_actions:
         end_s = float(starts[most_actions])
+        # By time and not by number: all ranks of the picture end at the same moment.
         spans = spans.take(spans.start_s < end_s)
         whole_s = trace.end_s - trace.start_s
         notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")

@@ -23,8 +23,10 @@ def match_spans(schedule: Schedule, trace: Trace) -> Spans:
     if trace.num_ranks != schedule.num_ranks:
         what = f"{trace.num_ranks} ranks"
         raise UserError(f"the trace is not one of this schedule: the trace has {what}, the schedule does not")
+    # A simulated trace is in row order already; sorting millions of spans takes seconds.
     if _is_same(row, ranks, found.row, found.rank):
         return found
+    # lexsort takes its last key first.
     wanted = np.lexsort((*row.arrays, ranks))
     present = np.lexsort((found.start_s, *found.row.arrays, found.rank))
     if not _is_same(row.take(wanted), ranks[wanted], found.row.take(present), found.rank[present]):

@@ -127,6 +127,7 @@ def _curve(always: float, changes: list[tuple[str, Seconds, Bytes]], origin_s: f
     peak = int(total.argmax()) if len(total) and total.max() > always else -1
     parts = np.bincount(part[: peak + 1].astype(np.intp), more[: peak + 1], len(PARTS))
     parts[PARTS.index("always")] += always
+    # Of several changes at one time the last sum is what is held from then on.
     is_last = np.append(times[1:] != times[:-1], True)[: len(times)]
     points = list(zip(times[is_last].tolist(), total[is_last].tolist(), strict=True))
     if not points or points[0][0] > 0:
@@ -185,6 +186,7 @@ def _messages(schedule: Schedule, rank: int, matched: Spans, held: HeldBytes, st
     own: Row = matched.row.take(nodes)
     computes, receives = own.is_kind(*COMPUTE_KINDS), own.is_kind(*RECEIVE_KINDS)
     before = np.concatenate([[-1], np.maximum.accumulate(np.where(computes, nodes, -1))])[:-1][receives]
+    # A receive is posted when the compute action before it has ended; its buffer is taken from then on.
     posted_s = np.where(before >= 0, matched.end_s[before], start_s)
     _, stage, microbatch, part = (array[receives] for array in own.arrays)
     uses_gradient = facts.node_of[Kind.BACKWARD.code], facts.node_of[Kind.BACKWARD_INPUT.code]

@@ -43,6 +43,7 @@ def summarize(trace: Trace) -> Summary:
     adds = compute.row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     stages = compute.row.stage[adds]
     final = np.full(stages.max(initial=-1) + 1, -np.inf)
+    # `at` takes every occurrence of a stage; plain indexing would keep the last one alone.
     np.maximum.at(final, stages, compute.end_s[adds] - trace.start_s)
     return Summary(
         makespan_s=makespan,
@@ -140,6 +141,7 @@ Stretches = tuple[Seconds, Seconds]
 def _union(spans: Spans) -> Stretches:
     """The stretches of time that the spans cover."""
     order = np.argsort(spans.start_s, kind="stable")
+    # Spans of a measured lane may overlap.
     begins, ends = spans.start_s[order], np.maximum.accumulate(spans.end_s[order])
     is_first = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(begins)]
     return begins[is_first], ends[np.append(is_first[1:], True)[: len(begins)]]
@@ -152,4 +154,5 @@ def _covered(stretches: Stretches, times: Seconds) -> Seconds:
         return np.zeros_like(times)
     done = np.concatenate([[0.0], np.cumsum(ends - begins)])
     edges = np.stack([begins, ends], axis=1).reshape(-1)
+    # Inside of a stretch what is covered grows with time, between stretches it stays.
     return np.interp(times, edges, np.repeat(done, 2)[1:-1])

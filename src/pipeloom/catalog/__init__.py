@@ -12,19 +12,20 @@ from typing import Any, cast, get_args
 
 from pipeloom.catalog.hugging_face import read_config_json
 from pipeloom.catalog.reading import ModelFile, Reader, find_name, names, read_toml
-from pipeloom.config.heads import head_problems
 from pipeloom.config.paths import expand_home, names_file
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
-from pipeloom.cost.shape import Mlp, ModelShape, Precision
 from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import FAMILIES
 from pipeloom.registry import Registry
 from pipeloom.terminal.words import same_name
+from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
+from pipeloom.workload.model_families import mlp_names
+from pipeloom.workload.run import Run
 
 __all__ = ["CLUSTERS", "find_name", "load_cluster", "load_model", "load_software", "names", "read_model", "source_of"]
 
@@ -61,6 +62,7 @@ def _read_cluster(name_or_path: str) -> Cluster:
 
 
 for _name in names("clusters"):
+    # Read when it is looked up: a command needs one of them, and a broken file must not stop the others.
     CLUSTERS.add_later(_name, partial(_read_cluster, _name))
 
 
@@ -74,6 +76,7 @@ def _cluster(reader: Reader) -> Cluster:
         inter=_link(reader.table("inter")),
         bus_curves=_bus(reader.table("bus", is_optional=True)),
         collective_curves=_collectives(reader.tables("collectives")),
+        # 0 stands for an unknown price, as a default has to be a number here.
         price_per_device_hour=reader.number("price_per_device_hour", 0.0) or None,
         cores_per_node=int(reader.number("cores_per_node", 0)),
         pieces=tuple(_pieces(one) for one in reader.tables("pieces")),
@@ -122,6 +125,7 @@ def _alike(reader: Reader, named: str, folder: Path) -> Cluster:
             reader.complain(f"{named}: {problem}")
     except UserError as error:
         reader.complain(str(error))
+    # Any cluster of one kind, so that reading goes on and finds the other problems; the result is never used.
     return load_cluster(names("clusters")[0])
 
 
@@ -130,6 +134,7 @@ def _group_link(reader: Reader, known: Sequence[str]) -> GroupLink:
     reader.entitle(f"link between {' and '.join(between)}")
     if len(set(between)) != 2 or len(between) != 2 or not set(between) <= set(known):
         reader.complain(f"between must be two of the groups {', '.join(known)}, found {list(between)}")
+        # Two names that no group has, so that the rest of the file is still read.
         between = ("", "")
     return GroupLink(between=(between[0], between[1]), link=_link(reader))
 
@@ -178,18 +183,26 @@ def _collectives(readers: Sequence[Reader]) -> dict[Collective, tuple[Collective
 
 
 def _pieces(reader: Reader) -> MeasuredPieces:
-    key = PieceKey(
-        **{
-            name: reader.integer(name) for name in ("hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "micro_batch")
-        },
-        mlp=reader.text("mlp", among=get_args(Mlp)),
+    run = Run(
+        shape=ModelShape(
+            layers=1,
+            hidden=reader.integer("hidden"),
+            heads=reader.integer("heads"),
+            kv_heads=reader.integer("kv_heads"),
+            ffn=reader.integer("ffn"),
+            mlp=reader.text("mlp", among=mlp_names()),
+            vocab=reader.integer("vocab"),
+            tied=False,
+        ),
+        seq=reader.integer("seq"),
+        micro_batch=reader.integer("micro_batch"),
         tp=reader.integer("tp", 1),
         sequence_parallel=reader.flag("sequence_parallel", default=False),
         recompute=cast("Recompute", reader.text("recompute", "none", among=get_args(Recompute))),
         precision=cast("Precision", reader.text("precision", among=get_args(Precision))),
     )
     both = {name: reader.pair(f"{name}_us", scale=MICRO) for name in ("embedding", "layer", "head", "stage")}
-    return MeasuredPieces(key=key, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
+    return MeasuredPieces(run=run.of_measured_pieces, **both, message_s=reader.number("message_us", 0.0, scale=MICRO))
 
 
 def _update(reader: Reader) -> MeasuredUpdate | None:
@@ -221,7 +234,7 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
         return read_config_json(Path(name_or_path), seq_len)
     table, source = read_toml("models", name_or_path)
     reader = Reader(table, source)
-    mlp = cast("Mlp", reader.text("mlp", among=get_args(Mlp)))
+    mlp = reader.text("mlp", among=mlp_names())
     shape = ModelShape(
         name=reader.text("name"),
         layers=reader.integer("layers", most=MOST_LAYERS),
@@ -235,10 +248,10 @@ def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
     )
     if not reader.has_problems:
         heads = (shape.hidden, shape.heads, shape.kv_heads)
-        for problem in head_problems(*heads, is_rotary=mlp == "swiglu", names=("hidden", "heads", "kv_heads")):
+        for problem in head_problems(*heads, is_rotary=shape.family.is_rotary, names=("hidden", "heads", "kv_heads")):
             reader.complain(problem)
     norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
-    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and mlp == "swiglu" else None
+    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.family.is_rotary else None
     reader.check(lambda: {"source"})
     return ModelFile(shape, norm_eps, rope_theta)
 
@@ -257,6 +270,7 @@ def load_software(name_or_path: str) -> Software:
     plain = {
         item.name: _plain(reader, item.name, getattr(default, item.name))
         for item in fields(Software)
+        # By the type of the default, so that a new setting of a program is read without a line here.
         if isinstance(getattr(default, item.name), bool | int | float)
     }
     software = Software(

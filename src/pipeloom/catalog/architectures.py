@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeloom.cost.shape import Mlp
+from pipeloom.registry import Registry
+from pipeloom.workload.model_families import MODELS, ModelFamily
 
 
 def _keys(text: str) -> frozenset[str]:
@@ -38,7 +39,7 @@ class Architecture:
     Attributes:
         classes: values of ``architectures`` that are this model with its head over the vocabulary.
         layers, hidden, heads, ffn, eps: keys of the sizes and of the norm's epsilon.
-        mlp: the feed-forward block.
+        family: of ``MODELS``; what it is decides whether there are keys for rotary positions or a table of them.
         tied, default_eps: what missing keys mean.
         fixed: keys that have to have one value.
         used: further keys that are read, each in its own way (``hugging_face``).
@@ -52,13 +53,18 @@ class Architecture:
     heads: str
     ffn: str
     eps: str
-    mlp: Mlp
+    family: str
     tied: bool
     default_eps: float
     fixed: Mapping[str, Fixed]
     used: frozenset[str]
     unused: frozenset[str]
     window: int | None = None
+
+    @property
+    def model_family(self) -> ModelFamily:
+        """What its layers are."""
+        return MODELS[self.family]
 
     @property
     def keys(self) -> frozenset[str]:
@@ -110,7 +116,7 @@ _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
         "ffn": "intermediate_size",
         "eps": "rms_norm_eps",
         "default_eps": 1e-6,
-        "mlp": "swiglu",
+        "family": "llama",
         "tied": False,
         "fixed": _LLAMA_FIXED,
         "used": _keys(
@@ -122,46 +128,46 @@ _LLAMA_NAMES: Mapping[str, Any] = MappingProxyType(
 )
 _GPT2_DROPOUT = Fixed((0,), "as nothing is dropped here", 0.1)
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "llama": Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES),
-        "mistral": Architecture(classes=("MistralForCausalLM",), window=4096, **_LLAMA_NAMES),
-        "gpt2": Architecture(
-            classes=("GPT2LMHeadModel",),
-            layers="n_layer",
-            hidden="n_embd",
-            heads="n_head",
-            ffn="n_inner",
-            eps="layer_norm_epsilon",
-            default_eps=1e-5,
-            mlp="gelu",
-            tied=True,
-            fixed={
-                **_ALL,
-                # three names of one function, the tanh form
-                "activation_function": Fixed(
-                    ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "the tanh form of GELU", "gelu_new"
-                ),
-                "attn_pdrop": _GPT2_DROPOUT,
-                "embd_pdrop": _GPT2_DROPOUT,
-                "resid_pdrop": _GPT2_DROPOUT,
-                "scale_attn_weights": Fixed(
-                    (True,), "as attention here divides by the root of the head's size", default=True
-                ),
-                "scale_attn_by_inverse_layer_idx": Fixed(
-                    (False,), "as attention here is scaled alike in all layers", default=False
-                ),
-            },
-            used=_keys("n_positions"),
-            # n_ctx is an old name that transformers does not read; the summary is of GPT2DoubleHeadsModel alone.
-            unused=_keys(
-                "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
-                "summary_first_dropout"
+ARCHITECTURES: Registry[Architecture] = Registry("model_type", "", Architecture)
+"""By ``model_type``. A plug-in with a family of models adds those of the family here as well."""
+ARCHITECTURES.add("llama", Architecture(classes=("LlamaForCausalLM",), **_LLAMA_NAMES))
+ARCHITECTURES.add("mistral", Architecture(classes=("MistralForCausalLM",), window=4096, **_LLAMA_NAMES))
+ARCHITECTURES.add(
+    "gpt2",
+    Architecture(
+        classes=("GPT2LMHeadModel",),
+        layers="n_layer",
+        hidden="n_embd",
+        heads="n_head",
+        ffn="n_inner",
+        eps="layer_norm_epsilon",
+        default_eps=1e-5,
+        family="gpt2",
+        tied=True,
+        fixed={
+            **_ALL,
+            # three names of one function, the tanh form
+            "activation_function": Fixed(
+                ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "the tanh form of GELU", "gelu_new"
             ),
+            "attn_pdrop": _GPT2_DROPOUT,
+            "embd_pdrop": _GPT2_DROPOUT,
+            "resid_pdrop": _GPT2_DROPOUT,
+            "scale_attn_weights": Fixed(
+                (True,), "as attention here divides by the root of the head's size", default=True
+            ),
+            "scale_attn_by_inverse_layer_idx": Fixed(
+                (False,), "as attention here is scaled alike in all layers", default=False
+            ),
+        },
+        used=_keys("n_positions"),
+        # n_ctx is an old name that transformers does not read; the summary is of GPT2DoubleHeadsModel alone.
+        unused=_keys(
+            "n_ctx reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
+            "summary_first_dropout"
         ),
-    }
+    ),
 )
-"""By ``model_type``."""
 
 _EXPERTS = "it is a mixture of experts"
 ELSEWHERE = {

@@ -12,11 +12,10 @@ from typing import Any
 
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
 from pipeloom.catalog.reading import ModelFile, Reader, is_positive
-from pipeloom.config.heads import head_problems
-from pipeloom.config.sections import MOST_LAYERS
-from pipeloom.cost.shape import ModelShape
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
+from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
+from pipeloom.workload.model_families import MODELS
 
 _WIDTH = 100
 """Most characters of a value in a message."""
@@ -41,13 +40,15 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         raise UserError(f"cannot read {path}: expected an object, found {type(table).__name__}")
     found, reader = table.get("model_type"), Reader(table, str(path))
     name = found if isinstance(found, str) else ""
+    len(MODELS)  # imports the plug-ins, which add the architectures of their families
     if name not in ARCHITECTURES:
         shown = _shown(found) if "model_type" in table else "none"
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
+        # Raises: without an architecture no other key has a meaning.
         reader.check(lambda: set(table))
     file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
-    model = _gpt2(file, seq_len) if file.known.mlp == "gelu" else _llama(file, seq_len)
+    model = (_rotary if file.known.model_family.is_rotary else _learned)(file, seq_len)
     _check_fixed(file)
     _check_keys(file)
     reader.check(lambda: set(table))
@@ -76,11 +77,11 @@ class _ConfigJson:
         self.reader.complain(f"{key} must be {wanted}, found {found}")
 
 
-def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _rotary(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
     layers = reader.integer(known.layers, most=MOST_LAYERS)
     hidden, heads, ffn = (reader.integer(key) for key in (known.hidden, known.heads, known.ffn))
-    has_one = file.table.get("num_key_value_heads") is None and file.name == "llama"  # other classes have a number
+    has_one = file.table.get("num_key_value_heads") is None and file.known.window is None  # mistral has a number
     kv_heads = heads if has_one else reader.integer("num_key_value_heads")
     if not reader.has_problems:
         _check_heads(file, hidden, heads, kv_heads)
@@ -89,13 +90,14 @@ def _llama(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps), _rope_theta(file))
 
 
-def _gpt2(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _learned(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
     layers = reader.integer(known.layers, most=MOST_LAYERS)
     hidden, heads = (reader.integer(key) for key in (known.hidden, known.heads))
     ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
     if not reader.has_problems:
         _check_heads(file, hidden, heads, heads)
+    # Learned positions: a shorter table lacks rows, and a longer one has weights that no sequence would train.
     rows = reader.integer("n_positions", 1024)
     if seq_len is not None and rows != seq_len:
         wanted = f"{seq_len}, the tokens of a sequence, as the table of positions has a row for each here"
@@ -108,7 +110,7 @@ def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
     return ModelShape(
         **sizes,
         name=file.name,
-        mlp=file.known.mlp,
+        mlp=file.known.model_family.mlp,
         vocab=file.reader.integer("vocab_size"),
         tied=file.reader.flag("tie_word_embeddings", default=file.known.tied),
     )
@@ -116,7 +118,7 @@ def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
 
 def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> None:
     names = (file.known.hidden, file.known.heads, "num_key_value_heads")
-    for problem in head_problems(hidden, heads, kv_heads, is_rotary=file.known.mlp == "swiglu", names=names):
+    for problem in head_problems(hidden, heads, kv_heads, is_rotary=file.known.model_family.is_rotary, names=names):
         file.reader.complain(problem)
     has_own = "head_dim" in file.known.used and file.table.get("head_dim") not in (None, hidden // heads)
     if has_own and hidden % heads == 0:
@@ -170,6 +172,7 @@ def _is_plain(rope: Mapping[str, Any]) -> bool:
 def _check_fixed(file: _ConfigJson) -> None:
     for key, fixed in file.known.fixed.items():
         value = file.table.get(key, fixed.default)
+        # In Python 0 == False, but a file with `0` for a switch is not what transformers writes.
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed.values):
             file.must_be(key, f"{_shown(fixed.values[0])}, {fixed.why}", fixed.default)
     classes, found = file.known.classes, file.table.get("architectures")

@@ -8,13 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config import ModelConfig
 from pipeloom.config.paths import names_file
 from pipeloom.cost.hardware import Curve
-from pipeloom.cost.shape import ModelShape, model_of
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
+from pipeloom.workload.model import ModelConfig, ModelShape, model_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,7 @@ def is_positive(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    # A bool is an int in Python, and `true` is no number in a file.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
 
 
@@ -154,6 +154,7 @@ class Reader:
         if not isinstance(value, list) or not value or not all(is_positive(item) and item <= most for item in value):
             limit = "" if most == math.inf else f" and at most {most:g}"
             self.complain(f"{key} must be a list of numbers above 0{limit}, found {value!r}")
+            # Any legal value: reading goes on, so that one message has all problems.
             return [1.0]
         return [float(item) * scale for item in value]
 
@@ -265,10 +266,12 @@ class Reader:
         """
         self.complain_of_unknown("here", known() if known else set())
         if self._problems:
+            # Each once: a value that two settings read is complained of twice.
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)
 
     def _inside(self, name: str, table: Mapping[str, Any]) -> "Reader":
         inner = Reader(table, self._source)
+        # The same list, not a copy: problems stay in the order of the file.
         inner._problems, inner._title = self._problems, self._title
         self._inner.append((name, inner))
         return inner

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
@@ -105,9 +104,15 @@ def _device(device: Device) -> list[_Line]:
     return lines
 
 
+_PIECE_SIZES = ("hidden", "heads", "kv_heads", "ffn", "mlp", "vocab")
+_PIECE_AXES = ("seq", "tp", "sequence_parallel", "micro_batch", "recompute", "precision")
+
+
 def _pieces(found: MeasuredPieces) -> list[_Line]:
     seconds = {"embedding": found.embedding, "layer": found.layer, "head": found.head, "stage": found.stage}
-    lines: list[_Line] = [*asdict(found.key).items()]
+    run = found.run
+    lines: list[_Line] = [(name, getattr(run.shape, name)) for name in _PIECE_SIZES]
+    lines += [(name, getattr(run, name)) for name in _PIECE_AXES]
     lines += [(f"{name}_us", [value / 1e-6 for value in both]) for name, both in seconds.items()]
     return [*lines, ("message_us", found.message_s / 1e-6)] if found.message_s else lines
 
@@ -152,11 +157,13 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
+        # A JSON string is a TOML basic string; other letters stay readable.
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, int) or value == int(value):
+        # 1 and 1.0 have different types in TOML; large whole numbers are bytes and FLOP/s, which need no point.
         return str(int(value)) if isinstance(value, int) or abs(value) >= 1e6 else f"{value:.1f}"
     return f"{value:.{DIGITS}g}"

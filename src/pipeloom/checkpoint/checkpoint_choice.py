@@ -39,6 +39,7 @@ def choose_checkpoint(path: Path) -> Choice:
         UserError: there is none that is whole; the message names what is wrong with each and, for a damaged checkpoint
             that was named, which others of its run are whole.
     """
+    # The run may be started again from another folder, and its configuration contains the path.
     path = path.absolute()
     if is_checkpoint(path):
         if _problem(path) is not None:
@@ -46,6 +47,7 @@ def choose_checkpoint(path: Path) -> Choice:
         return Choice(path)
     find_checkpoint(path)  # raises where there is none
     damaged: list[tuple[Path, str]] = []
+    # All folders, not only complete ones: a newer one that is damaged has to be reported and put aside.
     for one in reversed(step_folders(path)):
         problem = _problem(one)
         if problem is None:
@@ -75,6 +77,7 @@ def refuse_steps(choice: Choice, steps: int, folder: Path) -> None:
         )
     damaged = [one.name for one, _ in choice.damaged]
     later = later_checkpoints(choice.path, folder)
+    # Damaged later ones are put aside by the run; a whole one would be overwritten by steps that differ from its own.
     if any(one.name not in damaged and _problem(one) is None for one in later):
         problems.append(
             f"output.folder {folder} has checkpoints of later steps than {choice.path.name}; "
@@ -87,6 +90,7 @@ def refuse_steps(choice: Choice, steps: int, folder: Path) -> None:
 def goes_on_in(resume: Path, folder: Path) -> bool:
     """Whether a run folder or a checkpoint, which a run resumes from, belongs to the run in a folder."""
     run = run_of(resume) if is_checkpoint(resume) else resume
+    # Resolved: a folder may be named through a link, or relative to another one.
     return run is not None and run.resolve() == folder.resolve()
 
 

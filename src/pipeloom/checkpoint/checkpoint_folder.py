@@ -86,11 +86,13 @@ class CheckpointInfo:
 
 def name_of(step: int) -> str:
     """A checkpoint's folder in ``checkpoints/``."""
+    # Zeros in front, so that names sort like steps in a listing.
     return f"{_PREFIX}{step:06}"
 
 
 def draft_of(path: Path) -> Path:
     """Where a checkpoint is written before it is complete."""
+    # Hidden, and in the same folder: a rename is atomic only within one file system.
     return path.with_name(f".{path.name}.part")
 
 
@@ -102,6 +104,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 def step_folders(run: Path) -> list[Path]:
     """The folders of a run that are named as checkpoints, complete or not, oldest step first."""
     found = [path for path in (run / FOLDER).glob(f"{_PREFIX}*") if step_of(path) is not None]
+    # By number: after a million steps names are longer and no longer sort like steps.
     return sorted(found, key=lambda path: step_of(path) or 0)
 
 
@@ -132,6 +135,7 @@ def find_checkpoint(path: Path) -> Path:
         raise UserError(
             f"expected a run folder or a checkpoint, found {'a file' if path.exists() else 'nothing'} at {path}"
         )
+    # Before a run folder is considered: a checkpoint that was copied elsewhere has no run around it.
     if is_checkpoint(path):
         missing = missing_files(path)
         if missing:
@@ -190,6 +194,7 @@ def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, Store
     with (checkpoint / INFO).open("w", encoding="utf-8") as file:
         file.write(_sealed({"format": _FORMAT, **asdict(info), "files": listed}))
         file.flush()
+        # The rename that follows says that everything is there; without this, a crash could leave an empty file.
         os.fsync(file.fileno())
 
 
@@ -232,8 +237,10 @@ def damage(checkpoint: Path, share: int = 0, num_shares: int = 1) -> list[str]:
     except UserError as error:
         return [str(error)]
     problems = [problem for name, one in files.items() if (problem := _wrong_size(checkpoint / name, one)) is not None]
+    # Sizes cost nothing to compare, and a file of a wrong size cannot have the right hash.
     if problems:
         return problems
+    # Largest first and dealt out in turn: each process gets about as many bytes.
     by_size = sorted(files, key=lambda name: (-files[name].num_bytes, name))
     mine = [checkpoint / name for name in by_size[share::num_shares]]
     checked = _at_once(lambda file: _wrong_content(file, files[file.name]), mine)
@@ -250,8 +257,10 @@ def _read(checkpoint: Path) -> tuple[CheckpointInfo, dict[str, StoredFile] | Non
         if found not in (_FORMAT, _UNCHECKED_FORMAT):
             raise UserError(f"expected a checkpoint of format {_UNCHECKED_FORMAT} or {_FORMAT}")
         if found == _UNCHECKED_FORMAT:
+            # Checkpoints of version 1 stay readable; they have no hashes to compare.
             return CheckpointInfo(**tree), None
         tree.pop("sha256", None)
+        # The whole text is compared, so spaces and the order of keys count as well.
         if text != _sealed({"format": found, **tree}):
             raise UserError("it has changed since it was written, its hash is another; use another checkpoint")
         files = {_plain(name): StoredFile(**one) for name, one in dict(tree.pop("files", {})).items()}
@@ -269,6 +278,7 @@ def _sealed(tree: dict[str, Any]) -> str:
 def _plain(name: str) -> str:
     """A name of a file of the folder itself."""
     if Path(name).name != name:
+        # A name with a folder in it could make the check read any file of the host.
         raise UserError(f"expected names of files in its folder, found {name!r}")
     return name
 
@@ -307,6 +317,7 @@ def _wrong_content(file: Path, stored: StoredFile) -> str | None:
     try:
         facts = file.stat()
         is_settled = time.time() - max(facts.st_mtime, facts.st_ctime) > _SETTLED_S
+        # Inode and ctime too: a copied or restored file may keep its size and its time of writing.
         version = (facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         found = _measured_once(file.absolute(), *version) if is_settled else _measured(file)
     except OSError as error:

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE)
+        # Help that was asked for is an answer; no command at all is wrong input.
         return 0 if words else 2
     if words[0] == "--version":
         from importlib.metadata import version
@@ -95,6 +96,7 @@ def _run(command: str, words: list[str]) -> int:
     start_lean()
     try:
         _refuse_line_breaks(words)
+        # The one module of the command: most of them start without torch, and each without the imports of the others.
         status = importlib.import_module(f"pipeloom.cli.{command}").run(words)
     except PipeloomError as error:
         # all ranks of a launcher find the same wrong with the input, and all of a host the same with the host
@@ -106,8 +108,10 @@ def _run(command: str, words: list[str]) -> int:
     except KeyboardInterrupt as interrupt:
         if os.environ.get("RANK", "0") == "0":
             _complain(command, str(interrupt) or "interrupted", interrupt)
+        # 128 + SIGINT, as shells report it.
         return interrupt.status if isinstance(interrupt, Interrupted) else 130
     except BrokenPipeError:
+        # At its end Python flushes standard output once more, fails again, and would print that here.
         sys.stderr.close()
         return 0
     else:

@@ -34,6 +34,7 @@ def _kind(file: Path) -> str:
 def run(words: list[str]) -> int:
     """Parse the arguments, write the files, print their paths."""
     options = parse_flags(Options, words, "export", Options.__doc__ or "")
+    # Also refuses NaN, which compares with nothing.
     if not 0 < options.file_gb < math.inf:
         raise UserError(f"--file-gb must be {and_finite('above 0', options.file_gb)}, found {options.file_gb:g}")
     checkpoint = find_checkpoint(options.checkpoint)

@@ -22,6 +22,7 @@ _TEXT = 40
 
 def wide_console() -> Console:
     """As wide as the terminal; where there is none, wide enough for everything."""
+    # Rich takes 80 columns for a pipe or a file, and would wrap tables there.
     has_width = raw(sys.stdout).isatty() or "COLUMNS" in os.environ
     return make_console(width=None if has_width else _WIDE)
 
@@ -85,6 +86,7 @@ def table(first: str, columns: Sequence[str], texts: Collection[str] = ()) -> Ta
 
 def unit_s(seconds: float) -> tuple[float, str]:
     """The unit of a time: its seconds, and its name."""
+    # Milliseconds up to ten seconds: steps that are compared have one unit.
     return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
 
 

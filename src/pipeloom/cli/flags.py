@@ -52,12 +52,14 @@ def parse_flags(
     printed = StringIO()
     start = tyro.MISSING_NONPROP if default is None else default
     try:
+        # The parser stops at its first problem and prints it itself; it is shown only where nothing better is found.
         with redirect_stderr(printed):
             return tyro.cli(
                 options_class, args=words, prog=f"pipeloom {command}", description=description, default=start
             )
     except SystemExit as end:
         found = flag_problems(options_class, words) if end.code else []
+        # A code of 0 is --help.
         if end.code and (problems := [*found, *beside()]):
             if not found:
                 print(printed.getvalue(), end="", file=sys.stderr)
@@ -102,6 +104,7 @@ def _flags(options_class: type, prefix: str = "--") -> Iterator[tuple[str, Any]]
 
 def _groups(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag with the words behind it; those before the first one have places, not flags."""
+    # A letter behind the dash: -1 is a value.
     starts = [place for place, word in enumerate(words) if re.match(r"--?[A-Za-z]", word)]
     for start, end in zip(starts, [*starts[1:], len(words)], strict=False):
         flag, is_joined, value = words[start].partition("=")
@@ -119,6 +122,7 @@ def _fits(hint: Any, values: list[str]) -> bool:
     if hint == ():
         return not values
     origin, inner = get_origin(hint), get_args(hint)
+    # `int | None` and `Optional[int]` have different origins.
     if origin in (Union, UnionType):
         return any(_fits(one, values) for one in inner)
     if origin is tuple:

@@ -43,6 +43,7 @@ def run(words: list[str]) -> int:
         options, load_cluster(options.machine.cluster), options.out, options.to, time_limit=options.time_limit
     )
     print_handed_over(done)
+    # A refusal is an error where the target was named, or where nothing else was written.
     return 2 if done.refused and (options.to or not done.written) else 0
 
 

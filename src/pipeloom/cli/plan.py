@@ -14,7 +14,6 @@ from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
-from pipeloom.cost.shape import Attention, shape_of
 from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.causes import causes
@@ -26,6 +25,8 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Attention
 
 RUN_FILE = "run.toml"
 _NO_NUMBERS: tuple[int, ...] = ()
@@ -138,6 +139,7 @@ def run(words: list[str]) -> int:
     elif not options.json and (options.out or options.export):
         print("\nnothing is written: there is no layout to write")
     if plan.stopped == "interrupt":
+        # As a command that Ctrl-C ended, although there is an answer: a script should not go on as if it were whole.
         return 130
     return 1 if plan.best is None else 0
 
@@ -180,6 +182,7 @@ def _write_text(file: Path, text: str) -> None:
 
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
+    # A run file names a cluster by name; groups in another order need a file of their own.
     if (options.out is None and options.export is None) or best.cluster == request.question.cluster:
         return request.cluster
     file = (options.out or options.export or Path()) / "run.cluster.toml"
@@ -233,7 +236,7 @@ def _request(options: Options) -> Request:
     software_name = options.software or (machine.software if machine is not None else "pipeloom")
     seq = options.seq or (config.data.seq_len if config is not None else None)
     shape = load_or_note(lambda name: load_model(name, seq), model_name, problems) if model_name else None
-    if shape is None and config is not None and model_name is None:
+    if shape is None and config is not None and model_name is None and not problems:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
     software = load_or_note(load_software, software_name, problems)

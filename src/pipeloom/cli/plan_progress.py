@@ -24,6 +24,7 @@ class PlanProgress(Bar):
 
     def __init__(self, *, is_shown: bool, first_s: float = FIRST_S) -> None:
         columns = (TextColumn("planning"), BarColumn(), TextColumn("{task.fields[layouts]}"), TimeElapsedColumn())
+        # Standard output has the answer.
         super().__init__(sys.stderr, *columns, total=1, is_shown=is_shown, transient=True, layouts="finds layouts")
         self._text, self._begin = "finds layouts", time.monotonic()
         self._first_s, self._is_over = first_s, threading.Event()
@@ -33,6 +34,8 @@ class PlanProgress(Bar):
         """Show the bar, or begin with the lines."""
         super().__enter__()
         if self._has_lines:
+            # A thread: a bound may take longer than the time between two lines. A
+            # daemon, so that it never keeps a process alive.
             threading.Thread(target=self._write_lines, daemon=True).start()
         return self
 

@@ -64,6 +64,7 @@ def run(words: list[str]) -> int:
     request = Request.make(options.device, options.processes, options.budget_s * share)
     pieces_of = None if options.model is None else _piece_request(options, request)
     if is_first():
+        # Before a minute of measuring, and on one rank alone.
         check_writable(options.output)
     try:
         findings = measure_machine(request)
@@ -137,6 +138,7 @@ def _piece_problems(options: Options, request: "Request", model: "ModelConfig") 
         for tp in options.tp
         if tp > 0 and (request.num_processes % tp or options.seq % tp or kv_heads % tp)
     ]
+    # Layers are the difference between stages of two sizes.
     if model.num_layers < 2:
         found.append(f"--model must have 2 layers or more, to separate a layer from a stage, found {model.num_layers}")
     if is_launched():
@@ -212,9 +214,9 @@ def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
 
 def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for found in cluster.pieces:
-        key = found.key
-        name = f"micro-batch {key.micro_batch}, tp {key.tp}"
-        name += "" if key.recompute == "none" else f", {key.recompute} recomputation"
+        run = found.run
+        name = f"micro-batch {run.micro_batch}, tp {run.tp}"
+        name += "" if run.recompute == "none" else f", {run.recompute} recomputation"
         for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
             yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
         if found.message_s:

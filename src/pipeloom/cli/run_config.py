@@ -44,6 +44,7 @@ def parse_config(
     """
     config, source = default, "the command line"
     problems: list[str] = []
+    # A file comes first: behind a flag, a word may be the value of that flag.
     if words and not words[0].startswith("-"):
         sections, problems = read_run_file(Path(words[0]), _run_part(config))
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
@@ -59,10 +60,12 @@ def parse_config(
             f"{command} [CONFIG]",
             f"{summary}\n\n{_CONFIG}",
             default=given,
+            # Lazily: it reads the model's file, and is only wanted where the flags are wrong.
             beside=lambda: [*problems, *_problems(given, judge)[1]],
             source=source if source == "the command line" else f"{source} with the flags over it",
         )
         config = _without_stale_sizes(config, given)
+    # A shell expands ~ at the beginning of a word, not in --data.path=~/text.
     config, found = _problems(with_home(config), judge)
     problems = [*problems, *found]
     if problems:
@@ -114,6 +117,7 @@ def _without_stale_sizes(config: _Config, file: _Config) -> _Config:
     new, old = config.layout, file.layout
     if new.num_stages != old.num_stages and new.partition == old.partition:
         config = replace(config, layout=replace(new, partition=None))
+    # A group of old.pp was the default that the run filled in; any other size was chosen.
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
     return config

@@ -116,6 +116,7 @@ def run(words: list[str]) -> int:
     plain = build(replace(recipe, moves=Moves(), given=None), sizes)
     _refuse_idle_costs(options, plain)
     costs = UniformCosts(
+        # Costs are of whole micro-batches; slices are equal here, and attention's growth along a sequence is left out.
         options.forward / plain.num_slices,
         options.backward / plain.num_slices,
         options.transfer / plain.num_slices,
@@ -144,6 +145,7 @@ def run(words: list[str]) -> int:
         _print_text(options, schedule, trace, delay)
     if options.plot is not None:
         is_data = form in ("json", "torch-csv")
+        # Standard output is the data of another program then.
         print(f"{'' if is_data else '# '}picture            {options.plot}", file=sys.stderr if is_data else sys.stdout)
     return 0
 
@@ -257,6 +259,7 @@ def _exposed(schedule: Schedule, trace: Trace) -> list[float]:
 
 def _one_row_a_line(tree: dict[str, Any]) -> str:
     rows = ",\n    ".join(json.dumps(row) for row in tree["rows"])
+    # A row a line: json.dumps writes all on one line, or each action on its own.
     rest = json.dumps({key: value for key, value in tree.items() if key != "rows"})
     return f'{{"rows": [\n    {rows}\n], {rest[1:]}'
 
@@ -321,6 +324,7 @@ def _start(options: Options) -> Choice | Schedule:
     if found := _family_problems(options, file, _SIZES):
         raise ConfigError(found, "the command line")
     schedule = _read_csv(file) if file.suffix == ".csv" else read_schedule(file).schedule
+    # The only size that a file still takes: its micro-batches can be cut.
     return schedule if options.slices == 1 else add_slices(schedule, options.slices)
 
 

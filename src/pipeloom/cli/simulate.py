@@ -61,6 +61,7 @@ def run(words: list[str]) -> int:
     plan = make_swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
     try:
         step = simulate_config(options, by_seconds=options.by_seconds)
+    # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
     except UserError as error:
         if plan is None:
             raise
@@ -110,10 +111,9 @@ def simulate_config(config: RunConfig, *, by_seconds: bool = False) -> Simulated
     Raises:
         ConfigError: cluster or program are unknown or wrong.
     """
-    described = describe(config)
-    order = order_of(config, by_seconds=by_seconds or not described.software.has_lanes)
-    step_of = described.run, described.cluster, described.software, order
-    return plan_slices(*step_of).step if config.layout.token_slices == "auto" else simulate_step(*step_of)
+    placed = describe(config)
+    order = order_of(config, by_seconds=by_seconds or not placed.software.has_lanes)
+    return plan_slices(placed, order).step if config.layout.token_slices == "auto" else simulate_step(placed, order)
 
 
 def order_of(config: RunConfig, *, by_seconds: bool = False) -> Order:
@@ -148,6 +148,7 @@ def write_schedule(step: SimulatedStep, file: Path) -> None:
     Raises:
         UserError: the program has an order of its own, or the file cannot be written.
     """
+    # Programs that block between stages run an order of compute alone, which `train` does not.
     if not step.software.has_lanes:
         raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
     try:

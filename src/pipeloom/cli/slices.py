@@ -47,8 +47,7 @@ def plan_config(config: RunConfig, unit: int | None = None) -> SlicePlan:
         UserError: the unit does not fit, or cluster or program are unknown or wrong.
     """
     whole = replace(config, layout=replace(config.layout, token_slices=None))
-    described = describe(whole)
-    return plan_slices(described.run, described.cluster, described.software, order_of(whole), unit)
+    return plan_slices(describe(whole), order_of(whole), unit)
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:

@@ -13,7 +13,6 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.question import Question
@@ -34,6 +33,8 @@ from pipeloom.predict.describe import asked_precision, load_or_note
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention
 
 _TOKENS_PER_PARAMETER = 20
 """Of a model trained with the least compute for its loss (Hoffmann et al., arXiv 2203.15556, table 3)."""
@@ -189,6 +190,7 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
     found = []
     for word in options.batch_per_device:
         try:
+            # Exact: times the devices it has to be a whole number of sequences. It also reads 1/8.
             found.append(Fraction(word))
         except (ValueError, ZeroDivisionError):
             problems.append(f"a batch per device must be a number such as 1/8 or 0.125, found '{word}'")
@@ -249,6 +251,7 @@ def to_json(curves: Curves) -> dict[str, Any]:
     batch per device that fit nowhere on the reference).
     """
     inputs = curves.inputs
+    # By identity: equal points of two methods are two points.
     numbers = {id(point): number for number, point in enumerate(curves.points)}
 
     def number_of(point: Point | None) -> int | None:

@@ -33,8 +33,10 @@ def run(words: list[str]) -> int:
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
     check_processes(config)
+    # Before a folder is made and processes start: a run that cannot fit should leave nothing behind.
     check_memory(config)
     if not is_first():
+        # Other ranks of a launcher write no file, so their folder is never used.
         run_on_all_ranks(config, partial(_train, RunFolder(Path())))
         return 0
     _announce(config)
@@ -56,9 +58,11 @@ def _run_in(path: Path, config: RunConfig) -> None:
     choice = _choose_checkpoint(config, path)
     if choice is not None:
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
+    # Here, before the processes: one tokenizes, and all of them find the text in the cache.
     data = load_text(config)
     resolved = resolve(config, data)
     goes_on = _check_checkpoint(resolved, data, choice) + _unused_size(config, data, choice)
+    # Everything that can be refused is refused before the run has drafts in its folder.
     moved = _check_schedule(resolved)
     folder = draft_start(path, resolved)
     if folder.damaged:
@@ -69,9 +73,11 @@ def _run_in(path: Path, config: RunConfig) -> None:
     print(f"starting   {count(config.layout.num_ranks, 'process')}{patience}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
+        # The ranks have ended, and with them the handling of signals; what this process writes must still end in order.
         with raised_signals():
             _write_end(config, path, result)
     except BaseException as error:
+        # The bar may have hidden the cursor in a process that was killed.
         restore_terminal(sys.stdout)
         error.add_note(safe_steps(resolved, folder))
         raise
@@ -154,6 +160,7 @@ def _check_schedule(config: RunConfig) -> str:
     schedule = config.schedule
     may_move = schedule.balance or schedule.offload or schedule.keep is not None or schedule.budget_bytes is not None
     may_move = may_move or schedule.file is not None
+    # The lengths of automatic slices are measured later, on rank 0; a schedule of other slices would mislead.
     if not may_move or config.layout.token_slices == "auto":
         config.choice().make()
         return ""

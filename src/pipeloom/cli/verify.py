@@ -23,6 +23,7 @@ _REFERENCE_S = 3600.0
 
 def run(words: list[str]) -> int:
     """Parse the configuration, run both, compare; 0 if they agree, 1 if not."""
+    # In float64 rounding explains no difference of 1e-9; in float32 a lost micro-batch of many could hide in it.
     default = RunConfig(training=TrainingConfig(dtype="float64"))
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.data.text import load_data
@@ -30,6 +31,7 @@ def run(words: list[str]) -> int:
     from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
+    # Swapped stages update and drop their gradients within the step.
     if config.schedule.device_budget is not None:
         raise UserError(
             "expected no schedule.device_budget: it lets gradients go before the end of the step, when they are "
@@ -48,6 +50,7 @@ def run(words: list[str]) -> int:
             f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )
+        # Once, before the processes, which find the tokens in the cache.
         load_data(config.data, config.training.seed)
     differences = run_on_all_ranks(config, partial(_compare, _NUM_BATCHES), _REFERENCE_S)
     return 0 if differences is None else _report(differences, config.training.known_dtype)
@@ -69,6 +72,7 @@ def _report(differences: dict[str, float], dtype: str) -> int:
     for name, difference in differences.items():
         print(f"{name:<{width}}  {difference:.1e}{'' if difference <= tolerance else '  DIFFERS'}")
     worst = max(differences, key=lambda name: differences[name])
+    # Not `>`, which is false for NaN.
     num_wrong = sum(not difference <= tolerance for difference in differences.values())
     if num_wrong:
         print(f"\nDIFFERENT: {num_wrong} of {len(differences)} differ by more than {tolerance:g}; worst: {worst}")

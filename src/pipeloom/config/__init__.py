@@ -6,12 +6,12 @@ from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
     MachineConfig,
-    ModelConfig,
     OptimizerConfig,
     OutputConfig,
     ScheduleConfig,
     TrainingConfig,
 )
+from pipeloom.workload.model import ModelConfig
 
 __all__ = [
     "CheckpointConfig",

@@ -40,6 +40,7 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(RunConfig)
+    # Wrong keys are removed from it below; the caller's tree stays as it is.
     tree = copy.deepcopy(tree)
     problems = _drop_unknown(tree, RunConfig, "")
     try:
@@ -47,8 +48,10 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
     except ValidationError as error:
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
+            # Section and setting; what follows are places inside of a list or alternatives of a type.
             problems.append(f"{'.'.join(names[:2])} must be {_wanted(item)}, found {item['input']!r}")
             _drop(tree, names)
+    # Once more without what is wrong, so that the values that were right can be judged in the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
 
 
@@ -85,6 +88,7 @@ def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
     merged = to_dict(default or RunConfig())
     for section, values in tree.items():
         merged[section] = {**merged[section], **values} if isinstance(values, dict) else values
+    # Paths become text.
     return json.dumps(merged, default=str)
 
 
@@ -101,6 +105,7 @@ def format_run(config: RunConfig) -> str:
         defaults = to_dict(RunConfig())["model"]
         tree["model"] = {name: value for name, value in tree["model"].items() if value != defaults.get(name)}
     if config.layout.recompute_layers is not None and config.layout.recompute == "none":
+        # Both in one file would be refused: two settings of one thing.
         del tree["layout"]["recompute"]
     return _with_comments(tomli_w.dumps(tree), config)
 
@@ -111,6 +116,7 @@ def _with_comments(text: str, config: RunConfig) -> str:
     if usual is not None:
         comment = "\n".join(textwrap.wrap(usual, 118, initial_indent="# ", subsequent_indent="# "))
         text = text.replace("[optimizer]\n", f"[optimizer]\n{comment}\n")
+    # Each goes directly below the head of its section, so the last one inserted is on top.
     for name, what in reversed(missing.items()):
         section, key = name.split(".")
         text = text.replace(f"[{section}]\n", f"[{section}]\n# SET: {key} = ...    # {what}\n")

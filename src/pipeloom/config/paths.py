@@ -51,6 +51,7 @@ def expand_home(path: Path) -> Path:
     """The path with ``~`` expanded; as it is where there is no such user."""
     try:
         return path.expanduser()
+    # expanduser raises it for a name without a home folder; then `~name` may be a file's own name.
     except RuntimeError:
         return path
 
@@ -58,6 +59,7 @@ def expand_home(path: Path) -> Path:
 def _absolute(path: Path) -> Path:
     """From the root on; without ``..``, unless a link to a folder gives it another meaning."""
     whole = path.absolute()
+    # `a/link/..` is the folder that contains the link's target, which a plain removal of `..` would miss.
     short = Path(os.path.normpath(whole))
     return short if short.resolve() == whole.resolve() else whole
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
-from pipeloom.config.heads import head_problems
-from pipeloom.config.sections import MOST_LAYERS
 from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.terminal.words import and_finite, count, parse_bytes
 from pipeloom.workload.dtypes import TRAINED
 from pipeloom.workload.layout import Layout, Shard
+from pipeloom.workload.model import MOST_LAYERS, head_problems
+from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ _AT_LEAST: dict[str, float] = {
     "model.num_kv_heads": 1,
     "model.ffn_size": 1,
     "model.vocab_size": 2,
+    # The 256 bytes and end of text.
     "data.bpe_vocab_size": 257,
     "data.seq_len": 1,
     "layout.microbatch_size": 1,
@@ -114,6 +115,7 @@ def _range_problems(config: "RunConfig") -> list[str]:
         for name in _FRACTIONS
         if _value(config, name) is not None and not 0 <= _value(config, name) <= 1
     ]
+    # AdamW divides by 1 - beta ** step.
     if not all(0 <= beta < 1 for beta in config.optimizer.betas or ()):
         found.append(f"optimizer.betas must be at least 0 and below 1, found {config.optimizer.betas}")
     return found
@@ -135,7 +137,9 @@ def _model_problems(config: "RunConfig") -> list[str]:
     if model.preset is not None and model.file is not None:
         problems.append("model.preset and model.file both give the sizes; leave one out")
     names = ("model.hidden_size", "model.num_heads", "model.num_kv_heads")
-    is_rotary = model.family == "llama"
+    if model.family not in MODELS:
+        return [*problems, f"model.family: {MODELS.unknown(model.family)}"]
+    is_rotary = MODELS[model.family].is_rotary
     problems += head_problems(model.hidden_size, model.num_heads, model.num_kv_heads, is_rotary=is_rotary, names=names)
     return problems
 
@@ -143,6 +147,7 @@ def _model_problems(config: "RunConfig") -> list[str]:
 def _order_problems(config: "RunConfig") -> list[str]:
     schedule = config.schedule
     found = config.choice().problems()
+    # A family's choice names its own sizes; a person set them under other names.
     names = {"pp ": "layout.pp ", "loops ": "layout.loops ", "the number of micro-batches ": "layout.num_microbatches "}
     problems = [next((new + p[len(old) :] for old, new in names.items() if p.startswith(old)), p) for p in found]
     if schedule.family == "forward-only":
@@ -155,6 +160,7 @@ def _slice_problems(config: "RunConfig") -> list[str]:
     if wanted is None or layout.tp < 1:
         return []
     problems: list[str] = []
+    # With tp, each slice of tokens is split over the ranks, so that a slice has at least tp tokens.
     if isinstance(wanted, int) and not 1 <= wanted <= max(1, num_tokens // layout.tp):
         shared = f" / layout.tp {layout.tp}" if layout.tp > 1 else ""
         problems.append(f"layout.token_slices must lie between 1 and data.seq_len {num_tokens}{shared}, found {wanted}")
@@ -199,6 +205,7 @@ def _token_problems(config: "RunConfig") -> list[str]:
 def _tensor_problems(config: "RunConfig") -> list[str]:
     layout, model = config.layout, config.model
     problems: list[str] = []
+    # A head is computed whole, so heads go to ranks as they are; vocabulary and inner width may be cut anywhere.
     for name, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if layout.tp > 0 and size is not None and size % layout.tp:
             problems.append(f"layout.tp must divide model.{name}, found {layout.tp} and {size}")
@@ -317,6 +324,7 @@ def _file_problems(config: "RunConfig") -> list[str]:
 
 def _size_problems(name: str, text: str | None) -> list[str]:
     try:
+        # An unset size is right.
         parse_bytes("1" if text is None else text)
     except ValueError as error:
         return [f"{name}: {error}"]
@@ -392,6 +400,7 @@ def _checkpoint_problems(config: "RunConfig") -> list[str]:
             find_checkpoint(resume)
     except (UserError, OSError) as error:  # an OSError such as a name that is too long
         return [f"checkpoint.resume: {reason_of(error)}"]
+    # The oldest one, since a newer one may turn out to be damaged: only what no checkpoint allows is a problem here.
     oldest = resume if is_checkpoint(resume) else list_checkpoints(resume)[0]
     done = step_of(oldest)
     if done is not None and steps < done:

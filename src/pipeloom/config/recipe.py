@@ -7,6 +7,8 @@ A run that states the sizes of its model is the demo, or a variation of it. A mo
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from pipeloom.workload.model_families import MODELS
+
 if TYPE_CHECKING:
     from pipeloom.config.run import RunConfig
 
@@ -34,7 +36,7 @@ def unset(config: "RunConfig") -> dict[str, str]:
     """
     if not _is_from_elsewhere(config):
         return {}
-    is_rotary = config.model.family == "llama"
+    is_rotary = MODELS[config.model.family].is_rotary
     return {
         name: what
         for name, what in RECIPE.items()

@@ -9,7 +9,6 @@ from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
     MachineConfig,
-    ModelConfig,
     OptimizerConfig,
     OutputConfig,
     ScheduleConfig,
@@ -20,6 +19,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

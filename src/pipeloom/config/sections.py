@@ -4,7 +4,7 @@
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,67 +12,6 @@ from pipeloom.config.paths import NameOrFile
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.dtypes import Dtype, default_dtype
 from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
-
-MOST_LAYERS = 100_000
-"""Layers of a model: there are lists with a number for each, whatever is done with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The transformer. The catalog or a file may give its sizes, norm_eps and rope_theta."""
-
-    preset: str | None = None
-    """A model of the catalog by name, such as llama-3-8b, which gives all sizes. None: they are set here."""
-    file: Path | None = None
-    """A model file as those of the catalog (.toml), or a Hugging Face config.json of llama, mistral or gpt2. It gives
-    all sizes. None: they are set here."""
-    family: Literal["llama", "gpt2"] = "llama"
-    """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU."""
-    num_layers: int = 8
-    """Transformer layers."""
-    hidden_size: int = 192
-    """Width of the residual stream."""
-    num_heads: int = 6
-    """Query heads; divides hidden_size."""
-    num_kv_heads: int | None = None
-    """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
-    ffn_size: int | None = None
-    """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
-    multiple of 32."""
-    vocab_size: int | None = None
-    """Size of the vocabulary. None: as many as the tokenizer has."""
-    norm_eps: float | None = None
-    """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
-    rope_theta: float | None = None
-    """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
-    tied: bool = False
-    """Whether embedding and head are one matrix."""
-
-    @property
-    def known_norm_eps(self) -> float:
-        """With its default."""
-        return 1e-5 if self.norm_eps is None else self.norm_eps
-
-    @property
-    def known_rope_theta(self) -> float:
-        """With its default."""
-        return 10000.0 if self.rope_theta is None else self.rope_theta
-
-    def resolve(self, vocab_size: int) -> "ModelConfig":
-        """The same model with every derived size filled in.
-
-        Args:
-            vocab_size: tokens of the tokenizer.
-        """
-        inner = 4 * self.hidden_size if self.family == "gpt2" else -(-8 * self.hidden_size // (3 * 32)) * 32
-        return replace(
-            self,
-            num_kv_heads=self.num_kv_heads or self.num_heads,
-            ffn_size=self.ffn_size or inner,
-            vocab_size=self.vocab_size or vocab_size,
-            norm_eps=self.known_norm_eps,
-            rope_theta=self.known_rope_theta,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

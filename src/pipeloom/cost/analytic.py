@@ -22,9 +22,10 @@ from pipeloom.cost.ranks import (
     rank_route,
     rank_slowness,
 )
-from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Division, Software
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
@@ -42,6 +43,7 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
+# A search asks for the same partition with each micro-batch, sharding and family.
 @lru_cache(maxsize=4096)
 def _balanced(
     shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
@@ -72,6 +74,7 @@ def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> 
     ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
     items = shape.layers + sum(ends)
     counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
+    # Embedding and head took places in the list that was divided; they are no layers.
     counts[0] -= ends[0]
     counts[-1] -= ends[1]
     return tuple(max(0, count) for count in counts), num_stages - 1
@@ -273,6 +276,7 @@ def _transfer_s(run: Run, route: Cluster, software: Software, *, is_inside: bool
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
     seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    # Otherwise one after the other.
     return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
@@ -342,14 +346,14 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
     """Parameters of each stage that every tensor-parallel rank holds whole.
 
-    Norms; of the GPT-2 type their biases, the biases of the two matrices that are split by rows, and the table of
-    positions.
+    Norms, the biases of a layer's two matrices whose results are summed, and the table of learned positions.
     """
     shape, (counts, head) = run.shape, stage_layers(run, software)
-    is_gpt2 = shape.mlp == "gelu"
-    held = [count * (6 if is_gpt2 else 2) * shape.hidden for count in counts]
-    held[0] += run.seq * shape.hidden if is_gpt2 else 0
-    held[head] += (2 if is_gpt2 else 1) * shape.hidden
+    family = shape.family
+    each = 2 * family.norm_vectors + (2 if family.has_biases else 0)
+    held = [count * each * shape.hidden for count in counts]
+    held[0] += 0 if family.is_rotary else run.seq * shape.hidden
+    held[head] += family.norm_vectors * shape.hidden
     return tuple(held)
 
 

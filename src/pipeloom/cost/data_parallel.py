@@ -6,8 +6,8 @@ are neighbors on the data axis; gradients are reduced inside a copy first, and e
 """
 
 from pipeloom.cost.hardware import Cluster, Collective, Group
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 
 def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
@@ -33,6 +33,7 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
     """Seconds of gathering the sharded weights of ``parameters``, as ``reduce_s``; 0 where nothing is sharded."""
     if run.shard == "none":
         return 0.0
+    # Programs that gather in 16 bits have nothing narrower to send when they compute in 32.
     message = parameters * max(software.gather_bytes, run.element_bytes)
     return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
 

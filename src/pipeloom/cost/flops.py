@@ -13,8 +13,8 @@ embedding included, with 6 FLOPs a token. With tied embeddings and 12 L H^2 laye
 
 from collections.abc import Sequence
 
-from pipeloom.cost.shape import ModelShape
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelShape
 
 
 def layer_forward_flops(shape: ModelShape, seq_len: int) -> float:

@@ -15,8 +15,8 @@ With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s /
 the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again.
 """
 
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 NORM_COPY_BYTES = 8.0
 """An unfused norm keeps its input and its normalized value in single precision, for each element."""
@@ -38,7 +38,7 @@ def layer_activation_bytes(
     """
     shape, size = run.shape, run.element_bytes
     whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = (4 if shape.mlp == "swiglu" else 2) * size * shape.ffn
+    inner = shape.family.inner_kept * size * shape.ffn
     split = size * (2 * shape.hidden + 2 * shape.kv_width) + inner
     scores = 0.0
     if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
@@ -64,8 +64,7 @@ def layer_pending_bytes(run: Run) -> float:
     """
     shape, size = run.shape, run.element_bytes
     whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
-    gates = 2 if shape.mlp == "swiglu" else 1
-    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + gates) * shape.ffn) / run.tp
+    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + shape.family.gates) * shape.ffn) / run.tp
     return run.tokens * (whole + split)
 
 

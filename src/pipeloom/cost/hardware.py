@@ -94,6 +94,7 @@ class Device:
             raise UserError(f"the device '{self.name}' has no peak for {precision}; its file has {known}")
         curve = self.matmul_curves.get(precision, self.matmul_curve)
         rate = self.peak_flops_per_s[precision] * interpolate(curve, flops) * efficiency
+        # Roofline: products of few rows are bound by reading the weights.
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
 
     def filling(self, rows: float, columns: float) -> float:
@@ -384,7 +385,9 @@ class Cluster:
             return 0.0
         curves = self.collective_curves.get(collective)
         if curves and group.num_nodes == 1:
+            # Of two that are as close, the larger group.
             closest = min(curves, key=lambda curve: (abs(log(curve.ranks / group.size)), -curve.ranks))
+            # Measured on a clock while ranks shared cores; predictions count seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
         latency = self.intra.latency_s + (

@@ -23,8 +23,8 @@ each matrix, its input and the gradient of its output, and the gradients of all 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeloom.cost.shape import Run
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.run import Run
 
 _INDEX_BYTES = 8
 """Of an index, such as a token's, on which PyTorch counts in int64."""
@@ -56,7 +56,7 @@ class Kept:
     def _norm(self) -> int:
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
         output = size * shape.hidden * self.run.tokens
-        if shape.mlp == "gelu":
+        if shape.family.norms_have_biases:
             return output + (size * shape.hidden + 2 * self._wide) * tokens
         if self.run.fused_norm:
             return output + (size * shape.hidden + self._wide) * tokens
@@ -68,7 +68,7 @@ class Kept:
         if recompute == "full":
             return size * shape.hidden * self._residual_tokens
         split = 2 * self._share(shape.hidden) + 2 * self._share(shape.kv_width)
-        split += (4 if shape.mlp == "swiglu" else 2) * self._share(shape.ffn)
+        split += int(shape.family.inner_kept * self._share(shape.ffn))
         scores = 0 if recompute == "selective" else 4 * self._share(shape.heads)
         return 2 * self._norm() + (size * split + scores) * self.run.tokens
 
@@ -78,13 +78,13 @@ class Kept:
         A layer that is recomputed as a whole holds them itself, so that they cannot move with what autograd saves.
         """
         shape = self.run.shape
-        is_kept = shape.mlp == "swiglu" and len(kinds) > 0 and "full" not in kinds
+        is_kept = shape.family.is_rotary and len(kinds) > 0 and "full" not in kinds
         return self._wide * self.run.seq * (shape.hidden // shape.heads) if is_kept else 0
 
     def embedding(self) -> int:
         """Bytes of the embedding; the tokens are the batch's."""
         own = (_INDEX_BYTES + 1) * self.run.tokens if self.run.tp > 1 else 0
-        return own + (_INDEX_BYTES * self.run.seq if self.run.shape.mlp == "gelu" else 0)
+        return own + (0 if self.run.shape.family.is_rotary else _INDEX_BYTES * self.run.seq)
 
     def head_norm(self) -> int:
         """Bytes of the norm before the head."""
@@ -110,19 +110,21 @@ class Kept:
         """Bytes of one layer between the halves of a split backward."""
         shape, size = self.run.shape, self.run.element_bytes
         hidden, keys, inner = self._share(shape.hidden), self._share(shape.kv_width), self._share(shape.ffn)
-        is_gpt2 = shape.mlp == "gelu"
-        split = 2 * hidden + 2 * keys + (2 if is_gpt2 else 3) * inner
-        vectors = 6 * shape.hidden + hidden + 2 * keys + inner if is_gpt2 else 2 * shape.hidden
+        family = shape.family
+        split = 2 * hidden + 2 * keys + (1 + family.gates) * inner
+        vectors = 2 * family.norm_vectors * shape.hidden
+        if family.has_biases:
+            vectors += hidden + 2 * keys + family.gates * inner + 2 * shape.hidden
         return size * ((4 * shape.hidden + split) * self.run.tokens + vectors)
 
     def pending_embedding(self) -> int:
         """Bytes of the embedding between the halves: the gradient of what it looks up."""
         shape, size = self.run.shape, self.run.element_bytes
-        positions = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1) if shape.mlp == "gelu" else 0
-        return size * shape.hidden * (self.run.tokens + positions)
+        own = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1)
+        return size * shape.hidden * (self.run.tokens + (0 if shape.family.is_rotary else own))
 
     def pending_head(self) -> int:
         """Bytes of the head between the halves, the gradient of the logits left out."""
         shape, size = self.run.shape, self.run.element_bytes
-        vectors = (2 if shape.mlp == "gelu" else 1) * shape.hidden
+        vectors = shape.family.norm_vectors * shape.hidden
         return size * (shape.hidden * self.run.tokens + vectors)

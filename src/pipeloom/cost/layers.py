@@ -20,8 +20,8 @@ With a vocabulary of 0, embedding and head are not there.
 from dataclasses import dataclass
 
 from pipeloom.cost.hardware import Cluster, Group
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 READS_MORE = 1.5
 """Backward of a kernel that is bound by memory, as a multiple of its forward: a normalization, an activation or a
@@ -112,6 +112,8 @@ class Pieces:
             self._memory_s(self._elementwise_backward_bytes()) + self.accumulation_s(run.shape.layer_matrix_parameters),
             forward.tensor_s,
             2 * forward.num_kernels,
+            # The inputs that sequence parallelism scatters are gathered once more for the gradients of the weights:
+            # three collectives for two (arXiv 2205.05198, section 4.2.2).
             forward.num_collectives * (1.5 if self.run.sequence_parallel else 1),
         )
         if self.run.recompute == "full":
@@ -197,7 +199,7 @@ class Pieces:
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
         tokens, hidden, inner = run.tokens, shape.hidden, shape.ffn / run.tp
-        into = [(tokens, hidden, inner * (2 if shape.mlp == "swiglu" else 1))]
+        into = [(tokens, hidden, inner * shape.family.gates)]
         attention = [
             (tokens, hidden, (hidden + 2 * shape.kv_width) / run.tp),
             (tokens, hidden / run.tp, hidden),
@@ -234,8 +236,8 @@ class Pieces:
         """
         run, shape, size = self.run, self.run.shape, self.run.element_bytes
         whole = 2 * self._norm_bytes() + 6 * size + (2 if self.software.dropout else 0)
-        heads = (shape.hidden + shape.kv_width) * (8 if shape.mlp == "swiglu" else size) + 2 * size * shape.hidden
-        inner = (5 if shape.mlp == "swiglu" else 2) * size * shape.ffn
+        heads = (shape.hidden + shape.kv_width) * (8 if shape.family.is_rotary else size) + 2 * size * shape.hidden
+        inner = shape.family.inner_moved * size * shape.ffn
         return run.tokens * (shape.hidden * whole / self._whole_split() + (heads + inner) / run.tp)
 
     def _elementwise_backward_bytes(self) -> float:
@@ -286,7 +288,9 @@ class Pieces:
             return products + self._memory_s(self._scores() * self._score_bytes())
         rate = device.peak_flops_per_s[self.run.precision] * (use.flash1 if kernel == "flash1" else use.flash2)
         size = self.run.shape.hidden / self.run.shape.heads
+        # The calibrated rates are those of heads of 128.
         rate *= (size / (size + EXPONENTIAL)) / (128 / (128 + EXPONENTIAL))
+        # Flash kernels leave out the blocks above the diagonal.
         return self._attention_flops() / 2 / rate + device.kernel_s
 
     def _core_backward_s(self) -> float:
@@ -317,5 +321,5 @@ class Pieces:
         """Kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
         norms = 2 if self.run.fused_norm else 12
-        rotation = 8 if self.run.shape.mlp == "swiglu" else 2
+        rotation = 8 if self.run.shape.family.is_rotary else 2
         return 4 + norms + rotation + attention + 6

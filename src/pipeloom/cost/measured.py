@@ -5,52 +5,13 @@ takes while all processes are at work. What ranks wait for each other is then le
 the cores out (``pipeloom.predict.links``).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from pipeloom.cost.shape import ModelShape, Precision, Run
-from pipeloom.workload.layout import Recompute
+from pipeloom.workload.dtypes import Precision
+from pipeloom.workload.run import Run
 
 Both = tuple[float, float]
 """Seconds of a forward and of a backward."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PieceKey:
-    """What the seconds of a piece depend on.
-
-    Attributes:
-        hidden, heads, kv_heads, ffn, mlp, vocab: sizes of the model (``ModelShape``); how many layers there are does
-            not matter.
-        seq: tokens of a sequence.
-        tp, sequence_parallel: ranks that share each matrix, and whether they share the tokens of the rest.
-        micro_batch: sequences of a micro-batch.
-        recompute: what a layer's backward computes again.
-        precision: of weights and activations.
-    """
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    mlp: str
-    vocab: int
-    seq: int
-    tp: int
-    sequence_parallel: bool
-    micro_batch: int
-    recompute: Recompute
-    precision: Precision
-
-    @classmethod
-    def of(cls, run: Run) -> "PieceKey":
-        """The key of a run whose layers all recompute ``run.recompute``."""
-        sizes = {name: getattr(run.shape, name) for name in SHAPE_KEYS}
-        own = {item.name: getattr(run, item.name) for item in fields(cls) if item.name not in SHAPE_KEYS}
-        return cls(**sizes, **own)
-
-
-SHAPE_KEYS = ("hidden", "heads", "kv_heads", "ffn", "mlp", "vocab")
-assert set(SHAPE_KEYS) <= {item.name for item in fields(ModelShape)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +19,14 @@ class MeasuredPieces:
     """A model's pieces as they were measured.
 
     Attributes:
-        key: of what.
+        run: of what (``Run.of_measured_pieces``).
         embedding, layer, head: seconds for one micro-batch, with tensor-parallel exchanges.
         stage: seconds of a stage beside its pieces.
         message_s: seconds of a core that a message between two stages takes at both ends together; 0 where cores are
             not shared, so that the link tells.
     """
 
-    key: PieceKey
+    run: Run
     embedding: Both
     layer: Both
     head: Both

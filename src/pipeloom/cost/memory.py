@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pipeloom.cost.analytic import layers_by_recompute, stage_layers
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss of other programs keeps for its backward: probabilities in single precision."""

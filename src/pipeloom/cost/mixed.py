@@ -227,6 +227,7 @@ def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Clus
     """What the nodes of several clusters with some links between them can at least do, as nodes of one kind."""
     first = clusters[0]
     inter = _slowest_link([*(cluster.inter for cluster in clusters), *links])
+    # The object itself: what is cached for it is found again.
     if inter == first.inter and all(replace(cluster, name=first.name) == first for cluster in clusters):
         return first
     hosts = [cluster.host for cluster in clusters]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import are_near, placement_of, rank_parts, rank_route
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
 
 
 def evict_seconds(

@@ -106,6 +106,7 @@ class _Places:
 
     def room(self, limit_s: float, most: int) -> list[int]:
         """For each place the layers, at most ``most``, that it can take without being slower than a limit."""
+        # A sum in another order may be above the limit by rounding, and a place would lose a layer.
         limit_s *= 1 + SAME
         return [
             most if step <= 0 else max(0, min(most, int((limit_s - base) / step) - held))
@@ -142,6 +143,7 @@ class _Places:
         else:
             first, more = [base + step for base, step in zip(self.base, self.step, strict=True)], self.step
         place_of, left = group or range(count), list(group_room or repeat(amount, count))
+        # The negative number makes the last of equal places come first.
         heap = [(first[place] + more[place] * held[place], -place) for place in range(count)]
         heapify(heap)
         while amount:

@@ -2,14 +2,12 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.layers import Parts, Pieces
-from pipeloom.cost.measured import Both, MeasuredPieces, PieceKey
-from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
+from pipeloom.cost.measured import Both, MeasuredPieces
 from pipeloom.cost.software import Software
-from pipeloom.workload.layout import Recompute
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
@@ -48,41 +46,11 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
     kernels and the tensor axis, not on how the pipeline is cut.
     """
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
-    alike = Alike(
-        run.shape,
-        run.seq,
-        run.micro_batch,
-        run.tp,
-        run.sequence_parallel,
-        run.recompute,
-        run.attention,
-        run.fused_norm,
-        run.precision,
-        is_dragged,
-    )
-    return _piece_seconds(alike, cluster, software)
-
-
-class Alike(NamedTuple):
-    """Everything of a run that its pieces depend on."""
-
-    shape: ModelShape
-    seq: int
-    micro_batch: int
-    tp: int
-    sequence_parallel: bool
-    recompute: Recompute
-    attention: Attention
-    fused_norm: bool
-    precision: Precision
-    is_dragged: bool
+    return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
 
 
 @lru_cache(maxsize=4096)
-def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceSeconds:
-    told = alike._asdict()
-    is_dragged = told.pop("is_dragged")
-    run = Run(**told)
+def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: bool) -> PieceSeconds:
     pieces = Pieces(run, cluster, software, is_dragged=is_dragged)
 
     def both(forward: Parts, backward: Parts) -> Both:
@@ -98,8 +66,8 @@ def _piece_seconds(alike: Alike, cluster: Cluster, software: Software) -> PieceS
         head_weight_s=pieces.head_weight_s(),
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
     )
-    key = PieceKey.of(run)
-    found = next((one for one in cluster.pieces if one.key == key), None)
+    key = run.of_measured_pieces
+    found = next((one for one in cluster.pieces if one.run == key), None)
     return counted if found is None else _measured(found, counted)
 
 

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.pieces import PieceSeconds, piece_seconds
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.workload.layout import Recompute, place_of
+from pipeloom.workload.run import Run
 
 
 @lru_cache(maxsize=512)

@@ -25,10 +25,10 @@ from pipeloom.cost.layers import Pieces
 from pipeloom.cost.mixed import MixedCluster
 from pipeloom.cost.pieces import piece_seconds
 from pipeloom.cost.ranks import placement_of, rank_parts
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Action
 from pipeloom.schedule.stage_swaps import Content
+from pipeloom.workload.run import Run
 
 Seconds = NDArray[np.float64]
 

@@ -104,6 +104,7 @@ class Uneven:
     def _even(self, weight: Floats) -> Cuts:
         """The cuts with the smallest largest ``weight x work`` of a stage, then with the least sum of squares."""
         work = self._total[None, :] - self._total[:, None]  # [begin, end]
+        # A stage has at least one piece.
         work[np.tril_indices(len(work))] = np.inf
         most = np.full(len(work), np.inf)
         most[0] = 0.0
@@ -165,9 +166,11 @@ class Uneven:
         order, starts = self._rounds
         slowest = [part[now[part].argmax()] for part in np.split(order, starts[1:])]
         helps = (gained[way, end][:, slowest] < gained[way, begin][:, slowest]).any(1)
+        # The stage that gives a piece must keep one.
         helps &= np.diff(cuts)[np.where(way, begin, end)] > 1
         way, begin, end = way[helps], begin[helps], end[helps]
         rounds, ranks, squares = self.judged(now + gained[way, end] - gained[way, begin])
+        # lexsort takes its last key as the first.
         for move in np.lexsort((squares, rounds)):
             then = cuts.copy()
             then[begin[move] + 1 : end[move] + 1] += -1 if way[move] else 1
@@ -184,6 +187,7 @@ def _first(keys: Sequence[Floats]) -> int:
     """Where the first key is least; where several are, the second one among them, and so on."""
     left = np.arange(len(keys[0]))
     for key in keys:
+        # Equal up to rounding, or the first key would always decide.
         left = left[key[left] <= key[left].min() * (1 + SAME)]
     return int(left[0])
 

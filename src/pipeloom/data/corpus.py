@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from pipeloom.errors import UserError
 
+# Below Python's standard library these are not its text: bytecode, and packages that differ from host to host.
 _NO_SOURCES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 
 
@@ -53,6 +54,7 @@ def list_sources(path: Path | None) -> list[Source]:
     Raises:
         UserError: there is no such file or folder, or it cannot be read.
     """
+    # Text that every machine has: a first run needs no download.
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     found = _walk(root) if root.is_dir() else iter([root])
     wanted = (file for file in found if path is not None or file.suffix == ".py")
@@ -60,6 +62,7 @@ def list_sources(path: Path | None) -> list[Source]:
         sources = [_source(file, root) for file in wanted]
     except OSError as error:
         _fail(root, error)
+    # File systems list folders in any order; the order of the documents is part of the tokens.
     return sorted((source for source in sources if source is not None), key=lambda source: source.name)
 
 
@@ -89,12 +92,14 @@ def fingerprint(documents: Sequence[Document]) -> str:
     """SHA-256 of the names and contents of all documents, as hexadecimal digits."""
     total = hashlib.sha256()
     for document in documents:
+        # A hash of lines, as sha256sum writes them: a boundary between two files cannot move without changing it.
         total.update(f"{hashlib.sha256(document.content).hexdigest()}  {document.name}\n".encode())
     return total.hexdigest()
 
 
 def shuffled(documents: Sequence[Document]) -> list[Document]:
     """The documents in an order that looks random and depends on their names only."""
+    # By a hash and not by a seeded shuffle: a document that is added leaves the order of the others as it was.
     return sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
 
 
@@ -114,9 +119,11 @@ def split_documents(documents: Sequence[Document], validation_fraction: float) -
     budget = validation_fraction * sum(len(document.content) for document in documents)
     kept, left = set(), budget
     for document in shuffled(documents):
+        # Whole documents: a cut one would have its beginning in the training text, and validation would be too easy.
         if len(document.content) <= left:
             kept.add(document.name)
             left -= len(document.content)
+    # The caller then cuts the tokens: half of the wanted share is still a validation, a few bytes are none.
     if left > budget / 2:
         kept = set()
     training = [document for document in documents if document.name not in kept]
@@ -129,13 +136,16 @@ def _walk(root: Path) -> Iterator[Path]:
     def fail(error: OSError) -> NoReturn:
         raise error
 
+    # Without onerror, os.walk skips folders that it cannot read, and the run would train on less text.
     for folder, folders, files in os.walk(root, onerror=fail):
+        # In place: os.walk goes on into what is left in this list.
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _NO_SOURCES]
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
 def _source(file: Path, root: Path) -> Source | None:
     """A file's entry; None for what is not a regular file (or leads nowhere)."""
+    # A broken link in a folder is not text; as the corpus itself it is an error, which stat raises.
     if file != root and not file.exists():
         return None
     status = file.stat()

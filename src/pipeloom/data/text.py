@@ -45,7 +45,9 @@ from pipeloom.terminal.words import count
 
 _FORMAT = 3
 """Part of the cache key; raise it when the same text and settings give other tokens or other files."""
+# More text takes longer and hardly changes the merges.
 _BPE_SAMPLE_BYTES = 8_000_000
+# bincount makes an int64 copy: 32 MiB at a time, not four times the tokens' file.
 _COUNT_AT_ONCE = 1 << 22
 _BYTES = ByteTokenizer().to_json().encode()
 _VALIDATION_SEED = 0
@@ -74,6 +76,7 @@ class TokenWindows:
         self.tokens = tokens
         self.seq_len = seq_len
         self.num_windows = len(tokens) // size
+        # Still a view of the file in memory: only the rows of a batch are read.
         self._windows = tokens[: self.num_windows * size].reshape(self.num_windows, size)
         self._seed = seed
 
@@ -88,6 +91,7 @@ class TokenWindows:
         Returns:
             Tokens, int64 [batch_size, seq_len + 1]: inputs are ``[:, :-1]``, targets are ``[:, 1:]``.
         """
+        # A run that was resumed with another batch size goes on behind the windows that were read.
         first = skipped + index * batch_size
         rows = [self._row(number) for number in range(first, first + batch_size)]
         return np.asarray(self._windows[rows], dtype=np.int64)
@@ -133,6 +137,7 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
         UserError: the text is missing, unreadable or too short; the cache folder cannot be written; byte-pair
             encoding is wanted and its library is missing; or the given tokenizer is not the one of ``config``.
     """
+    # Before the text is read: a library that is missing should not cost minutes first.
     if config.known_tokenizer == "bpe":
         require_bpe()
     given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
@@ -161,6 +166,7 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab_size: int) -> 
     Returns:
         Nats a token.
     """
+    # Each count one higher (Laplace): a token that only the validation text has would have an infinite loss.
     log_shares = np.log((_counts(train, vocab_size) + 1) / (len(train) + vocab_size))
     return -float(_counts(validation, vocab_size) @ log_shares) / len(validation)
 
@@ -168,7 +174,10 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab_size: int) -> 
 @lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num_windows: int) -> npt.NDArray[np.int64]:
     """An epoch's order of windows. Only numpy's raw bits are used: they are the same in all of its versions."""
+    # NumPy keeps the bits of its generators over versions, but not what shuffle and permutation make of them (NEP 19).
+    # Seeds are numbers of 64 bits, since SeedSequence takes none below 0.
     bits = np.random.PCG64([seed % (1 << 64), epoch]).random_raw(num_windows)
+    # Stable: two equal numbers have one order in every version and on every machine.
     return np.argsort(bits, kind="stable")
 
 
@@ -199,6 +208,7 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokeniz
     """The cache entry of a corpus and a tokenizer, written now if it is not there."""
     folder = _cache_folder(config) / _key(config, sources, None)
     summary = _read_summary(folder)
+    # The entry without a given tokenizer serves if it was made with the same one, as in a run that resumes here.
     if given is not None and (summary is None or summary.tokenizer_sha256 != _sha256(given)):
         folder = _cache_folder(config) / _key(config, sources, given)
         summary = _read_summary(folder)
@@ -217,6 +227,7 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokeniz
 def _cache_folder(config: DataConfig) -> Path:
     if config.cache is not None:
         return config.cache
+    # The XDG base directory specification: an empty variable counts as unset.
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeloom"
 
 
@@ -257,6 +268,7 @@ def _key(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None)
         "tokenizer": config.known_tokenizer,
         "vocab_size": config.bpe_vocab_size if config.known_tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
+        # Times and sizes, not contents: a start would otherwise read the whole corpus to find that nothing changed.
         "files": [(str(source.path.resolve()), source.num_bytes, source.mtime_ns) for source in sources],
     }
     if given is not None:
@@ -269,12 +281,14 @@ def _read_summary(folder: Path) -> _Summary | None:
     try:
         summary = _Summary(**json.loads((folder / "summary.json").read_text(encoding="utf-8")))
         num_bytes = (folder / "tokens.bin").stat().st_size
+        # An entry of bytes has no file: its tokenizer is always the same.
         trained = (folder / TOKENIZER).read_bytes() if (folder / TOKENIZER).exists() else _BYTES
     except (OSError, ValueError, TypeError):
         return None
     if hashlib.sha256(trained).hexdigest() != summary.tokenizer_sha256:
         return None
     width = np.dtype(token_dtype(summary.vocab_size)).itemsize
+    # A full disk or a kill may leave a shorter file under the right name.
     return summary if num_bytes == width * (summary.train_tokens + summary.validation_tokens) else None
 
 
@@ -282,6 +296,7 @@ def _write_entry(
     folder: Path, documents: Sequence[Document], config: DataConfig, given: Tokenizer | None, num_skipped: int
 ) -> _Summary:
     """Write a complete entry beside its place, then move it there."""
+    # A name of its own: several processes may tokenize the same text at the same time.
     draft = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     draft.mkdir(parents=True)
     try:
@@ -299,6 +314,7 @@ def _move_entry(draft: Path, folder: Path, summary: _Summary) -> _Summary:
     if folder.exists() and _read_summary(folder) is None:
         shutil.rmtree(folder)
     try:
+        # Fails on a folder that has files: then another process has put its entry there first.
         draft.replace(folder)
     except OSError:
         existing = _read_summary(folder)
@@ -319,7 +335,9 @@ def _fill_entry(
     with (folder / "tokens.bin").open("wb") as file:
         train_tokens = _write_tokens(file, training, tokenizer)
         validation_tokens = _write_tokens(file, validation, tokenizer)
+    # Too few documents to keep a whole one: the end of the text is kept instead.
     if not validation:
+        # At least one token on each side: the unigram loss is a mean over those of validation.
         validation_tokens = min(max(round(config.validation_fraction * train_tokens), 1), train_tokens - 1)
         train_tokens -= validation_tokens
     tokens = np.memmap(folder / "tokens.bin", token_dtype(tokenizer.vocab_size), mode="r")
@@ -344,6 +362,7 @@ def _new_tokenizer(documents: Sequence[Document], config: DataConfig) -> Tokeniz
         return ByteTokenizer()
     sample: list[bytes] = []
     left = _BPE_SAMPLE_BYTES
+    # The sorted order would sample the first folders of the corpus alone.
     for document in shuffled(documents):
         sample.append(document.content[:left])
         left -= len(sample[-1])
@@ -357,6 +376,7 @@ def _write_tokens(file: BinaryIO, documents: Sequence[Document], tokenizer: Toke
     dtype, num_tokens = token_dtype(tokenizer.vocab_size), 0
     end = np.array([tokenizer.end_of_text], dtype)
     for document in documents:
+        # After each document: attention runs over the border, and the token is how the model learns that there is one.
         ids = np.concatenate([tokenizer.encode(document.content).astype(dtype, copy=False), end])
         file.write(ids.tobytes())
         num_tokens += len(ids)

@@ -20,6 +20,7 @@ TokenArray = npt.NDArray[np.int64] | npt.NDArray[np.uint32] | npt.NDArray[np.uin
 """Tokens, [tokens]; the type is as wide as the vocabulary needs, or int64."""
 
 _END_OF_TEXT = "<|endoftext|>"
+# Blocks of this size keep all cores busy with a batch of 256, which is 4 MiB of text and its tokens in memory.
 _BLOCK_BYTES = 16 * 1024
 _BLOCKS_AT_ONCE = 256
 
@@ -52,6 +53,7 @@ class Tokenizer(Protocol):
 
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The narrowest type, of two, that a vocabulary's tokens fit into."""
+    # Half of the disk and of the page cache; numpy has no 24 bits.
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
@@ -63,6 +65,7 @@ class ByteTokenizer:
 
     def encode(self, text: bytes) -> TokenArray:
         """Any bytes to tokens, [bytes]."""
+        # Not uint8: end of text is 256.
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -72,6 +75,7 @@ class ByteTokenizer:
     def to_json(self) -> str:
         """As in :class:`Tokenizer`: byte-pair encoding without merges, whose tokens have the numbers of the bytes."""
         end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        # No space in front: a text has to come back as it was.
         by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
         tree = {
             "version": "1.0",
@@ -91,6 +95,7 @@ class ByteTokenizer:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": False,
+                # Each byte is a letter of its own and no merge joins any, so the library gives each byte its number.
                 "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
                 "merges": list[str](),
             },
@@ -116,6 +121,7 @@ class BpeTokenizer:
         self._encoding, self._text = encoding, text
         self.end_of_text: int = end_of_text
         self.vocab_size: int = encoding.get_vocab_size()
+        # The embedding has a row for each of 0..vocab_size-1; tokenizers of other programs may leave gaps.
         if max(encoding.get_vocab().values()) >= self.vocab_size:
             raise UserError(f"expected a tokenizer whose tokens are 0..{self.vocab_size - 1}, found larger ones")
 
@@ -143,6 +149,7 @@ class BpeTokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[_END_OF_TEXT],
+            # All 256 bytes, also those that the sample does not have: any text can be encoded then.
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
@@ -174,6 +181,7 @@ class BpeTokenizer:
         dtype = token_dtype(self.vocab_size)
         blocks, parts = _blocks(text), [np.empty(0, dtype)]
         for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
+            # The fast form leaves out the offsets of tokens in the text, which nobody reads.
             encoded = self._encoding.encode_batch_fast(blocks[first : first + _BLOCKS_AT_ONCE])
             parts += [np.array(block.ids, dtype) for block in encoded]
         return np.concatenate(parts)
@@ -202,6 +210,7 @@ def _blocks(text: bytes) -> list[str]:
     blocks: list[str] = []
     begin = 0
     while begin < len(text):
+        # Behind a newline, a byte that is never inside a longer character of UTF-8, so no character is cut.
         end = text.find(b"\n", begin + _BLOCK_BYTES) + 1 or len(text)
         blocks.append(text[begin:end].decode(errors="replace"))
         begin = end
@@ -210,6 +219,7 @@ def _blocks(text: bytes) -> list[str]:
 
 def _byte_letters() -> list[str]:
     """The character that byte-level tokenizers write for each byte: itself if it is visible, else one above 255."""
+    # As in GPT-2's bytes_to_unicode, which the library and its files use: the numbers must be the same.
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in visible]
     return [chr(byte) if byte in visible else chr(256 + others.index(byte)) for byte in range(256)]

@@ -63,6 +63,7 @@ class TokenSlices:
         Dim 1 has the tokens, all or one rank's share of them.
         """
         batch, tokens, *rest = whole.shape
+        # With sequence parallelism `tokens` is a rank's share; a slice has the same share of its own tokens.
         return TensorSpec((batch, tokens * self.lengths[number] // self.num_tokens, *rest), whole.dtype)
 
     def cut(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

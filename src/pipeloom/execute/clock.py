@@ -57,6 +57,7 @@ class CudaClock:
 
         self._device = torch.device("cuda", device)
         self._origin = self.mark()
+        # The event and the host's clock are read when nothing is under way, so that they mean one moment.
         torch.cuda.synchronize(self._device)
         self._origin_s = time.perf_counter()
 
@@ -64,6 +65,7 @@ class CudaClock:
         """An event behind all work issued so far."""
         import torch
 
+        # Without timing, events are cheaper, but have no elapsed_time.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -80,4 +82,5 @@ class CudaClock:
 
     def seconds(self, mark: Mark) -> float:
         """Host seconds, through the event that was taken when the clock was made."""
+        # elapsed_time is in milliseconds.
         return self._origin_s + self._origin.elapsed_time(mark) / 1000

@@ -145,6 +145,7 @@ class WaitingStreamLane(ThreadLane):
         """Queue a job."""
         import torch
 
+        # Recorded here, on the rank's thread: the lane's thread runs later, when more compute may have been issued.
         behind, under_way = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedJob()
         return self._put(self._ordered(job, behind, under_way), under_way)
 
@@ -190,6 +191,7 @@ class StreamLane:
         """Issue a job on the stream."""
         import torch
 
+        # What the job reads was made by compute that is issued, not done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin = self._clock.mark()
@@ -228,9 +230,9 @@ class Neighborhood:
     def __init__(self) -> None:
         self._lanes: list[PolledLane] = []
 
-    def lane(self, clock: Clock, *, is_eager: bool = False) -> "PolledLane":
-        """A new lane of a rank, on which a job goes on at once as far as it gets if it is eager."""
-        self._lanes.append(PolledLane(clock, self.push, is_eager=is_eager))
+    def lane(self, clock: Clock) -> "PolledLane":
+        """A new lane of a rank."""
+        self._lanes.append(PolledLane(clock, self.push))
         return self._lanes[-1]
 
     def push(self) -> None:
@@ -240,12 +242,11 @@ class Neighborhood:
 
 
 class PolledLane:
-    """A lane that advances when somebody looks; see ``Neighborhood``."""
+    """A lane that advances when a job is added or looked at on any lane; see ``Neighborhood``."""
 
-    def __init__(self, clock: Clock, push: Callable[[], None], *, is_eager: bool = False) -> None:
+    def __init__(self, clock: Clock, push: Callable[[], None]) -> None:
         self._clock = clock
         self._push = push
-        self._is_eager = is_eager
         self._jobs: deque[tuple[Job, _PolledJob]] = deque()
         self._finish: Finish | None = None
 
@@ -253,8 +254,7 @@ class PolledLane:
         """Queue a job."""
         under_way = _PolledJob(self._push)
         self._jobs.append((job, under_way))
-        if self._is_eager:
-            self._push()
+        self._push()
         return under_way
 
     def close(self) -> None:

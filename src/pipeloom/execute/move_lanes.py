@@ -53,7 +53,7 @@ class InProcessMoveLanes:
 
     def service(self, name: str) -> Lane:  # noqa: ARG002  nobody sees its name
         """A lane for what is done for another rank."""
-        return self._lanes.lane(self._clock, is_eager=True)
+        return self._lanes.lane(self._clock)
 
 
 class ProcessMoveLanes:

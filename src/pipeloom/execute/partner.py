@@ -1,13 +1,11 @@
 """What a rank does for one that evicts to it, and what the two tell each other."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from pipeloom.execute.collectives import Job
-from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
+from pipeloom.execute.parts.part import Service
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Evictions, Wires
 from pipeloom.schedule import Action
@@ -28,18 +26,6 @@ def key_of(action: Action) -> tuple[int, int, int]:
 
 def _behind(messages: tuple[tuple[int, int], ...]) -> int:
     return messages[-1][1] if messages else 0
-
-
-class Service(NamedTuple):
-    """A job of a step that no action of the rank's row stands for.
-
-    Attributes:
-        what: it is, for people.
-        job: under way.
-    """
-
-    what: str
-    job: JobUnderWay
 
 
 class Served:

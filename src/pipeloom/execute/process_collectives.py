@@ -64,6 +64,7 @@ def _own_group(groups: Sequence[Sequence[int]], world: World, timeout: timedelta
             assert isinstance(group, dist.ProcessGroup)
             kind = NcclGroup if backend == "nccl" else GlooGroup
             own = kind(group, ranks, ranks.index(world.rank))
+    # Connections are made now, in one order on all ranks, and not in the first step.
     own.all_reduce(torch.zeros(1, device=world.device))()
     return own
 
@@ -112,6 +113,7 @@ class GlooGroup(NcclGroup):
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], index: int) -> None:
         super().__init__(group, ranks, index)
         self._received: Tensor | None = None
+        # Each begins with its own neighbor, so that not all send to the same rank first.
         self._others = [(index + step) % self.size for step in range(1, self.size)]
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
@@ -129,6 +131,7 @@ class GlooGroup(NcclGroup):
 
         def finish() -> bool:
             arrive()
+            # In one call and one order, so that the sum has the same bits in every run.
             torch.sum(received, 0, out=shard)
             return True
 
@@ -171,6 +174,7 @@ def _peer_errors(peers: Sequence[int]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         one = f"process {peers[0]}" if len(peers) == 1 else f"one of processes {', '.join(map(str, peers))}"
+        # gloo has no type for a timeout; its texts begin with a file and a line in brackets.
         if "timed out" in str(error).lower():
             raise StallError(f"{one} did not come in time: {str(error).rpartition('] ')[2]}") from error
         raise PeerLostError(f"{one} went away: {error}") from error

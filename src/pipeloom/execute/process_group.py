@@ -127,6 +127,7 @@ class ProcessGroupTransport:
 
     def send(self, tensor: Tensor, peer: int) -> Transfer:
         """Start sending a tensor."""
+        # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
         tensor = tensor.contiguous()
         if self._device.type == "cuda":
             group, process = self._groups[self._rank, peer], self._process_of[peer]
@@ -219,6 +220,7 @@ class _Lane:
         """Post a send or a receive of a tensor."""
         asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
         try:
+            # Tag 0 for all: a lane's transfers are matched by their order.
             work = self._post([tensor], self._process, 0)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self._peer} went away: {error}") from error
@@ -242,6 +244,7 @@ class _Lane:
                     self._front.release()
         finally:
             self._is_wanted = False
+        # The thread has left the lane to this one meanwhile, and has to be woken for what is still open.
         if self._open:
             self._rounds.announce()
         return True

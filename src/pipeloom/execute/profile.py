@@ -16,9 +16,9 @@ from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.data_parallel import DataParallel, finish
 from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.parts.data_parallel import DataParallel, finish
+from pipeloom.execute.stage import Objective, Portion, Stage
 from pipeloom.execute.timing import now
 from pipeloom.execute.transport import Transfer, Transport
 from pipeloom.execute.transport import finish as finish_transfer
@@ -233,7 +233,7 @@ def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout
     if collectives.has(Kind.REDUCE_GRAD):
 
         def reduce() -> JobUnderWay:
-            parallel.begin(trains=True)
+            parallel.reset(trains=True)
             parallel.before_backward(stage)
             return parallel.reduce(stage)
 
@@ -302,15 +302,15 @@ def stage_runner(
     def run() -> Times:
         begin = now(device)
         for number in range(held):
-            stage.forward(Part(number), tensor, objective if is_last else None, trains=True)
+            stage.forward(Portion(number), tensor, objective if is_last else None, trains=True)
         forward_s = now(device) - begin
-        backward_s = [time_backward(stage, Part(number), gradient, device) for number in range(held)]
+        backward_s = [time_backward(stage, Portion(number), gradient, device) for number in range(held)]
         return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
 
     return run
 
 
-def time_backward(stage: Stage, part: Part, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
+def time_backward(stage: Stage, part: Portion, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
     """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
     begin = now(device)
     if not stage.splits:

@@ -9,9 +9,9 @@ from torch import Tensor
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import moved
 from pipeloom.execute.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.profile import Profile, Times, time_backward, timed
-from pipeloom.execute.stage import Objective, Part, Stage
+from pipeloom.execute.stage import Objective, Portion, Stage
 from pipeloom.execute.timing import now
 from pipeloom.execute.world import World
 from pipeloom.workload.layout import Layout
@@ -82,9 +82,11 @@ def _time(
         forward_s: list[float] = []
         for number in numbers:
             begin = now(device)
-            stage.forward(Part(0, number), inputs[number], objective if is_last else None, trains=True)
+            stage.forward(Portion(0, number), inputs[number], objective if is_last else None, trains=True)
             forward_s.append(now(device) - begin)
-        backward_s = [time_backward(stage, Part(0, number), gradients[number], device) for number in reversed(numbers)]
+        backward_s = [
+            time_backward(stage, Portion(0, number), gradients[number], device) for number in reversed(numbers)
+        ]
         times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
     return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]
 

@@ -113,6 +113,7 @@ class Parcel:
         return saved_tensors_hooks(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> "_Handle | Tensor":
+        # Subclasses and sparse tensors are more than a view of one storage.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -132,6 +133,7 @@ class Parcel:
         """After the forward, with the stage's input and output: see what moves."""
         given, made = (one.untyped_storage()._cdata for one in (tensor, output))  # noqa: SLF001
         device = output.device
+        # A stage may return a view of its input, whose storage others still have.
         own = {made, given} if self._owns_input else {made} - {given}
         moving = []
         for name, box in self._by_storage.items():
@@ -215,6 +217,7 @@ def hollow(tensor: Tensor, output: Tensor) -> "tuple[Tensor, Tensor | GradientEd
         tensor: the input; a leaf of the graph loses its memory, and gets its gradient all the same.
         output: of which the place in the graph is kept; all of a scalar, which the backward starts from.
     """
+    # A shape over one element: its bytes are still counted when the backward takes it.
     hollowed = tensor.new_empty(()).expand(tensor.shape)
     if tensor.requires_grad:
         tensor.data = hollowed

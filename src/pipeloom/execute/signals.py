@@ -96,6 +96,7 @@ class StopSignals:
         """Begin to notice signals."""
         if self._grace_s > 0 and threading.current_thread() is threading.main_thread():
             self._reader, self._writer = os.pipe()
+            # set_wakeup_fd requires it: a signal handler must not wait for room in the pipe.
             os.set_blocking(self._writer, False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             self._handlers = _handled(_noted)
@@ -142,6 +143,7 @@ class StopSignals:
         while True:
             ready, _, _ = select.select([self._reader], (), (), self._left_s())
             if not ready:
+                # select returned with nothing to read: the grace is over.
                 self._end(f"the run did not end in order within {self._grace}; it ends at once")
             for number in os.read(self._reader, 64):
                 if number == _LEFT:
@@ -174,6 +176,7 @@ class StopSignals:
             if why:
                 self._say(why)
             self._last_words(self._first)
+        # Not sys.exit, which raises in this thread alone; 128 + number is how shells report a signal.
         os._exit(128 + self._first)
 
 

@@ -20,7 +20,7 @@ Objective = Callable[[Tensor, int], Tensor]
 micro-batches are cut, their slices are counted through: the number is micro-batch x slices + slice."""
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """What a stage runs at once: a micro-batch, or a slice of its tokens."""
 
     microbatch: int
@@ -110,9 +110,9 @@ class Stage:
         self.splits = splits
         if splits:
             defer(module)
-        self._kept: dict[Part, tuple[Tensor, Tensor | GradientEdge]] = {}
-        self._inputs: dict[Part, Callable[[], Tensor]] = {}
-        self._pending: dict[Part, Pending] = {}
+        self._kept: dict[Portion, tuple[Tensor, Tensor | GradientEdge]] = {}
+        self._inputs: dict[Portion, Callable[[], Tensor]] = {}
+        self._pending: dict[Portion, Pending] = {}
         self._slices = slices
         self._caches: dict[int, KeyValueCache] = {}
         self.held_bytes = 0
@@ -130,7 +130,7 @@ class Stage:
 
     def forward(
         self,
-        part: Part,
+        part: Portion,
         tensor: Tensor,
         objective: Objective | None,
         *,
@@ -158,7 +158,7 @@ class Stage:
         return output
 
     def _forward(
-        self, part: Part, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
+        self, part: Portion, tensor: Tensor, objective: Objective | None, *, trains: bool, parcel: Parcel | None = None
     ) -> Tensor:
         with torch.set_grad_enabled(trains), nullcontext() if parcel is None else parcel.saving():
             if trains and (self._needs_input_gradient or (self.splits and tensor.is_floating_point())):
@@ -174,7 +174,7 @@ class Stage:
             self.held_bytes += tensor.nbytes
         return result
 
-    def _run(self, part: Part, tensor: Tensor) -> Tensor:
+    def _run(self, part: Portion, tensor: Tensor) -> Tensor:
         """The module's output, as agreed."""
         what = f"the output of stage {self.index} for micro-batch {part.microbatch}"
         if self._slices is None:
@@ -190,7 +190,7 @@ class Stage:
         return output
 
     def forward_once(
-        self, part: Part, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
+        self, part: Portion, tensor: Tensor, objective: Objective | None, parcel: Parcel | None = None
     ) -> Tensor:
         """As ``forward`` for a part that ``recompute`` runs again: only the input is kept, which a parcel may take."""
         output = self._forward(part, tensor, objective, trains=False)
@@ -198,13 +198,13 @@ class Stage:
         self.held_bytes += tensor.nbytes
         return output
 
-    def recompute(self, part: Part, objective: Objective | None, parcel: Parcel | None = None) -> None:
+    def recompute(self, part: Portion, objective: Objective | None, parcel: Parcel | None = None) -> None:
         """Run a part forward again, after ``forward_once``, and keep what its backward needs; see ``forward``."""
         tensor = self._inputs.pop(part)()
         self.held_bytes -= tensor.nbytes
         self._forward(part, tensor, objective, trains=True, parcel=parcel)
 
-    def backward(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
         """Run a part of the batch backward; gradients add to the parameters' ``grad``.
 
         Args:
@@ -219,10 +219,11 @@ class Stage:
             self.backward_weight(part)
             return made
         tensor, output, gradient = self._take(part, gradient)
+        # The arguments that torch.autograd.backward passes.
         run_backward((output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         return self._made(part, tensor.grad)
 
-    def backward_input(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+    def backward_input(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
         """The first half of ``backward``: the gradient of the input. Nothing adds to the parameters' ``grad`` yet.
 
         What autograd kept is freed. Until the second half the inputs of the layers that defer and the gradients of
@@ -235,7 +236,7 @@ class Stage:
         self.pending_bytes += pending.size
         return self._made(part, own)
 
-    def backward_weight(self, part: Part) -> None:
+    def backward_weight(self, part: Portion) -> None:
         """The second half of ``backward``: gradients add to the parameters' ``grad``. Weights need not be here."""
         pending = self._pending.pop(part)
         self.pending_bytes -= pending.size
@@ -244,7 +245,7 @@ class Stage:
             for one in pending.filed:
                 one.add()
 
-    def _take(self, part: Part, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
+    def _take(self, part: Portion, gradient: Tensor | None) -> tuple[Tensor, Tensor | GradientEdge, Tensor]:
         """What is kept of a part, which then is not any more: input, output, and the output's gradient."""
         tensor, output = self._kept.pop(part)
         self.held_bytes -= tensor.nbytes
@@ -254,8 +255,9 @@ class Stage:
             gradient = torch.ones_like(output)
         return tensor, output, gradient
 
-    def _made(self, part: Part, gradient: Tensor | None) -> Tensor | None:
+    def _made(self, part: Portion, gradient: Tensor | None) -> Tensor | None:
         """The gradient of a part's input, if somebody waits for it."""
+        # Slices go back in reverse, so the first one is the last that needs keys and values.
         if part.slice == 0:
             self._caches.pop(part.microbatch, None)
         if not self._needs_input_gradient:

@@ -9,7 +9,7 @@ what is moved, freed and counted is the same.
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -55,8 +55,10 @@ class _Home:
         if folder is not None:
             with NamedTemporaryFile(dir=folder) as file:  # loses its name here, and its room with the mapping
                 _take_room(file.fileno(), self.size, folder)
+                # Shared: what is written goes to the file, and the kernel may take the pages back under pressure.
                 self.rest = torch.from_file(file.name, shared=True, size=self.size, dtype=torch.uint8)
         else:
+            # Pinned: copies from pageable memory would wait on the host and could not run beside compute.
             self.rest = torch.empty(self.size, dtype=torch.uint8, pin_memory=self._is_cuda)
 
     @property
@@ -66,6 +68,7 @@ class _Home:
 
     def bring(self, *, with_values: bool) -> None:
         """Make room on the device; fill it, or leave what is there unknown."""
+        # The same storage object: parameters, and views that autograd keeps, stay valid.
         self._storage.resize_(self.size)
         if with_values:
             self._bytes.copy_(self.rest, non_blocking=True)
@@ -98,6 +101,7 @@ class StageStore:
     Attributes:
         budget: as given.
         peak_bytes: the most that were on the device at once since ``begin``.
+        settle: waits for the stages that are on their way out; see ``begin``.
     """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
@@ -109,6 +113,7 @@ class StageStore:
         self._homes: dict[int, dict[Content, list[_Home]]] = {}
         self._home_of: dict[int, _Home] = {}
         self._here: dict[int, Content] = {}
+        self.settle: Callable[[], None] = lambda: None
 
     def adopt(self, stage: int, weights: StageWeights) -> None:
         """Take a stage over, from the device to rest.
@@ -161,9 +166,13 @@ class StageStore:
         sizes = {part: sum(home.size for home in homes) for part, homes in self._homes[stage].items()}
         return Amounts(**{part.name.lower(): size for part, size in sizes.items() if part.name is not None})
 
-    def begin(self) -> None:
-        """Count the peak anew."""
-        self.peak_bytes = self._live_bytes
+    def begin(self, settle: Callable[[], None] = lambda: None) -> None:
+        """Before a step whose lanes move the stages: count the peak anew.
+
+        Args:
+            settle: waits for the stages that these lanes are moving out.
+        """
+        self.peak_bytes, self.settle = self._live_bytes, settle
 
     def bring(self, stage: int, held: Content, brought: Content) -> None:
         """Make room for some of a stage on the device, and fill some of that.
@@ -260,9 +269,9 @@ class LentMatrix:
     def collected(self) -> Iterator[Tensor]:
         """The gradient that was collected, on the device meanwhile.
 
-        It is not on its way: the borrower brings it for backwards alone, which are over, and its way out has been
-        waited for.
+        The borrower brings it for backwards alone, which are over; its way out is waited for here.
         """
+        self._store.settle()
         found = self._store.now(self._borrower, Content.LENT_GRADIENT, self.gradient)
         with self._store.room(self.gradient.nbytes if found is not self.gradient else 0):
             yield found.to(self.gradient.device)

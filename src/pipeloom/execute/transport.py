@@ -100,6 +100,7 @@ class InProcessTransport:
 
     def send(self, tensor: Tensor, peer: int) -> Transfer:
         """Leave a copy for ``peer``; done at once."""
+        # A copy, as over a network: the sender may drop or change its tensor when the send is done.
         self._post.edges[self._rank, peer].append(tensor.clone())
         transfer = InProcessTransfer(None, deque(), deque())
         transfer.finish(None)

@@ -34,6 +34,7 @@ class Turn:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        # Two, each released by one side alone, so that exactly one of both threads runs.
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._pending: Pending | None = None
         self._end: BaseException | None = None
@@ -71,6 +72,7 @@ class Turn:
         self._back.release()
         self._go.acquire()
         if self._is_left:
+            # Not an Exception: no handler of a rank's errors may catch it.
             raise _LeftError
 
     def _run(self) -> None:

@@ -109,5 +109,7 @@ class Vault:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
             if memory.is_cuda:
+                # The allocator knows the stream that made the memory; without this it
+                # could give it out again while this one reads.
                 memory.record_stream(torch.cuda.current_stream(device))
         return memory

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.profile import stage_runner
 from pipeloom.execute.stage import Objective, Stage
 from pipeloom.execute.world import World

@@ -53,6 +53,7 @@ class Watch:
         last, published = self._position(), None
         while not self._ended.wait(self._quiet_s):
             now = self._position()
+            # A rank that stands still writes once, and one that moves never.
             if now == last and now != published:
                 self._store.set(str(self._rank), now)
                 published = now

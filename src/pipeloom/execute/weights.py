@@ -80,6 +80,8 @@ class FlatOrder:
         ordered = sorted(parameters, key=place)  # stable: the module's order in each part
         shapes = {name: tuple(tensor.shape) for name, tensor in ordered}
         sizes = [sum(tensor.numel() for name, tensor in ordered if place((name, tensor)) == part) for part in range(4)]
+        # Four parts: split and decayed, replicated and decayed, replicated, split. Decayed ones end behind the second,
+        # and the replicated ones are the two in the middle.
         ends = list(accumulate(sizes))
         return cls(shapes, ends[1], slice(ends[0], ends[2]), -(-ends[3] // num_shards) * num_shards)
 
@@ -176,6 +178,7 @@ class StageWeights:
         if total is not None:
             assert parameter.grad is not None
             total.add_(parameter.grad)
+        # The narrow gradient is in the sum: kept, it would be added again with the next one.
         parameter.grad = None
 
     @property
@@ -195,6 +198,7 @@ class StageWeights:
 
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
+        # The storage and not the tensor: views that autograd saved in a forward are good again when it is filled.
         self.whole.untyped_storage().resize_(self._full_bytes)
         self.is_held = True
 

@@ -68,6 +68,7 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
         WorkerError: a worker failed or was killed.
         Interrupted: a signal ended the workers.
     """
+    # macOS offers fork, but its system libraries are not safe after one.
     method = "fork" if sys.platform == "linux" else "spawn"
     context = multiprocessing.get_context(method)
     with temporary_folder() as folder:
@@ -80,6 +81,7 @@ def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float 
                     place = {"rendezvous": folder / "rendezvous", "rank": rank, "num_ranks": num_ranks}
                     process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
                     process.start()
+                    # With the parent's copy open, the end of the worker would never be seen at the reader.
                     writer.close()
                     workers.append((process, reader))
                 return _supervise(workers, passed_on)
@@ -92,8 +94,11 @@ def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, r
     for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
         signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
     if sys.platform == "linux":
+        # prctl(2): the kernel kills this process when its parent ends, also by a SIGKILL that the parent cannot handle.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The library warns of threads that a fork has lost, unless this is set.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Warnings of PyTorch's C++ parts, from every worker, would cover the one message that matters.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
@@ -104,6 +109,7 @@ def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, r
     except BaseException as error:  # whatever it is, the parent reports it
         writer.send(describe(rank, error))
         status = 1
+    # os._exit flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # threads may hang in communication with ranks that are gone
@@ -127,6 +133,7 @@ def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: Pas
     open_ranks = set(range(len(workers)))
     deadline: float | None = None
     while open_ranks and (deadline is None or time.monotonic() < deadline):
+        # A fifth of a second: signals that were noted meanwhile are passed on by the loop.
         ready = wait([workers[rank][1] for rank in open_ranks], timeout=0.2)
         passed_on.check([process for process, _ in workers])
         for rank in [rank for rank in open_ranks if workers[rank][1] in ready]:

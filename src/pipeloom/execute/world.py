@@ -41,6 +41,7 @@ class World:
         Raises:
             PeerLostError: another process went away, or did not come in time; so do the methods below.
         """
+        # In float64 whole numbers stay exact up to 2 ** 53: parameters and votes are added up here as well.
         tensor = torch.tensor(numbers, dtype=torch.float64)
         with _peer_errors("numbers were added up"):
             dist.all_reduce(tensor, group=self.control)
@@ -74,6 +75,7 @@ class World:
 
     def leave(self) -> None:
         """Close all groups; every process calls it."""
+        # A group that one process destroys while others still use it ends their communication.
         self.wait_for_all()
         dist.destroy_process_group()
 
@@ -106,12 +108,14 @@ def join_launched(device_type: str, timeout_s: float) -> World:
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    # Launchers other than torchrun may not set it; their ranks are taken to be on one host.
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     return _join(store, rank, size, device_type, local_rank=local_rank, timeout_s=timeout_s)
 
 
 def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeout_s: float) -> World:
     """Join processes of one host that share a file; no port is needed."""
+    # Otherwise gloo resolves the host's name, which need not lead back to this host.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     store = dist.FileStore(str(store_file), size)
     return _join(store, rank, size, device_type, local_rank=rank, timeout_s=timeout_s)
@@ -119,11 +123,13 @@ def join_forked(store_file: Path, rank: int, size: int, device_type: str, timeou
 
 def _join(store: dist.Store, rank: int, size: int, device_type: str, *, local_rank: int, timeout_s: float) -> World:
     if device_type == "cuda":
+        # Before the group is made: NCCL takes the current device.
         torch.cuda.set_device(local_rank)
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     timeout = timedelta(seconds=timeout_s)
     backend = "nccl" if device_type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    # On the CPU whatever the device: numbers and objects need no stream, and never mix with the pipeline's messages.
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     return World(rank, size, device, store, control, timeout)

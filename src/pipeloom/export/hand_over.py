@@ -103,6 +103,7 @@ def hand_over(
     reasons = {target.name: tuple(target.problems(job)) for target in chosen}
     drafts = {target.name: target.make(job) for target in chosen if not reasons[target.name]}
     texts = {name: text for draft in drafts.values() for name, text in draft.files.items()}
+    # A script of an earlier call would start a run that the target now refuses.
     stale = {name for target in chosen for name in target.files} - set(texts)
     _write(folder, texts, stale)
     return HandedOver(
@@ -122,6 +123,7 @@ def hand_over(
 def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Before anything is written or removed, so that a refusal changes nothing.
         foreign = [name for name in sorted({*texts, *stale}) if not _may_go(folder / name)]
         if foreign:
             raise UserError(f"{folder} has files that are not of an earlier call: {', '.join(foreign)}; choose another")

@@ -51,6 +51,7 @@ class Job:
     @property
     def num_nodes(self) -> int:
         """Nodes that the run needs."""
+        # Rounded up: the last node may be used in part.
         return -(-self.config.layout.num_ranks // self.cluster.devices_per_node)
 
     @property
@@ -202,11 +203,13 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
     Raises:
         ConfigError: the configuration is wrong; all problems together.
     """
+    # The options of a command are a RunConfig with more fields, which a run file must not have.
     plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
     config, problems = with_model_sizes(plain)
     problems += config.problems(trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
+    # The layers of stages do not depend on the type, and no cluster has a rate for float64.
     is_priced = config.training.dtype is None or precision_of(config.training.dtype) is not None
     described = describe(config if is_priced else replace(config, training=replace(config.training, dtype=None)))
     config = with_dtype(config, cluster)
@@ -227,6 +230,7 @@ def training_problems(config: RunConfig) -> list[str]:
     elsewhere = replace(
         config,
         data=replace(config.data, path=None),
+        # These depend on files and on a compiler of the machine where the run will start, not of this one.
         checkpoint=replace(config.checkpoint, resume=None),
         training=replace(config.training, compile=False),
     )

@@ -14,6 +14,7 @@ from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import group_problems, is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
 from pipeloom.export.torchrun import about_ranks, start_of, variables
+from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
 PROGRAM = "Megatron-LM with Megatron Core 0.16"
@@ -48,6 +49,7 @@ def _problems(job: Job) -> list[str]:
 def _group_size(job: Job) -> int:
     """Micro-batches that go through one local stage before the next."""
     layout, schedule = job.config.layout, job.config.schedule
+    # Megatron-LM's nearest order: one group of all micro-batches (docs/decisions/0017).
     if schedule.family == "breadth-first":
         return layout.num_microbatches
     return schedule.group_size or layout.pp
@@ -138,7 +140,10 @@ def _other(job: Job) -> list[str]:
     found: list[str] = []
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
-    if not job.model.known_rope_theta.is_integer() and job.model.family == "llama":
+    family = MODELS[job.model.family]
+    if family.layer is not None:
+        found.append(f"model.family {job.model.family}: Megatron-LM is started with llama or gpt2 here")
+    if not job.model.known_rope_theta.is_integer() and family.is_rotary:
         found.append(f"model.rope_theta {job.model.rope_theta}: Megatron-LM takes a whole number")
     rising, steps = config.optimizer.known_lr_warmup_steps, config.training.known_steps
     if rising >= steps and not {"optimizer.lr_warmup_steps", "training.steps"} & set(unset(config)):
@@ -192,15 +197,17 @@ def _model(job: Job) -> list[Flag]:
         flag("--num-attention-heads", model.num_heads),
         flag("--seq-length", seq_len),
         flag("--max-position-embeddings", seq_len),
+        # Its default of 128 would pad the vocabulary, and the model would have other sizes.
         flag("--make-vocab-size-divisible-by", 1),
         *given("model.norm_eps", _FLAGS["model.norm_eps"], model.known_norm_eps, missing),
+        # Its defaults are 0.1; nothing is dropped here.
         flag("--attention-dropout", 0.0),
         flag("--hidden-dropout", 0.0),
         flag("--init-method-std", 0.02),
     ]
     if model.num_kv_heads != model.num_heads:
         flags += [flag("--group-query-attention"), flag("--num-query-groups", model.num_kv_heads)]
-    if model.family == "llama":
+    if MODELS[model.family].is_rotary:
         flags += [
             flag("--swiglu"),
             flag("--normalization", "RMSNorm"),
@@ -229,6 +236,7 @@ def _parallel(job: Job) -> list[Flag]:
 def layer_layout(layers_by_stage: tuple[int, ...]) -> str:
     """Stages as Megatron-LM writes them: ``E`` is the embedding, ``t`` a layer, ``L`` the head, ``|`` a boundary."""
     stages = ["t" if count == 1 else f"t*{count}" if count else "" for count in layers_by_stage]
+    # A stage of no layers has an empty place between two bars.
     return "|".join(["E" * (number == 0) + text for number, text in enumerate(stages)]) + "L"
 
 
@@ -262,6 +270,7 @@ def _recompute(job: Job) -> list[Flag]:
         return []
     if kinds == {"selective"}:
         return [flag("--recompute-granularity", "selective"), flag("--recompute-modules", "core_attn")]
+    # uniform with 1: each layer keeps its own input, as here.
     method, number = ("uniform", 1) if kinds == {"full"} else ("block", _first_layers_recomputed(job))
     return [
         flag("--recompute-granularity", "full"),
@@ -273,7 +282,9 @@ def _recompute(job: Job) -> list[Flag]:
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
     own = optimizer.values
+    # Gradients are added up in float32 here as well (docs/decisions/0012).
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
+    # Megatron-LM has no infinite limit.
     clip = 0.0 if math.isinf(optimizer.clip_grad_norm) else optimizer.clip_grad_norm  # 0 clips nothing
     return [
         *precision.get(job.dtype, []),
@@ -303,6 +314,7 @@ def _schedule(job: Job) -> list[Flag]:
     flags = [item for name, value in known.items() for item in given(name, _FLAGS[name], value, missing)]
     if "optimizer.lr" not in missing:
         flags.append(flag("--min-lr", rate * optimizer.lr_min_fraction))
+    # One evaluation, behind the last step, as here.
     if "training.steps" not in missing:
         flags += [flag("--eval-interval", steps), flag("--save-interval", config.checkpoint.every or steps)]
     return flags

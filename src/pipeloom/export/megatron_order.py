@@ -19,6 +19,7 @@ def order_of_rank(rank: int, pp: int, loops: int, num_microbatches: int, group_s
     forwards = [Action(Kind.FORWARD, stage, m) for group in groups for stage in local for m in group]
     backwards = [Action(Kind.BACKWARD, stage, m) for group in groups for stage in reversed(local) for m in group]
     to_end = pp - rank - 1
+    # As get_pp_rank_microbatches in Megatron-LM's schedules.py counts them.
     num_warmup = min(to_end if loops == 1 else 2 * to_end + (loops - 1) * group_size, len(forwards))
     yield from forwards[:num_warmup]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):

@@ -13,6 +13,7 @@ _SECONDS_BEFORE_LIMIT = 120
 """How long before the time limit the batch script gets its signal: time to end in order, and to be queued again."""
 _TO_QUEUE_S = 60
 """What of that is kept to queue the job again; Slurm itself may be that late with the signal."""
+# A job that fails each time must come to an end by itself.
 _MAX_RESTARTS = 3
 
 
@@ -28,13 +29,16 @@ def _make(job: Job) -> Draft:
     options = [
         "--job-name=pipeloom",
         f"--nodes={job.num_nodes}",
+        # torchrun starts the processes of its node itself.
         "--ntasks-per-node=1",
         *([f"--gpus-per-node={job.processes_per_node}"] if takes_gpus else []),
         "--exclusive",
         f"--time={job.time_limit}",
         "--output=slurm-%j.out",
+        # The same job number and file after a requeue; truncated, it would lose what was printed before.
         "--open-mode=append",
         "--requeue",
+        # B: to the batch script, which sends SIGTERM to the step; without it Slurm signals the steps alone.
         f"--signal=B:USR1@{_seconds_before_limit(job)}",
     ]
     about = [

@@ -34,6 +34,7 @@ def given(setting: str, name: str, value: object, missing: Collection[str]) -> l
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:
     """A bash array with a flag a line, quoted."""
+    # Quoted: a path may contain spaces, and a value must never become a command.
     lines = [" ".join([item.name, *map(shlex.quote, item.values)]) for item in flags]
     return "\n".join([f"{name}=(", *(f"  {line}" for line in lines), ")"])
 
@@ -76,6 +77,7 @@ def _wrapped(paragraph: str) -> list[str]:
         _WIDTH,
         initial_indent="# ",
         subsequent_indent=indent,
+        # Commands, paths and flags have to stay on one line to be copied.
         break_long_words=False,
         break_on_hyphens=False,
     )

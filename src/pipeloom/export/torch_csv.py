@@ -31,6 +31,7 @@ def format_torch_csv(schedule: Schedule) -> str:
     if schedule.level is Level.COMMUNICATION:
         schedule = add_reduce_grad(schedule)
     text = io.StringIO()
+    # The csv module ends lines with \r\n unless it is set.
     csv.writer(text, lineterminator="\n").writerows([[str(action) for action in row] for row in schedule.rows])
     return text.getvalue()
 
@@ -42,5 +43,6 @@ def parse_torch_csv(text: str) -> Schedule:
         ScheduleTextError: a cell is no action, or the rows name no placement.
         ScheduleError: the rows break a rule.
     """
+    # PyTorch writes an empty cell where a rank is idle; here a row is an order without times.
     lines = [[cell for cell in cells if cell.strip()] for cells in csv.reader(io.StringIO(text))]
     return schedule_from_cells([cells for cells in lines if cells])

@@ -112,6 +112,7 @@ def _differences(job: Job) -> tuple[str, ...]:
             "after the signal; where yours has it, add --shutdown-timeout"
         )
     training = config.training
+    # Not changed here: a prediction for GPUs may be tried on CPUs first.
     if job.has_gpus and training.device == "cpu":
         found.append(
             f"training.device is cpu, although the devices of {job.cluster.name} are {job.cluster.device.name}; "

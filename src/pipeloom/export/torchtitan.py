@@ -53,8 +53,8 @@ def _model_problems(job: Job) -> list[str]:
     found: list[str] = []
     if job.model.family != "llama":
         found.append(
-            f"model.family {job.model.family}: torchtitan has no model with LayerNorm, learned positions and GELU; "
-            "use llama"
+            f"model.family {job.model.family}: torchtitan is started with models of RMSNorm, rotary positions and "
+            "SwiGLU here; use llama"
         )
     if job.dtype not in ("fp32", "bf16"):
         found.append(f"weights and activations in {job.dtype}: torchtitan takes bf16 or fp32")
@@ -121,6 +121,8 @@ def _reads_csv(job: Job) -> bool:
 
 def _flags(job: Job) -> list[Flag]:
     config, layout = job.config, job.config.layout
+    # torchtitan's local batch is what one forward of the loop takes: with a pipeline all of its micro-batches, without
+    # one a micro-batch, and the rest of the global batch is accumulated.
     num_microbatches = layout.num_microbatches if layout.pp > 1 else 1
     replicate = layout.dp // layout.shard_size
     flags = [
@@ -140,6 +142,7 @@ def _flags(job: Job) -> list[Flag]:
         flags += _pipeline_flags(job)
     if config.training.compile:
         flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
+    # Its checkpoints come by steps alone; those by the clock have no counterpart.
     if config.checkpoint.every is not None:
         flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
     return flags

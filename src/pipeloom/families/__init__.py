@@ -19,6 +19,7 @@ from pipeloom.families.family import (
     make_schedule,
 )
 
+# Importing a module registers its families, so that a new file needs no entry in a list.
 for _module in pkgutil.iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 

@@ -36,6 +36,8 @@ def breadth_first(request: Request) -> Rows:
     for rank in range(request.placement.num_ranks):
         stages = request.local_stages(rank)
         forwards = Row.grid(Kind.FORWARD, stages, microbatches)
+        # Ascending micro-batches, not the reverse: then every edge and every
+        # stored input is first in, first out (decision 3).
         backwards = Row.grid(Kind.BACKWARD, stages[::-1], microbatches)
         rows.append(forwards + backwards)
     return Rows(rows, [sum(held) for held in _all_inputs(request)])
@@ -47,4 +49,5 @@ def forward_only(request: Request) -> Rows:
     microbatches = range(request.num_microbatches)
     ranks = range(request.placement.num_ranks)
     rows = [Row.grid(Kind.FORWARD, request.local_stages(rank), microbatches) for rank in ranks]
+    # A forward without a backward keeps nothing: one input at a time is enough.
     return Rows(rows, [1] * len(rows))

@@ -78,6 +78,7 @@ def _problems(answer: Any) -> Iterator[str]:
 
 
 def _row_problems(rank: int, row: Any) -> Iterator[str]:
+    # Arrays of numbers: there is nothing else they could hold, and a look at each would take longer than the rule.
     if isinstance(row, Row):
         return
     if not _is_list(row):
@@ -93,10 +94,12 @@ def _is_action(found: Any) -> bool:
     if not isinstance(found, Action) or not isinstance(found.kind, Kind):
         return False
     numbers = (found.stage, found.slice) if found.microbatch is None else (found.stage, found.microbatch, found.slice)
+    # The type first: the check of an abstract class is slow, and rows have millions of actions.
     return all(type(number) is int or _is_whole(number) for number in numbers)
 
 
 def _is_whole(found: Any) -> bool:
+    # numpy's integers are Integral; so is bool, which is a mistake as a stage.
     return isinstance(found, Integral) and not isinstance(found, bool)
 
 
@@ -106,6 +109,7 @@ def _is_list(found: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
+        # A stranger's repr may raise anything, and its fault is not the one to report.
         text = repr(value)
     except Exception:
         text = f"a {type(value).__name__}"

@@ -55,6 +55,7 @@ def climb(ground: Ground, start: Woven, tries: int, seed: int) -> Woven:
         following = [*orders[:rank], row, *orders[rank + 1 :]]
         judged = ((ground.merit(woven), woven) for woven in _woven(ground, following))
         there, found = min(judged, key=itemgetter(0), default=(inf, start))
+        # Equally good orders are taken too: most single moves change nothing, and several of them may.
         if there > here:
             continue
         orders, here = following, there
@@ -71,6 +72,7 @@ def _changed(row: Row, chance: Random) -> Row | None:
         return None
     passed = slice(min(source, target), max(source, target) + 1)
     same = (row.stage[passed] == row.stage[source]) & (row.microbatch[passed] == row.microbatch[source])
+    # A gradient cannot come before its forward; every other order is left to the clock to refuse.
     if same.sum() > 1:
         return None
     places = [place for place in range(len(row)) if place != source]
@@ -81,6 +83,7 @@ def _changed(row: Row, chance: Random) -> Row | None:
 def _woven(ground: Ground, orders: Sequence[Row]) -> Iterator[Woven]:
     """With each clock, where the orders wait for nothing that never comes and have room."""
     for clock in ground.clocks:
+        # An order that waits for itself is a change that is not taken.
         try:
             yield weave(orders, ground.placement, ground.room, clock)
         except ScheduleError:

@@ -20,7 +20,7 @@ from pipeloom.terminal.words import count, format_bytes, unknown_name
 
 @dataclass(frozen=True)
 class Request:
-    """What a family is asked for.
+    """The sizes for which a family makes rows.
 
     Attributes:
         placement: stage -> pipeline rank.
@@ -53,7 +53,7 @@ Rule = Callable[[Request], Rows]
 HeldInputs = Sequence[Sequence[int]]
 """For each rank, for each of its stages, the stage inputs that it holds when it holds the most."""
 StageInputs = Callable[[Request], HeldInputs | None]
-"""What ranks hold, without making the rows; ``None`` if only they tell."""
+"""What ranks hold, without making the rows; ``None`` where only the rows show it."""
 SameAs = Callable[[Request], str | None]
 """Another family that makes the same rows for a request of whole sequences; ``None`` where none does."""
 
@@ -76,8 +76,8 @@ class Family:
         instead: the family to use when ``is_looped`` is violated.
         stage_inputs: a closed form, with which a search need not make a schedule to see that it is too large;
             ``None`` where there is none.
-        slices_itself: answers with rows of token slices where they are asked for, on a looped placement. All other rows
-            are made of whole micro-batches, and sliced in place (``pipeloom.schedule.add_slices``).
+        slices_itself: makes rows of token slices where ``num_slices`` is above 1, on a looped placement. All other rows
+            are made of whole micro-batches, and sliced in place (``pipeloom.passes.add_slices``).
         same_as: where its schedule is that of another family, which family; ``None`` where it never is.
     """
 
@@ -100,7 +100,7 @@ class Family:
 _ACTION_BYTES = 150
 """What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28
-"""Bytes for which nobody looks whether they are there."""
+"""Bytes that are taken to be there: the planner makes thousands of small schedules, and the check reads files."""
 FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
 """Every family by name."""
 
@@ -199,6 +199,7 @@ class Choice:
         problems += self._keep_problems()
         if self.family not in FAMILIES:
             return [*problems, FAMILIES.unknown(self.family)]
+        # Sizes below 1 would count as no memory at all.
         problems += [] if problems else self._size_problems()
         return problems + self._family_problems(FAMILIES[self.family], are_sizes_right=not problems)
 
@@ -206,6 +207,7 @@ class Choice:
     def num_actions(self) -> int:
         """Compute actions of a step, recomputation left out."""
         chosen = FAMILIES[self.family]
+        # F; F and B; or F, I and W.
         for_each = 1 + chosen.has_backward + chosen.splits_backward
         return self.pp * self.loops * self.num_microbatches * self.num_slices * for_each
 
@@ -221,6 +223,7 @@ class Choice:
         available = available_memory()
         if self.least_bytes <= available.size_bytes:
             return []
+        # Rounded up, so that the message seldom says that 3 GB do not fit into 3 GB.
         needed, there = format_bytes(self.least_bytes, rounds_up=True), format_bytes(available.size_bytes)
         slices = f" x {self.num_slices:,} token slices" if self.num_slices > 1 else ""
         return [
@@ -261,6 +264,7 @@ class Choice:
         if size is not None and not chosen.is_grouped:
             problems.append(f"{name} takes no group size, found {size}; use hybrid or leave it out")
         elif size is not None and are_sizes_right and not self.known_group_size <= size <= self.num_microbatches:
+            # With fewer micro-batches than a group, all of them are the only group there is.
             least = f"pp {self.pp}" if self.known_group_size == self.smallest_group else str(self.num_microbatches)
             least += f" / {self.num_slices} token slices" if self.smallest_group < self.pp else ""
             problems.append(
@@ -287,13 +291,13 @@ class Choice:
         """The stages, and the rank of each.
 
         Raises:
-            KeyError: no placement has that name, which ``problems`` tells.
+            KeyError: no placement has that name (``problems`` reports it).
         """
         return PLACEMENTS[self.placement_name](self.pp, self.loops)
 
     @property
     def placement_name(self) -> str:
-        """A key of ``PLACEMENTS``: what was asked for, else what the family runs on, else looped."""
+        """A key of ``PLACEMENTS``: the chosen one, else what the family runs on, else looped."""
         known = FAMILIES.get(self.family)
         own = known.placement if known is not None else None
         return self.placement or own or "looped"
@@ -321,11 +325,13 @@ class Choice:
                 first_backward_stage=0 if chosen.has_backward else placement.num_stages,
                 max_stage_inputs=tuple(answer.max_stage_inputs),
             )
+        # The family made whole micro-batches; any order of those can be cut in place.
         if request.num_slices < self.num_slices:
             schedule = add_slices(schedule, self.num_slices)
         if self.keep is None:
             return schedule
         stages = schedule.num_stages
+        # In whole micro-batches: of one that is recomputed the input is kept, which `keep` does not count.
         return recompute_beyond(schedule, self.keep, [1.0] * stages, [0.0] * stages)
 
     @property

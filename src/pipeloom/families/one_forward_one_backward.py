@@ -34,6 +34,7 @@ def inputs_in_turn(hops_back: int) -> StageInputs:
 def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
     """How many of a rank's first forwards are on each of its stages."""
     held, left = [0] * loops, number
+    # Forwards go through all local stages for a group before the next group, so that is the order of what is held.
     for size in group_sizes:
         for local in range(loops):
             held[local] += min(size, left)
@@ -46,6 +47,7 @@ def _taken(group_sizes: Sequence[int], loops: int, number: int) -> list[int]:
 def _most_inputs(request: Request, hops_back: int, extra: int) -> list[int]:
     """One more than warm-up forwards, of slices; as micro-batches, rounded up."""
     most, among = request.num_microbatches * request.loops, request.num_slices
+    # Plus the forward right before the first backward, which is the first that frees an input.
     return [min(-(-(number + 1) // among), most) for number in _warmups(request, hops_back, extra)]
 
 
@@ -67,6 +69,7 @@ def _of_few_microbatches(request: Request) -> str | None:
 
 def _of_one_group(request: Request) -> str | None:
     """Groups make no difference with one loop, and where they are as many as those of P."""
+    # Groups depend on the size only through their number (`_groups`).
     sizes = (request.group_size, request.placement.num_ranks)
     groups = {max(1, request.num_microbatches // size) for size in sizes}  # what is left over is spread
     return "depth-first" if request.loops == 1 or len(groups) == 1 else None
@@ -114,6 +117,7 @@ def alternate(request: Request, hops_back: int) -> Rows:
     On another one, where a rank's stages lie at unequal distances, it may deadlock: every rank then warms up for some
     forwards more, found by bisection between none and all.
     """
+    # One rank waits for nobody: no warm-up at all holds the least.
     if request.group_size == request.placement.num_ranks == 1:
         return _one_by_one(request)
     if request.is_looped:
@@ -142,6 +146,7 @@ def _deadlocks(request: Request, answer: Rows) -> bool:
     try:
         Schedule(tuple(map(Row.of, answer.rows)), request.placement, request.num_microbatches)
     except ScheduleError as error:
+        # Anything else is a mistake of this rule, which more warm-up must not hide.
         if error.rule != "acyclic":
             raise
         return True
@@ -166,6 +171,8 @@ def _warmups(request: Request, hops_back: int, extra: int) -> list[int]:
     most = request.num_microbatches * request.loops * among
     first_group = _groups(request.num_microbatches, request.group_size)[0]
     to_end = [placement.num_stages - 1 - request.local_stages(rank)[-1] for rank in range(placement.num_ranks)]
+    # The last local stage is reached after all earlier ones ran the whole first group; among - 1: a backward begins
+    # with the last slice of a micro-batch.
     rounds = (request.loops - 1) * len(first_group) * among + among - 1
     return [min(hops_back * hops + rounds + extra, most) for hops in to_end]
 
@@ -177,5 +184,6 @@ def _groups(num_microbatches: int, group_size: int) -> list[range]:
     micro-batches than ``group_size`` make one group.
     """
     num_groups = max(1, num_microbatches // group_size)
+    # Rounded up, so that larger groups come first: the warm-up is the first group's, and a larger one needs more.
     bounds = [-(-num_microbatches * i // num_groups) for i in range(num_groups + 1)]
     return [range(first, last) for first, last in pairwise(bounds)]

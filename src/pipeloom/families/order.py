@@ -30,10 +30,12 @@ def numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
         inputs, weights = (
             np.flatnonzero((stage == own) & (kind == one.code)) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         )
+        # The n-th of one is for the micro-batch of the n-th of the other: oldest first.
         microbatch[weights] = microbatch[inputs]
     return Row(kind, stage, microbatch, np.zeros_like(kind))
 
 
 def up_to(rows: Sequence[Row], num_microbatches: int) -> list[Row]:
     """A schedule for more micro-batches without those that are too many, which is a schedule, too."""
+    # Leaving whole micro-batches out keeps every order between the others, so no new deadlock can come of it.
     return [row.take(row.microbatch < num_microbatches) for row in rows]

@@ -18,6 +18,7 @@ from pipeloom.families.order import numbered, up_to
 from pipeloom.families.weave import woven
 from pipeloom.schedule import Kind, Row
 
+# Forward, gradient of the input and gradient of the weights, one unit each, on two stages.
 _PERIOD = 6
 
 
@@ -75,6 +76,7 @@ def _of_one_microbatch(request: Request) -> str | None:
 @family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
+    # One unit there and five back keep (1 + 5) / 6 of 1F1B's inputs, all of its memory (arXiv 2405.15362, section 3.2).
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
@@ -89,6 +91,7 @@ def zb_v(request: Request) -> Rows:
 )
 def v_half(request: Request) -> Rows:
     """A V in half of 1F1B's memory, with half of its bubble (arXiv 2405.15362, section 3.3)."""
+    # (1 + 2) / 6: half.
     return _repeated(request, _Hops(1, 2), (request.placement.num_ranks + 2) // 2)
 
 
@@ -103,6 +106,7 @@ def v_half(request: Request) -> Rows:
 )
 def v_min(request: Request) -> Rows:
     """A V in a third of 1F1B's memory, with two thirds of its bubble (arXiv 2405.15362, section 3.3)."""
+    # (1 + 1) / 6: a third.
     return _repeated(request, _Hops(1, 1), (request.placement.num_ranks + 4) // 3)
 
 
@@ -126,6 +130,7 @@ def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: b
                 Row.grid(Kind.BACKWARD_INPUT, [back, there], range(count)),
             ]
         )
+        # Only the order of the times remains: a row has no times, and pauses at both ends close up by themselves.
         orders.append(actions.take(np.argsort(at.reshape(-1))))
     return woven(request.placement, orders, [2 * min(most_microbatches, count)] * pp, pulls=pulls)
 
@@ -136,6 +141,7 @@ def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
     The pauses at the turns of the V are the shortest for which there is such a block.
     """
     there, back = (hop * (pp - 1) for hop in hops)
+    # Shortest sum first; six units are enough, since a pause of a whole period shifts nothing within it.
     for pauses in sorted(product(range(1, _PERIOD + 1), repeat=3), key=lambda pauses: (sum(pauses), pauses)):
         last_forward = there + pauses[0] + back
         last_input = last_forward + pauses[1] + there
@@ -148,6 +154,7 @@ def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
             )
             for rank in range(pp)
         ]
+        # Equal remainders would put two actions of a rank into one unit, of this block and of a later one.
         if all(len({at % _PERIOD for at in times}) == len(times) for times in block):
             return block
     raise AssertionError(f"no block of {hops} on {pp} ranks")
@@ -161,6 +168,7 @@ def dualpipe_v(request: Request) -> Rows:
     here they follow each other. Backwards are split only on the way in and out.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
+    # The rule needs 2 P micro-batches for its way in and out; with fewer, those too many are left out afterwards.
     orders = [_paired(request.local_stages(rank), pp, rank, max(count, 2 * pp)) for rank in range(pp)]
     return Rows(up_to(orders, count), [min(2 * pp + 1, 2 * count)] * pp)
 
@@ -172,6 +180,7 @@ def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
     inputs = (Kind.BACKWARD_INPUT, there), (Kind.BACKWARD_INPUT, back)
     weights = (Kind.BACKWARD_WEIGHT, there), (Kind.BACKWARD_WEIGHT, back)
     whole = (Kind.BACKWARD, there), (Kind.BACKWARD, back)
+    # The eight steps of DualPipeV (DeepSeek's dualpipev.py, PyTorch's ScheduleDualPipeV), in their order.
     steps = [forwards[0]] * (2 * behind) + [forwards[0], forwards[1]] * (rank + 1)
     steps += [inputs[1], weights[1], forwards[1]] * behind
     steps += [forwards[0], whole[1], forwards[1], whole[0]] * (count - 2 * pp + rank + 1)

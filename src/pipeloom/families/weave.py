@@ -53,6 +53,8 @@ class Clock:
         stages = np.array([placement.stages_of(rank) for rank in range(placement.num_ranks)], np.int32)
         reserve = np.zeros(placement.num_stages)
         for own in stages:
+            # What a rank's later stages need for one micro-batch: a forward that
+            # left less could never be followed to its end.
             reserve[own] = np.cumsum(self.kept[own][::-1])[::-1] - self.kept[own]
         owner = np.array(placement.rank_by_stage, np.int32)
         limits = np.array(room, np.float64)
@@ -108,6 +110,7 @@ def weave(orders: Sequence[Row], placement: Placement, room: Sequence[float], cl
 
 def made_of(state: clocked.State) -> Woven | None:
     """The rows that were run; ``None`` where a rank came to no end."""
+    # The kernel writes a start for each action that it places, and stops where nothing can go on.
     if (state.starts < 0).any():
         return None
     columns = zip(state.kind, state.stage, state.microbatch, strict=True)

@@ -47,6 +47,7 @@ def _one_stage(request: Request, ahead: int) -> Rows:
     orders = [
         in_turn(
             Row.grid(Kind.FORWARD, [rank], microbatches),
+            # Gradients of weights are not in the order: `woven` puts them where a rank would stand still.
             Row.grid(Kind.BACKWARD_INPUT, [rank], microbatches),
             min(ahead * (pp - rank - 1), request.num_microbatches),
         )
@@ -76,5 +77,6 @@ def _without_loops(request: Request) -> str | None:
 def interleaved_zb(request: Request) -> Rows:
     """Depth-first with split backwards and half its warm-up, ZB-H1 with loops (PyTorch: InterleavedZeroBubble)."""
     whole = alternate(request, hops_back=1)
+    # One hop of warm-up for each rank and not two, as in PyTorch's ScheduleInterleavedZeroBubble (multiply_factor = 1).
     orders = [of_inputs(Row.of(row)) for row in whole.rows]
     return woven(request.placement, orders, [max(whole.max_stage_inputs)] * len(orders))

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from pipeloom.model.tensor_parallel import TensorParallel
 
+# The default of `ignore_index` in PyTorch, so other programs that read the targets skip the same ones.
 IGNORED = -100
 """A target that does not count."""
 
@@ -20,6 +21,7 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         logits: ``[n, vocab_size]``.
         targets: ``int64[n]``, or ``IGNORED``.
     """
+    # A sum, not a mean: micro-batches may have different numbers of valid targets, and are divided by the step's total.
     return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
@@ -51,6 +53,7 @@ class SplitVocabulary:
         if self.parallel.size == 1:
             return logits
         own = self.parallel.share(self.size)
+        # A sum of disjoint parts and not a gather, which needs equal parts: shares of the vocabulary may differ by one.
         whole = logits.new_zeros(self.size)
         whole[own.start : own.stop] = logits.detach()
         self.parallel.group.sum(whole)
@@ -64,21 +67,27 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(*args: Any, **_: Any) -> Any:
         ctx, logits, targets, vocabulary = args
         group, own = vocabulary.parallel.group, vocabulary.parallel.share(vocabulary.size)
+        # exp overflows without the maximum subtracted. All ranks subtract the same one, or their sums would not add up.
         largest = logits.amax(-1)
         group.max(largest)
         weights = (logits - largest.unsqueeze(-1)).exp()
         rows = ((targets >= own.start) & (targets < own.stop)).nonzero().flatten()
         columns = targets[rows] - own.start
+        # Zero where another rank has the target's logit, so that the sum over the ranks is that logit.
         found = torch.zeros_like(largest)
         found[rows] = logits[rows, columns] - largest[rows]
+        # Both in one exchange: at these sizes the latency of an all-reduce is its cost.
         sums = torch.stack([weights.sum(-1), found])
         group.sum(sums)
+        # In place: a second tensor of the logits' size would be the largest one of the last stage.
         ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), rows, columns, targets)
+        # No rank has column -100, so without this an ignored target would count with the whole log of the sum.
         return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
         probabilities, rows, columns, targets = ctx.saved_tensors
         gradient = probabilities.masked_fill((targets == IGNORED).unsqueeze(-1), 0)
+        # Softmax less one-hot; the rows of ignored targets are not among these, since -100 is in nobody's share.
         gradient[rows, columns] -= 1
         return gradient * args[0], None, None

@@ -92,8 +92,10 @@ class _Kept:
         """Add the slice's own; all up to its end, a view."""
         if self._whole_BTKD is None:
             sequences, heads, _, size = own_BKTD.shape
+            # Tokens before heads: slices are then contiguous along tokens, and the order is that of attention's output.
             self._whole_BTKD = own_BKTD.new_empty(sequences, self._num_tokens, heads, size)
         end = begin + own_BKTD.shape[2]
+        # `data` has no version counter: otherwise the next slice's write would invalidate what earlier slices saved.
         whole_BTKD = self._whole_BTKD.data
         whole_BTKD[:, begin:end].copy_(own_BKTD.transpose(1, 2))
         return whole_BTKD[:, :end].transpose(1, 2)
@@ -101,6 +103,7 @@ class _Kept:
     def add_gradient(self, gradient_BKSD: Tensor, begin: int) -> Tensor:
         """Add what a slice's attention found to what later slices did; the sum for the slice's own, [B, K, T, D]."""
         total_BKSD = gradient_BKSD if self._gradient_BKSD is None else self._gradient_BKSD + gradient_BKSD
+        # The first slice has none before it: what was collected is complete and is freed.
         self._gradient_BKSD = total_BKSD[:, :, :begin] if begin else None
         return total_BKSD[:, :, begin:]
 
@@ -126,6 +129,8 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
     if device.type == "cuda":
         from torch.nn.attention.bias import causal_lower_right
 
+        # A bias object instead of a matrix: with an explicit mask,
+        # scaled_dot_product_attention cannot use FlashAttention.
         return causal_lower_right(num_queries, num_keys)
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return mask.tril(num_keys - num_queries)

@@ -78,10 +78,13 @@ class ColumnSplitLinear(Split, nn.Linear, Defers):
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         own = parallel.share(in_features)
         super().__init__(len(own), out_features, bias=bias)
+        # The bias is not split: it is added once, after the sum. Each rank
+        # adding it before would count it `size` times.
         self.splits = {"weight": (1, in_features, own.start)}
         self._parallel = parallel
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002, D102
+        # PyTorch's own call adds the bias inside the product.
         if self._parallel.size == 1 and not self.defers:
             return super().forward(input)
         output = self._parallel.leave(product(input, self.weight, defers=self.defers))
@@ -114,5 +117,6 @@ class SplitEmbedding(Split, Lookup):
         if self._parallel.size == 1:
             return super().forward(input)
         elsewhere = (input < self.own.start) | (input >= self.own.stop)
+        # Row 0 stands in for tokens of other ranks, since an index out of range is an error; its vectors become zeros.
         vectors = super().forward((input - self.own.start).masked_fill(elsewhere, 0))
         return self._parallel.leave(vectors.masked_fill(elsewhere.unsqueeze(-1), 0))

@@ -11,9 +11,6 @@ from torch.utils.checkpoint import checkpoint
 def run_part(part: Callable[..., Tensor], *inputs: Any, recomputes: bool, **settings: Any) -> Tensor:
     """Run a part of the network, and keep for its backward either what it computes or only its inputs.
 
-    Non-reentrant: the backward stays one graph, and computing again ends with the last tensor that it needs. The
-    parts draw no random numbers, so no generator's state is kept.
-
     Args:
         part: a module or a function.
         inputs: of the part; tensors among them are what is kept.
@@ -22,4 +19,6 @@ def run_part(part: Callable[..., Tensor], *inputs: Any, recomputes: bool, **sett
     """
     if not (recomputes and torch.is_grad_enabled()):
         return part(*inputs, **settings)
+    # Non-reentrant: one graph for hooks and the executor's backward, and recomputation ends at the last tensor needed.
+    # No generator state: no part draws random numbers.
     return checkpoint(part, *inputs, use_reentrant=False, preserve_rng_state=False, **settings)

@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from pipeloom.config import ModelConfig
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel
 from pipeloom.model.transformer import TIED_NAME, Transformer
+from pipeloom.workload.model import ModelConfig
 
 _INIT_STD = 0.02
 """Standard deviation of matrices and embeddings, as GPT-2 and llama models use it."""
@@ -60,19 +60,24 @@ def build_stage(
             to be lent a matrix before it runs (``Transformer.borrow``); on "meta" it has one.
         parallel: the ranks that share the stage's matrices; together they start from the same weights as one would.
     """
+    # Shapes first, without PyTorch's own initialization, which would draw from the global generator and be overwritten.
     with torch.device("meta"):
         stage = Transformer(config, max_positions, pieces, parallel).to(dtype)
     if torch.device(device).type == "meta":
         if stage.borrows:
             sizes = {"max_positions": max_positions, "seed": seed}
             first = build_stage(config, range(1), **sizes, dtype=dtype, device=device, parallel=parallel)
-            stage.borrow(first.get_parameter(TIED_NAME))
+            # Detached: a module registers any nn.Parameter that becomes its attribute, and the stage would count it.
+            stage.borrow(first.get_parameter(TIED_NAME).detach().requires_grad_())
         return stage
     stage.to_empty(device=device)
     slices = stage.slices()
     with torch.no_grad():
+        # One parameter at a time: at most one whole matrix in float32 exists beside the stage.
         for name, weight in stage.named_parameters():
             here = slices[name]
+            # The whole matrix is drawn, of which each tensor-parallel rank
+            # copies its part: any tp has the same weights.
             weight.copy_(here.of(_first_value(name, here.whole, seed, config.num_layers), weight.shape))
     return stage
 
@@ -83,11 +88,14 @@ def _first_value(name: str, shape: Sequence[int], seed: int, num_layers: int) ->
         return torch.zeros(*shape, dtype=torch.float32)
     if name.endswith("norm.weight"):
         return torch.ones(*shape, dtype=torch.float32)
+    # Each layer adds two terms to the residual stream: GPT-2 divides by the root of their number (report, section 2.3).
     scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+    # On the CPU, whatever the device: CUDA's generator returns other numbers for the same seed.
     generator = torch.Generator().manual_seed(_stable_hash(f"{seed}/{name}"))
     return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
 
 
 def _stable_hash(text: str) -> int:
     """63 bits that are the same in every process and on every machine."""
+    # Not hash(), which Python salts in every process. 63 bits fit into the int64 that manual_seed takes.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

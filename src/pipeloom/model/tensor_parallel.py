@@ -108,24 +108,31 @@ class TensorParallel:
 
     def share(self, whole: int) -> range:
         """Which of ``whole`` rows or columns are this rank's; ranks differ by one at most."""
+        # Integer bounds cover `whole` without gaps for any size; a vocabulary need not be a multiple of tp.
         return range(whole * self.group.index // self.size, whole * (self.group.index + 1) // self.size)
 
     def enter(self, x: Tensor) -> Tensor:
         """From the residual stream to all of its tokens, [B, T, H], for a matrix split by rows."""
         if self.size == 1:
             return x
+        # Megatron's g and f: an all-gather whose backward is a reduce-scatter (arXiv 2205.05198, section 4.2.2), or an
+        # identity whose backward is an all-reduce (arXiv 1909.08053, section 3).
         return self._exchange(x, _gathered, _scattered) if self.splits_sequence else self._exchange(x, _same, _summed)
 
     def leave(self, x: Tensor) -> Tensor:
         """From this rank's part of each sum, [B, T, H] behind a matrix split by columns, to the residual stream."""
         if self.size == 1:
             return x
+        # The conjugates of the two in `enter`.
         return self._exchange(x, _scattered, _gathered) if self.splits_sequence else self._exchange(x, _summed, _same)
 
     def from_boundary(self, x_BtH: Tensor) -> Tensor:
         """From this rank's tokens, as they come from another stage, to the residual stream."""
         if self.size == 1 or self.splits_sequence:
             return x_BtH
+        # Messages carry 1 / tp of the tokens; joining them here is Megatron's scatter-gather (arXiv 2104.04473, 4.1).
+        # Every rank's gradient is already the whole one without sequence parallelism, so the backward takes a part of
+        # it.
         return self._exchange(x_BtH, _gathered, _own)
 
     def to_boundary(self, x: Tensor) -> Tensor:
@@ -151,7 +158,10 @@ _Op = Callable[[Tensor, TensorGroup], Tensor]
 
 def _gathered(x_BtH: Tensor, group: TensorGroup) -> Tensor:
     """Every rank's tokens, [B, T, H]."""
+    # A collective joins along the first dim; tokens are the second one, so
+    # the ranks' parts are put in order afterwards.
     pieces = x_BtH.new_empty(group.size, *x_BtH.shape)
+    # On "meta" shapes are enough, and there is no process group.
     if not x_BtH.is_meta:
         group.gather(pieces.view(-1), x_BtH.contiguous().view(-1))
     return pieces.transpose(0, 1).flatten(1, 2)
@@ -167,6 +177,7 @@ def _scattered(x_BTH: Tensor, group: TensorGroup) -> Tensor:
 
 
 def _summed(x: Tensor, group: TensorGroup) -> Tensor:
+    # The group sums in place, and autograd may have saved x; gloo and NCCL need contiguous memory.
     total = x.clone(memory_format=torch.contiguous_format)
     if not x.is_meta:
         group.sum(total)
@@ -174,7 +185,8 @@ def _summed(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def _own(x_BTH: Tensor, group: TensorGroup) -> Tensor:
-    """This rank's tokens, in memory of their own: a view would keep the others'."""
+    """This rank's tokens, in memory of their own."""
+    # A copy: a view would keep the other ranks' tokens alive until the backward.
     return x_BTH.chunk(group.size, 1)[group.index].clone(memory_format=torch.contiguous_format)
 
 

@@ -18,13 +18,13 @@ tokens or this rank's (``model.tensor_parallel``).
 # ruff: noqa: N803, N806, N815 (upper-case letters in names are shapes)
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeloom.config import ModelConfig
 from pipeloom.errors import UserError
 from pipeloom.model.deferred import Defers
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache, causal_mask
@@ -40,6 +40,8 @@ from pipeloom.model.parallel_layers import (
 from pipeloom.model.recompute import run_part
 from pipeloom.model.tensor_parallel import WHOLE, TensorParallel, TensorSlice
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelConfig
+from pipeloom.workload.model_families import MODELS
 
 TIED_NAME = "embedding.tokens.weight"
 """The parameter that a tied head projects with."""
@@ -77,6 +79,8 @@ class Rotary(NamedTuple):
             device: where the table is made.
             begin: the first position.
         """
+        # bfloat16 has 8 significant bits: it cannot represent position 257,
+        # and the angles of distant tokens would coincide.
         wide = torch.promote_types(dtype, torch.float32)
         exponents_R = torch.arange(0, head_size, 2, dtype=wide, device=device) / head_size
         positions_T = torch.arange(begin, begin + num_tokens, dtype=wide, device=device)
@@ -94,6 +98,8 @@ class Rotary(NamedTuple):
         Returns:
             The same shape and type; computed in the table's type.
         """
+        # Dims r and r + R, as in Hugging Face's llama, not neighbors as in the paper (arXiv 2104.09864, section 3.2.2):
+        # the same function with rows in another order, and halves are two views.
         left_BNTR, right_BNTR = x_BNTD.chunk(2, dim=-1)
         turned_left_BNTR = left_BNTR * self.cos_TR - right_BNTR * self.sin_TR
         turned_right_BNTR = right_BNTR * self.cos_TR + left_BNTR * self.sin_TR
@@ -114,10 +120,9 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
-        learned = config.family == "gpt2"
         self._parallel = parallel
         self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
-        self.positions = Lookup(max_positions, config.hidden_size) if learned else None
+        self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
 
     def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
         """Tokens, int64, to x_BTH; ``begin`` is the position of the first ones."""
@@ -139,7 +144,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.num_kv_heads is not None, "the model configuration is not resolved"
-        hidden, bias = config.hidden_size, config.family == "gpt2"
+        hidden, bias = config.hidden_size, MODELS[config.family].has_biases
         self._parallel = parallel
         self.head_size = hidden // config.num_heads
         self.is_grouped = config.num_kv_heads != config.num_heads
@@ -168,6 +173,8 @@ class Attention(nn.Module):
         mask = None
         if earlier is not None:
             key_BKTD, value_BKTD = earlier.extend(key_BKTD, value_BKTD)
+            # is_causal aligns the mask with the upper left corner, which is
+            # right only where queries begin at position 0.
             if earlier.begin:
                 mask = causal_mask(query_BNTD.shape[2], key_BKTD.shape[2], x.device)
         mixed_BNTD = run_part(
@@ -178,8 +185,10 @@ class Attention(nn.Module):
             recomputes=self.recomputes_core,
             attn_mask=mask,
             is_causal=mask is None,
+            # Only where needed: with it PyTorch has fewer fused kernels to choose from.
             enable_gqa=self.is_grouped,
         )
+        # No copy: attention's output lies as [B, T, N, D] in memory, because its inputs do (see Rotary.turn).
         return self.output(mixed_BNTD.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -227,6 +236,7 @@ class GeluFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
+        # The tanh form is what GPT-2 was trained with ("gelu_new" in Hugging Face's files).
         inner_BTF = functional.gelu(self.up(self._parallel.enter(x)), approximate="tanh")
         return self.down(inner_BTF)
 
@@ -242,7 +252,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         assert config.ffn_size is not None, "the model configuration is not resolved"
-        feed_forward = GeluFeedForward if config.family == "gpt2" else GatedFeedForward
+        feed_forward = GatedFeedForward if MODELS[config.family].gates > 1 else GeluFeedForward
         self.attention_norm = _norm(config)
         self.attention = Attention(config, parallel)
         self.feed_forward_norm = _norm(config)
@@ -274,8 +284,11 @@ class Head(nn.Module, Defers):
 
     def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
         """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""
+        # The norm works on each token by itself, so it runs before the gather, on 1 / tp of the tokens.
         x_BTH = self._parallel.enter(self.norm(x))
         if self.output is not None:
+            # Logits of this rank's vocabulary only: the loss needs three numbers
+            # for each token of the others (SplitVocabulary).
             return self.output(x_BTH)
         assert tied_VH is not None, "a tied head without the embedding's matrix: call borrow first"
         return product(x_BTH, tied_VH, defers=self.defers)
@@ -313,8 +326,11 @@ class Transformer(nn.Module):
         self.pieces = pieces
         self.parallel = parallel
         self.embedding = Embedding(config, max_positions, parallel) if 0 in pieces else None
-        self.layers = nn.ModuleDict({str(layer): Layer(config, parallel) for layer in layers})
+        kind = _layer_class(config.family)
+        # A dict, not a list: keys are the layers' numbers in the whole model, so names are global on every stage.
+        self.layers = nn.ModuleDict({str(layer): kind(config, parallel) for layer in layers})
         self.head = Head(config, parallel) if last in pieces else None
+        # Not registered as a parameter: the first stage owns, updates and saves the matrix.
         self._borrowed_VH: Tensor | None = None
 
     @property
@@ -386,9 +402,11 @@ class Transformer(nn.Module):
         Raises:
             UserError: the sequences are longer than ``max_positions``.
         """
+        # Behind a stage boundary a rank has its own tokens only; the embedding takes all of them.
         num_tokens = x.shape[1] if self.has_embedding else x.shape[1] * self.parallel.size
         begin = 0 if cache is None else cache.take(num_tokens)
         self._check_length(begin + num_tokens)
+        # Rotary angles depend on all tokens before, also where the residual stream holds this rank's part.
         x = self.parallel.from_boundary(x) if self.embedding is None else self.embedding(x, begin)
         rotary = self._rotary(begin, num_tokens, x)
         for name, layer in self.layers.items():
@@ -400,9 +418,10 @@ class Transformer(nn.Module):
         return self.head(x, self._borrowed_VH if self.embedding is None else self.embedding.tokens.weight)
 
     def _rotary(self, begin: int, num_tokens: int, x: Tensor) -> Rotary | None:
-        """The angles of all these positions, made anew each time: no buffer to move, cast or leave uninitialized."""
-        if self.config.family == "gpt2" or not self.layers:
+        """The angles of all these positions; None where positions are learned, or no layer needs them."""
+        if not MODELS[self.config.family].is_rotary or not self.layers:
             return None
+        # Made anew in each forward: a buffer would have to be moved, cast, and initialized after `to_empty`.
         head_size = self.config.hidden_size // self.config.num_heads
         sizes = {"dtype": x.dtype, "device": x.device, "begin": begin}
         return Rotary.make(num_tokens, head_size, self.config.known_rope_theta, **sizes)
@@ -415,7 +434,13 @@ class Transformer(nn.Module):
             )
 
 
+@cache  # stages of one model share the code of a compiled layer
+def _layer_class(family: str) -> type[Layer]:
+    layer = MODELS[family].layer
+    return Layer if layer is None else layer()
+
+
 def _norm(config: ModelConfig) -> nn.Module:
     """The family's norm over H."""
-    norm = nn.LayerNorm if config.family == "gpt2" else nn.RMSNorm
+    norm = nn.LayerNorm if MODELS[config.family].norms_have_biases else nn.RMSNorm
     return norm(config.hidden_size, eps=config.known_norm_eps)

@@ -94,6 +94,7 @@ def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
     Args:
         profile: for each rank the bytes that it holds; of equally full ranks the lower ones come first.
     """
+    # By rank where the profile is equal, so that one schedule has one set of pairs.
     order = sorted(range(len(profile)), key=lambda rank: (-profile[rank], rank))
     partner = dict(zip(order, reversed(order), strict=True))
     return tuple(partner[rank] for rank in range(len(profile)))
@@ -138,6 +139,7 @@ class _Balancer:
             for one, other in self._pairs(held):
                 row, back = self._row(clock, held, one), self._row(clock, held, other)
                 plans[one] = make_room(row, limits[one], allows_late=True)
+                # What it accepts counts for the other rank too, which may then have to evict in turn.
                 accepting = back.with_more(*self._accepted(row, plans[one].moves))
                 plans[other] = make_room(accepting, limits[other], allows_late=True)
             return plans
@@ -177,6 +179,7 @@ class _Balancer:
             mine_then, beside = ends_at(number)
             return beside <= mine_then * (1 + 1e-9)
 
+        # A plan takes a sweep over the row, so the caps are not all tried.
         meeting = bisect_left(range(len(caps) - 1), True, key=is_even)
         best = min(range(max(0, meeting - 1), meeting + 1), key=lambda number: (max(ends_at(number)), -number))
         return make_room(row, caps[best])

@@ -42,6 +42,7 @@ def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
         raise UserError(f"receive_buffers must be at least 1, found {receive_buffers}")
     facts, size = schedule.facts, schedule.num_actions
     first, owner = facts.columns.first, facts.owner
+    # Negative where there is none; a backward is whole or in halves.
     uses_gradient = np.maximum(facts.node_of[Kind.BACKWARD.code], facts.node_of[Kind.BACKWARD_INPUT.code])
     user_of = np.stack([facts.node_of[Kind.FORWARD.code], uses_gradient])
     find = kernel(kernels.find_messages, size)

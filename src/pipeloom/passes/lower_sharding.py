@@ -141,6 +141,7 @@ def between_visits(row: Row, lasts: NDArray[np.intp], added: list[tuple[int, int
         lasts: last slots of the visits.
         added: in any order.
     """
+    # By place and order alone: what is added at one place twice keeps the order in which it was added.
     added.sort(key=lambda entry: entry[:2])
     slots = [-1, *lasts.tolist()]
     return row.insert([slots[visit] for visit, _, _ in added], Row.of(action for _, _, action in added))

@@ -65,6 +65,7 @@ def _with_updates(row: Row, place: UpdatePlace) -> Row:
             "at the end": len(row) - 1,
             "in the next step": uses[0] - 1,
         }[place]
+        # Of several at one place the stage that was used last comes first: it is still on the device.
         added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
     added.sort(key=lambda entry: entry[:2])
     return row.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
@@ -97,6 +98,7 @@ def add_stage_swaps(
     largest = 1 if sizes is None else max(sizes)
     if max_resident < largest:
         raise UserError(f"max_resident must be at least {largest}, what the largest stage takes, found {max_resident}")
+    # Gathers and swaps would both decide when a stage's weights have memory.
     others = {Kind.UNSHARD, Kind.RESHARD, *STAGE_SWAP_KINDS, *TIED_KINDS}
     found = sorted({action.kind.value for _, _, action in schedule.actions() if action.kind in others})
     if found:

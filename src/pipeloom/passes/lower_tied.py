@@ -37,6 +37,7 @@ def add_tied(schedule: Schedule) -> Schedule:
         return schedule
     lender, borrower = schedule.rows[owner[0]], schedule.rows[owner[-1]]
     first_compute = int(lender.is_kind(*COMPUTE_KINDS).argmax())
+    # Before the first forward: later it would stand between activations that follow each other closely (decision 13).
     lent: list[tuple[int, Action]] = [(first_compute - 1, _action(Kind.SEND_TIED, schedule))]
     borrowed: list[tuple[int, Action]] = [(-1, _action(Kind.RECV_TIED, schedule))]
     if schedule.first_backward_stage == 0:
@@ -66,7 +67,7 @@ def _end_of_gradient(row: Row, stage: int) -> tuple[int, int]:
     last = int(np.flatnonzero(row.is_kind(*ADDS_TO_GRADIENT) & (row.stage == stage))[-1])
     microbatch = int(row.microbatch[last])
     sends = row.is_kind(Kind.SEND_B) & (row.stage == stage) & (row.microbatch == microbatch)
-    return max(last, *np.flatnonzero(sends).tolist(), last), microbatch
+    return max([last, *np.flatnonzero(sends).tolist()]), microbatch
 
 
 def _place_of_receive(schedule: Schedule, sent_behind: int, microbatch: int) -> int:

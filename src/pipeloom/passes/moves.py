@@ -52,6 +52,7 @@ def add_moves(
     """
     budget = None if moves.budget_bytes is None else [moves.budget_bytes] * schedule.num_ranks
     if moves.balance:
+        # With both, pairs share evenly first, and only what is still too much takes the slower way to the host.
         own = None if moves.offload else budget
         schedule = balance(schedule, kept, seconds_of=seconds_of, budget_bytes=own, partners=partners)
     if moves.offload and budget is not None:

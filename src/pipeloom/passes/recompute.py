@@ -82,6 +82,7 @@ def _dropped(
     """
     if not end_of:
         return set()
+    # Sums in another order differ by rounding.
     room *= 1 + 1e-12
     for spare in (0.0, max(kept[action.stage] - left[action.stage] for action in end_of)):
         again: set[Action] = set()
@@ -89,9 +90,11 @@ def _dropped(
         for slot, action in enumerate(actions):
             if action in end_of:
                 held += kept[action.stage]
+                # Negative, since heapq has the least on top: here the backward that is furthest ahead.
                 heappush(longest, (-end_of[action], action))
                 while held > room - spare and longest:
                     end, victim = heappop(longest)
+                    # What has gone back already is still in the heap, and frees nothing.
                     if -end > slot:
                         again.add(victim)
                         held -= kept[victim.stage] - left[victim.stage]

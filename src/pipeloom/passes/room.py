@@ -192,6 +192,7 @@ def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
     """The most that is held from one end to the next."""
     if not len(changed_s):
         return np.zeros(len(ends))
+    # At one time what goes comes before what is added: it makes the room for it.
     order = np.lexsort((more, changed_s))
     changed_s, total = changed_s[order], np.cumsum(more[order])
     begins = np.concatenate([[-np.inf], ends[:-1]])
@@ -200,6 +201,7 @@ def _most_held(ends: Sequence[float], changed_s: Seconds, more: Bytes) -> Bytes:
     # what is held when a stretch begins is what the changes up to there leave, and of those what goes at once is gone
     at_begin = np.searchsorted(changed_s, begins, side="right") - 1
     entry = np.where(at_begin >= 0, total[np.maximum(at_begin, 0)], 0.0)
+    # reduceat takes no index behind the end; every second of its maxima lies between two stretches and is left out.
     padded = np.append(total, -np.inf)
     most = np.maximum.reduceat(padded, np.stack([first, last], axis=1).reshape(-1))[::2]
     return np.maximum(entry, np.where(first < last, most, -np.inf))
@@ -247,8 +249,10 @@ class _Planner:
         worst_bytes, worst = 0.0, 0
         for step, held in enumerate(self.clock.held_bytes):
             self.away_bytes -= sum(self.moves[number].kept.size for number in self.returning.get(step, ()))
+            # Its backward has begun: it can no longer leave.
             while there and there[0].used <= step:
                 there.pop(0)
+            # Above a rounding error of sums in another order.
             while held - self.away_bytes > limit_bytes * (1 + 1e-9):
                 if not self._postpone(step) and not self._leave(there, step):
                     break
@@ -287,8 +291,11 @@ class _Planner:
 
     def _leave(self, there: list[Part], step: int) -> bool:
         """Let what is needed last of what can go by a step do so."""
+        # Late is the last resort: what comes back late delays its backward, and all that follows.
         for in_time in (True, False) if self.allows_late else (True,):
+            # From the end of the list, which is what is needed last.
             for place in range(len(there) - 1, -1, -1):
+                # What is needed last may have no free stretch on the lanes; then the one before it leaves.
                 move = self._move(there[place], step, in_time=in_time)
                 if move is not None:
                     del there[place]
@@ -314,6 +321,7 @@ class _Planner:
         out_s = self.outs.latest(clock.end_s[kept.made] - self.least_s, clock.end_s[step - 1], takes_s)
         if out_s is None:
             return None
+        # Back only behind the action whose room it left for, or it would have left for nothing.
         earliest_s = max(out_s + takes_s, clock.end_s[step])
         back_s = self._back_s(kept, earliest_s, takes_back_s, in_time=in_time)
         if back_s is None:
@@ -327,6 +335,7 @@ class _Planner:
         """When it has to start to come back: one compute action ahead, or, where only that is left, in the pause."""
         if not in_time:
             return self.backs.earliest(earliest_s, takes_s)
+        # One action early where possible: a load that is a little late then delays nothing.
         for deadline_s in (self.clock.end_s[kept.used - 1], self.clock.begin_s[kept.used]):
             found = self.backs.latest(earliest_s - self.least_s, deadline_s, takes_s)
             if found is not None:

@@ -36,5 +36,6 @@ def sliced(row: Row, num_slices: int) -> Row:
     kind, stage, microbatch, _ = (np.repeat(array, num_slices) for array in row.arrays)
     ascending = np.arange(num_slices, dtype=np.int32)
     is_forward = row.is_kind(Kind.FORWARD)[:, None]
+    # Back in reverse: the gradient of a slice's keys and values is complete when all later slices have gone back.
     part = np.where(is_forward, ascending, ascending[::-1]).astype(np.int32).reshape(-1)
     return Row(kind, stage, microbatch, part)

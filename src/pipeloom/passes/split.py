@@ -26,6 +26,7 @@ def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
         raise UserError(f"delay must be at least 0, found {delay}")
     if schedule.level is not Level.COMPUTE:
         raise UserError("backwards are split before sends and receives are added; start from a compute-only schedule")
+    # Right behind each other the halves free an input when the whole backward did, so the promise still holds.
     promises = {} if delay == 0 else {"max_stage_inputs": None}
     return schedule.with_rows((_split(row, delay) for row in schedule.rows), schedule.level, **promises)
 
@@ -33,6 +34,7 @@ def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
 def _split(row: Row, delay: int | None) -> Row:
     slots = np.flatnonzero(row.is_kind(Kind.BACKWARD))
     chosen = row.take(slots)
+    # Rows share their arrays.
     kind = row.kind.copy()
     kind[slots] = Kind.BACKWARD_INPUT.code
     halves = Row(np.full_like(chosen.kind, Kind.BACKWARD_WEIGHT.code), *chosen.arrays[1:])

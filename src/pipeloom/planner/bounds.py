@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.analytic import gathered_parameters, stage_costs, stage_layers, stage_parameters, step_terms
+from pipeloom.cost.analytic import gathered_parameters, stage_layers, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
 from pipeloom.cost.hardware import Cluster
@@ -24,13 +24,14 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.ranks import rank_device_bytes, rank_parts, recompute_s
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.ranks import rank_parts, recompute_s
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
+from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
 _ROUNDING = 1e-9
@@ -48,28 +49,37 @@ class Bounds:
     """Bounds of all steps that cut the model into the same stages, for any schedule and any sharding.
 
     Attributes:
-        run: with its stages; its sharding is not looked at.
-        cluster: where.
-        software: with what.
-        placement: stage -> pipeline rank.
+        placed: a run with its stages; its sharding is not looked at.
         splits: whether schedules run the two halves of backwards apart; gradients of weights keep nobody waiting.
     """
 
-    run: Run
-    cluster: Cluster
-    software: Software
-    placement: Placement
+    placed: Placed
     splits: bool = False
 
-    @cached_property
+    @property
+    def run(self) -> Run:
+        """With its stages."""
+        return self.placed.run
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where."""
+        return self.placed.cluster
+
+    @property
+    def software(self) -> Software:
+        """With what."""
+        return self.placed.software
+
+    @property
+    def placement(self) -> Placement:
+        """The pipeline rank of each stage."""
+        return self.placed.placement
+
+    @property
     def costs(self) -> StageCosts:
         """Seconds of the stages."""
-        return stage_costs(self.run, self.cluster, self.software)
-
-    @cached_property
-    def parameters(self) -> tuple[float, ...]:
-        """Parameters of each stage that one device holds."""
-        return stage_parameters(self.run, self.software)
+        return self.placed.costs
 
     @property
     def any_step_s(self) -> float:
@@ -99,7 +109,7 @@ class Bounds:
     @cached_property
     def rooms(self) -> Floats:
         """For each rank the bytes that a device of it can hold."""
-        return np.array(rank_device_bytes(self.run, self.cluster))
+        return np.array(self.placed.device_bytes)
 
     def missing_bytes(self, held_bytes: Floats) -> float:
         """What is missing on the device of the rank with the least room left; negative if there is room on all."""
@@ -357,10 +367,12 @@ class Sharded:
         held = self.held_bytes(in_flight)
         room = self.bounds.rooms
         missing = np.where(held > room, (held + more - room) / each, 0.0)
+        # Stages with the most inputs first: a layer there saves the most, so these are the fewest layers.
         order = np.argsort(-in_flight, axis=1, kind="stable")
         inputs = np.maximum(np.take_along_axis(in_flight, order, axis=1), 1e-9)
         counts = np.take_along_axis(layers[stages], order, axis=1)
         saved_before = np.cumsum(inputs * counts, axis=1) - inputs * counts
+        # A whole number must not become the next one by rounding.
         wanted = np.ceil((missing[:, None] - saved_before) / inputs - 1e-9)
         return np.clip(wanted, 0, counts).sum(axis=1)
 
@@ -372,8 +384,8 @@ class Sharded:
     def _collectives_s(self) -> tuple[Floats, Floats]:
         """For each stage the seconds of gathering its weights and of reducing its gradients."""
         bounds = self.bounds
-        sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.parameters))}
-        number = [sizes[held] for held in bounds.parameters]
+        sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
+        number = [sizes[held] for held in bounds.placed.parameters]
         parts = rank_parts(self.run, bounds.cluster)
         gathers, reductions = (
             {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
@@ -395,7 +407,7 @@ class Sharded:
         """For each rank what it holds beside stage inputs."""
         run, software, stages = self.run, self.bounds.software, self.bounds.stages
         _, head = stage_layers(run, software)
-        parameters = np.array(self.bounds.parameters)[stages]
+        parameters = np.array(self.bounds.placed.parameters)[stages]
         held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
         owner = self.bounds.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:

@@ -1,13 +1,13 @@
-"""One thing that may be chosen: a run, its program, its schedule."""
+"""One thing that may be chosen: a placed run and its schedule."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.predict.step import Order, SimulatedStep, lowered, simulate_step
 from pipeloom.schedule import Schedule
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
@@ -15,27 +15,37 @@ class Candidate:
     """One thing that may be chosen.
 
     Attributes:
-        run: what is trained, and how it is laid out.
-        software: with what.
+        placed: what is trained, how it is laid out, where and with what.
         order: in which schedule.
     """
 
-    run: Run
-    software: Software
+    placed: Placed
     order: Order
+
+    @property
+    def run(self) -> Run:
+        """What is trained, and how it is laid out."""
+        return self.placed.run
+
+    @property
+    def software(self) -> Software:
+        """With what."""
+        return self.placed.software
+
+    def of(self, run: Run) -> "Candidate":
+        """Another run in the same place and order."""
+        return replace(self, placed=self.placed.of(run))
 
     @property
     def schedule(self) -> Schedule:
         """As it is simulated."""
         return lowered(self.run, self.software, self.order)
 
-    def simulate(self, cluster: Cluster) -> SimulatedStep:
-        """Its step on a cluster; the last few whose activations move are remembered, which takes long to find out."""
-        return _moved(self, cluster) if self.order.moving.is_any else _simulate(self, cluster)
+    def simulate(self) -> SimulatedStep:
+        """Its step; the last few whose activations move are remembered, which takes long to find out."""
+        return _moved(self) if self.order.moving.is_any else simulate_step(self.placed, self.order)
 
 
-def _simulate(candidate: Candidate, cluster: Cluster) -> SimulatedStep:
-    return simulate_step(candidate.run, cluster, candidate.software, candidate.order)
-
-
-_moved = lru_cache(maxsize=32)(_simulate)
+@lru_cache(maxsize=32)
+def _moved(candidate: Candidate) -> SimulatedStep:
+    return simulate_step(candidate.placed, candidate.order)

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from heapq import heappush, nsmallest
 from typing import Literal, NamedTuple
 
-from pipeloom.cost.shape import Run
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits
 from pipeloom.planner.space import Arrangement, Cut, Leaf
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.layout import Way
+from pipeloom.workload.run import Run
 
 
 class Kind(NamedTuple):
@@ -85,7 +85,7 @@ class Settled:
 
     def simulate(self) -> SimulatedStep:
         """Its step on its cluster."""
-        return self.candidate.simulate(self.leaf.cut.arrangement.cluster)
+        return self.candidate.simulate()
 
 
 Node = Arrangement | Cut | Leaf | Settled

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from pipeloom.config import ModelConfig
 from pipeloom.cost.flops import piece_flops
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.shape import shape_of
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelConfig, shape_of
 
 
 def default_partition(

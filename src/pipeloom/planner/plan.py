@@ -402,6 +402,7 @@ def _advice_on_memory(best: SimulatedStep) -> Iterator[str]:
 
 
 def _advice_on_devices(question: Question, best: SimulatedStep, deadline: float | None) -> Iterator[str]:
+    # The largest power of two below: axes and batches mostly divide by it.
     fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
     if fewer < 1 or question.num_devices == 2 * fewer or _is_over(deadline):
         return

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Attention, ModelShape, Precision, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES
 from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import did_you_mean
-from pipeloom.workload.dtypes import dtype_of
+from pipeloom.workload.dtypes import Precision, dtype_of
 from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Attention, Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.cost.shape import ModelShape, Run, model_of
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.dtypes import dtype_of
 from pipeloom.workload.layout import Layout
+from pipeloom.workload.model import ModelShape, model_of
+from pipeloom.workload.run import Run
 
 
 def run_config(step: SimulatedStep, model: str | None, cluster: str, software: str) -> RunConfig:

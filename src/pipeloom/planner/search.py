@@ -341,6 +341,6 @@ def _finished(settled: Settled, known: SimulatedStep | None) -> SimulatedStep:
     """The step of one of the best; with stages cut by what layers recompute, or slices of other lengths, if faster."""
     step, again = known or settled.simulate(), cut_again(settled.leaf, settled.candidate)
     others = [] if again is None else [replace(settled, candidate=again).simulate()]
-    if settled.leaf.way == "slices" and (other := cut_by_programme(settled.leaf, settled.candidate)) is not None:
+    if settled.leaf.way == "slices" and (other := cut_by_programme(settled.candidate)) is not None:
         others.append(other)
     return min(step, *others, key=Rank.of) if others else step

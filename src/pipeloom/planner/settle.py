@@ -32,7 +32,7 @@ def settle(leaf: Leaf) -> Candidate | None:
         for order in orders_of(leaf.choice, shard):
             if _is_hopeless(leaf, shard, order):
                 continue
-            chosen = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
+            chosen = Candidate(leaf.placed(shard), order)
             if min(free_bytes(chosen, leaf)) >= 0:
                 return chosen
     return None
@@ -112,7 +112,7 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
     order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
     if _is_hopeless(leaf, shard, order):
         return None
-    plain = Candidate(leaf.run(shard), leaf.cut.arrangement.question.software, order)
+    plain = Candidate(leaf.placed(shard), order)
     free = free_bytes(plain, leaf)
     return None if min(free) >= 0 else _recomputing(leaf, plain, free)
 
@@ -132,7 +132,7 @@ def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candida
         ]
         if any(number > most for number, most in zip(again, layers, strict=True)):
             return None
-        chosen = replace(plain, run=replace(plain.run, recompute_layers=_spread(owner, counts, again)))
+        chosen = plain.of(replace(plain.run, recompute_layers=_spread(owner, counts, again)))
         free = free_bytes(chosen, leaf)
         if min(free) >= 0:
             return chosen
@@ -147,7 +147,7 @@ def cut_again(leaf: Leaf, chosen: Candidate) -> Candidate | None:
     if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
         return None
     run = with_fastest_layers(chosen.run, leaf.cut.arrangement.cluster, chosen.software)
-    again = replace(chosen, run=run)
+    again = chosen.of(run)
     is_other = run.layers_by_stage != chosen.run.layers_by_stage
     return again if is_other and min(free_bytes(again, leaf)) >= 0 else None
 

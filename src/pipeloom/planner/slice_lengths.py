@@ -85,6 +85,7 @@ class LatencyTable:
         assert num_tokens % unit == 0, f"units of {unit} tokens do not make {num_tokens}"
         self.unit = unit
         self.num_units = num_tokens // unit
+        # One call for all slices: the latency works on arrays.
         ends, begins = np.tril_indices(self.num_units + 1, -1)
         places = (((ends - begins) * unit).astype(np.float64), (begins * unit).astype(np.float64))
         self.by_end: Seconds = np.full((self.num_units + 1, self.num_units + 1), np.inf)
@@ -139,6 +140,7 @@ def trade_offs(table: LatencyTable, num_ranks: int, rounds: int = 1) -> Iterator
     while (found := table.shortest(longest_s)) is not None and rounds * found.sum_s < best_s:
         yield found
         best_s = min(best_s, found.step_s(num_ranks, rounds))
+        # The next number below: the same slices must not be found again.
         longest_s = np.nextafter(max(found.through_s), 0.0)
 
 

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
-from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
 from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.workload.run import Run
 
 _MOST_UNITS = 128
 _MOST_EVEN = 64
@@ -46,23 +45,21 @@ class SlicePlan:
     even: tuple[EvenSlices, ...]
 
 
-def modelled_table(run: Run, cluster: Cluster, software: Software, unit: int) -> LatencyTable:
+def modelled_table(placed: Placed, unit: int) -> LatencyTable:
     """What slices of a run's sequences take by the cost model, their messages as the program has them.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
-    model = SliceModel(run, cluster, software)
-    return LatencyTable(model.seconds, run.seq, unit, model.through_s)
+    model = SliceModel(placed.run, placed.cluster, placed.software)
+    return LatencyTable(model.seconds, placed.run.seq, unit, model.through_s)
 
 
-def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, unit: int | None = None) -> SlicePlan:
+def plan_slices(placed: Placed, order: Order, unit: int | None = None) -> SlicePlan:
     """Lengths from the dynamic programme, judged by the simulator for the family that runs.
 
     Args:
-        run: what is trained; its slices do not count.
-        cluster: where.
-        software: with what.
+        placed: what is trained; its slices do not count.
         order: which schedule.
         unit: tokens that every length is a multiple of; ``None`` for the smallest that cuts a sequence into no more
             than 128.
@@ -71,8 +68,9 @@ def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, un
         UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
             simulated.
     """
+    run = placed.run
     unit = _unit(run, unit)
-    table = modelled_table(run, cluster, software, unit)
+    table = modelled_table(placed, unit)
     rounds = order.choice.num_microbatches * order.choice.loops
     steps: dict[tuple[int, ...], SimulatedStep] = {}
 
@@ -80,7 +78,7 @@ def plan_slices(run: Run, cluster: Cluster, software: Software, order: Order, un
         if lengths not in steps:
             sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
             chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
-            steps[lengths] = simulate_step(sliced, cluster, software, chosen)
+            steps[lengths] = simulate_step(placed.of(sliced), chosen)
         return steps[lengths]
 
     best, _ = judged_slices(table, run.pp, rounds, lambda lengths: step_of(lengths).prediction.step_time_s)

@@ -55,32 +55,32 @@ class Sliced:
         if whole is None:
             return None
         cut = [_cut(whole, number) for number in self._numbers]
-        return _fastest(self.leaf, cut)
+        return _fastest(cut)
 
 
 def _cut(whole: Candidate, number: int) -> Candidate:
     return replace(whole, order=replace(whole.order, choice=replace(whole.order.choice, num_slices=number)))
 
 
-def _fastest(leaf: Leaf, candidates: Iterable[Candidate]) -> Candidate | None:
+def _fastest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The fastest of those that fit."""
-    steps = [(chosen.simulate(leaf.cut.arrangement.cluster), chosen) for chosen in candidates]
+    steps = [(chosen.simulate(), chosen) for chosen in candidates]
     fitting = [(step.prediction.step_time_s, number) for number, (step, _) in enumerate(steps) if step.prediction.fits]
     return steps[min(fitting)[1]][1] if fitting else None
 
 
-def cut_by_programme(leaf: Leaf, chosen: Candidate) -> SimulatedStep | None:
+def cut_by_programme(chosen: Candidate) -> SimulatedStep | None:
     """The step with slices whose lengths TeraPipe's dynamic programme finds; ``None`` if it does not fit.
 
     For a few candidates: the programme takes longer than a simulation.
     """
-    run, cluster = chosen.run, leaf.cut.arrangement.cluster
+    run = chosen.run
     unit = default_unit(run.seq, run.tp, _MOST_UNITS)
-    table = modelled_table(run, cluster, chosen.software, unit)
+    table = modelled_table(chosen.placed, unit)
     lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
         return None
-    step = _cut(replace(chosen, run=replace(run, slices=lengths)), len(lengths)).simulate(cluster)
+    step = _cut(chosen.of(replace(run, slices=lengths)), len(lengths)).simulate()
     return step if step.prediction.fits else None
 
 

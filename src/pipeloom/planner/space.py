@@ -23,13 +23,14 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.pieces import PieceSeconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
-from pipeloom.cost.shape import Run
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
 from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.run import Run
 
 Kept = Literal["none", "selective", "some", "full"]
 """What is recomputed: nothing, attention, as many layers as memory asks for, all layers."""
@@ -99,6 +100,7 @@ class Arrangement:
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
+        # The largest device: a bound holds for every way to divide layers.
         return least - max(rank_device_bytes(run, self.cluster))
 
     @property
@@ -120,6 +122,7 @@ class Arrangement:
         )
         allowed = allowed if is_balanced else tuple(loops for loops in allowed if self._divides(loops))
         found = [(loops, "looped") for loops in allowed]
+        # The families on a V take two stages of each rank.
         return found + ([(2, "v")] if 2 in allowed and self.run.pp > 1 and is_balanced else [])
 
     def _divides(self, loops: int) -> bool:
@@ -158,6 +161,7 @@ class Arrangement:
             return [Sharding(("none",), 1)]
         found = [Sharding(("none",), 1)] if "none" in shards else []
         levels = tuple(shard for shard in LEVELS if shard in shards and shard != "none")
+        # As many replicas as share a node, and divide the data axis.
         inside = gcd(self.cluster.devices_per_node // self.run.tp, dp)
         among = dict.fromkeys(size for size in (dp, inside) if size > 1)
         parts = [levels] if self.kept != "some" else [(level,) for level in levels]
@@ -284,7 +288,7 @@ class Cut:
         arrangement = self.arrangement
         question, key = arrangement.question, (run, arrangement.cluster, arrangement.splits)
         if key not in question.bounds:
-            found = Bounds(run, arrangement.cluster, question.software, self.placement, arrangement.splits)
+            found = Bounds(Placed(run, arrangement.cluster, question.software), arrangement.splits)
             question.bounds[key] = found
         return question.bounds[key]
 
@@ -347,9 +351,10 @@ class Leaf:
         """Itself."""
         return 1
 
-    def run(self, shard: Shard) -> Run:
-        """With its sharding."""
-        return replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+    def placed(self, shard: Shard) -> Placed:
+        """Its run with its sharding, in its place."""
+        arrangement, run = self.cut.arrangement, replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
+        return Placed(run, arrangement.cluster, arrangement.question.software)
 
     @property
     def stage_inputs(self) -> Floats | None:

@@ -19,10 +19,10 @@ from itertools import accumulate, pairwise
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_updates
-from pipeloom.predict.describe import Described
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
@@ -82,14 +82,14 @@ class SwapQuestion:
         return self.pieces[-1].lent_gradient if begin == 0 and end < len(self.pieces) else 0.0
 
 
-def question_of(described: Described, swapping: Swapping) -> SwapQuestion:
+def question_of(placed: Placed, swapping: Swapping) -> SwapQuestion:
     """What the cost model knows of a run on one device; its pieces are embedding, layers and head.
 
     Raises:
         UserError: the cluster's file does not say how fast the host is reached.
     """
-    software, cluster, layers = described.software, described.cluster, described.run.shape.layers
-    run = replace(described.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
+    software, cluster, layers = placed.software, placed.cluster, placed.run.shape.layers
+    run = replace(placed.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
     costs = stage_costs(run, cluster, software)
     update_s = step_terms(run, cluster, software, max(costs.backward_s)).optimizer_s
     costs = swapped_costs(costs, run, cluster, software, update_s)
@@ -321,5 +321,6 @@ def _wait_s(question: SwapQuestion, first: SwapStage, second: SwapStage, count: 
         backward_s += second.update_s
     there_s, back_s = there / question.bytes_per_s, back / question.bytes_per_s
     if first.amounts.total + second.amounts.total > question.budget:
+        # Without room for both, nothing of the swaps can be hidden.
         return there_s + back_s
     return max(0.0, there_s - forward_s) + max(0.0, back_s - backward_s)

@@ -13,13 +13,13 @@ import numpy as np
 from pipeloom.config import OptimizerConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.memory import kept_logits
+from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
-from pipeloom.predict.describe import Described
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
 from pipeloom.schedule.stage_swaps import NOTHING, Content
@@ -66,8 +66,8 @@ class Swapped:
     def _question(self) -> SwapQuestion:
         """What is known of the pieces, with all the room that there may be."""
         arrangement, run = self.leaf.cut.arrangement, self.leaf.cut.run
-        described = Described(run, arrangement.cluster, arrangement.question.software)
-        return question_of(described, Swapping(0, needs_norm=OptimizerConfig().clips))
+        placed = Placed(run, arrangement.cluster, arrangement.question.software)
+        return question_of(placed, Swapping(0, needs_norm=OptimizerConfig().clips))
 
     @cached_property
     def _room(self) -> float:
@@ -80,13 +80,13 @@ class Swapped:
 
     def settle(self) -> Candidate | None:
         """With the cut that is fastest in the bytes that activations leave; ``None`` if they leave too few."""
-        budget, cluster = self._room, self.leaf.cut.arrangement.cluster
+        budget = self._room
         for _ in range(_MOST_BUDGETS):
             try:
                 chosen = self._within(int(budget))
             except UserError:  # a piece of the model is larger
                 return None
-            prediction = chosen.simulate(cluster).prediction
+            prediction = chosen.simulate().prediction
             if prediction.fits:
                 return chosen
             memory = prediction.memory
@@ -106,8 +106,8 @@ class Swapped:
         assert room is not None, "stages are swapped"
         choice = replace(self.leaf.choice, loops=len(partition))
         run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
-        software = self.leaf.cut.arrangement.question.software
-        return Candidate(run, software, Order(choice=choice, swapping=Swapping(room, question.needs_norm)))
+        order = Order(choice=choice, swapping=Swapping(room, question.needs_norm))
+        return Candidate(self.leaf.placed("none").of(run), order)
 
 
 def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:

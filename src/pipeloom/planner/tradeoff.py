@@ -13,13 +13,14 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import ModelShape, Run
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
 from pipeloom.planner.question import Question
 from pipeloom.planner.search import search
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import unknown_name
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
 
 Progress = Callable[[int, int], None]
 """Told how many points are done, of how many."""
@@ -330,6 +331,7 @@ def pareto_front(pairs: Sequence[tuple[float, float]]) -> list[int]:
     """
     found: list[int] = []
     least = float("inf")
+    # By the first value: a pair is on the front where its second value is below all before it.
     for number in sorted(range(len(pairs)), key=lambda number: (*pairs[number], number)):
         if pairs[number][1] < least:
             found.append(number)

@@ -107,7 +107,7 @@ class Relief:
         """The leaf with everything decided; ``None`` if it does not fit in this way, or fits without it."""
         (shard,) = self.leaf.sharding.levels
         order = _leanest(orders_of(self.leaf.choice, shard))
-        plain = Candidate(self.leaf.run(shard), self.leaf.cut.arrangement.question.software, order)
+        plain = Candidate(self.leaf.placed(shard), order)
         if min(free_bytes(plain, self.leaf)) >= 0:
             return None
         return self._keeping(plain) if self.way == "keep" else self._moving(plain)
@@ -150,12 +150,12 @@ class Relief:
             return
         partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.order.choice)))
         if 2 * run.dp * run.tp <= cluster.devices_per_node:
-            yield replace(chosen, run=replace(run, pipeline_order=paired_order(partners)))
+            yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
 
     def _step_s(self, chosen: Candidate) -> float:
         """Seconds of its step; infinite if it does not fit."""
         try:
-            prediction = chosen.simulate(self.leaf.cut.arrangement.cluster).prediction
+            prediction = chosen.simulate().prediction
         except UserError:  # what moves does not leave enough room
             return float("inf")
         return prediction.step_time_s if prediction.fits else float("inf")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
+# More numbers have no room on a page, and each one is a text to lay out.
 _MOST_LABELS = 1200
 _MOST_SHAPES = 20_000
 """Boxes that a picture of shapes has one by one; more of them are pixels there, too."""
@@ -81,12 +82,14 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
 
     rows = [1.4 + min(0.55 * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
     figure = Figure(figsize=(15, sum(rows)), layout="constrained")
+    # Not pyplot: it keeps every figure in a global list, and may look for a display.
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
         _draw_boxes(axes, trace, scale, longest)
         _set_axes(axes, trace, title)
+        # matplotlib warns of an axis without length, which a trace without time would have.
         axes.set_xlim(0, max(longest, 1e-12))
     _add_legend(figure, next(iter(traces.values())))
     key = f"number: {_numbered(traces.values())}, color: stage, {_shaded(traces.values())}"
@@ -101,6 +104,7 @@ def _set_axes(axes: "Axes", trace: Trace, title: str) -> None:
     named = range(0, trace.num_ranks, -(-trace.num_ranks // _MOST_NAMES))
     axes.set_yticks(named, [f"rank {rank}" for rank in named])
     axes.set_title(_headline(title, 150), loc="left", fontsize=11)
+    # From below to above: rank 0 is at the top, as the papers draw it.
     axes.set_ylim(trace.num_ranks - 0.5, -0.5)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -157,13 +161,16 @@ class _Bars(NamedTuple):
             edgecolors="white",
             linewidths=np.where(is_edged, 0.4, 0.0),
         )
+        # A vector file with a shape for each of many boxes is larger than its pixels and slow to open.
         boxes.set_rasterized(len(spans) > _MOST_SHAPES)
+        # The limits are set, and computing them takes every corner of every box.
         self.axes.add_collection(boxes, autolim=False)
         if self.with_labels:
             self._label(spans, left, right - left, top + tall / 2)
 
     def _colors(self, row: Row) -> NDArray[np.float64]:
         """For each action the fill of its box."""
+        # A color for each kind and stage, not for each box.
         which, number = np.unique(np.stack([row.kind, row.stage], axis=1), axis=0, return_inverse=True)
         fills = [box_colors(Action(KINDS[kind], stage), self.num_stages)[0] for kind, stage in which.tolist()]
         return np.array(fills, np.float64).reshape(-1, 3)[number.reshape(-1)]
@@ -233,6 +240,7 @@ def box_colors(action: Action, num_stages: int) -> tuple[tuple[float, float, flo
     shade = action.kind.shade
     if shade is Shade.GRAY:
         return (0.62, 0.62, 0.62), "#222222"
+    # 0.85 of the circle of hues, so that the last stage does not come back to the first one's color.
     hue = 0.58 + 0.85 * action.stage / max(num_stages, 1)
     if shade is Shade.LIGHT:
         return colorsys.hls_to_rgb(hue % 1, shade / 100, 0.62), "#222222"
@@ -284,6 +292,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
         axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=_plain(name))
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
     if everything:
+        # One range for both axes, so that the diagonal is where predictions are exact.
         ends = [min(everything) * 0.8, max(everything) * 1.25]
         axes.plot(ends, ends, color="0.5", linewidth=1, zorder=0)
         axes.set(xlim=ends, ylim=ends)
@@ -326,6 +335,7 @@ def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark]
     band = [mark[:2] for mark in front]
     labels: list[Label] = []
     axes.plot(*zip(*band, strict=True), color="#f2c14e", linewidth=9, alpha=0.55, zorder=0, label="Pareto front")
+    # Markers as well as colors, for prints in gray and for the color-blind.
     for (method, marks), marker in zip(curves.items(), cycle(_MARKERS), strict=False):
         if marks:
             dollars, days, _ = zip(*marks, strict=True)

@@ -44,6 +44,7 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
     """
     from matplotlib.transforms import Bbox
 
+    # A constrained layout is computed by drawing; before that, points in pixels are wrong.
     figure.draw_without_rendering()  # the layout decides where points are
     per_point = figure.dpi / 72
     room = axes.get_window_extent()
@@ -57,6 +58,8 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
         size = text.get_window_extent()
         places = _places(point, size.width, size.height, per_point)
         free = [
+            # A crossed line costs as much as three steps of distance: a farther
+            # free place is better than a near one on a line.
             (cost + sum(3 * _num_crossed(line, box) for line in lines), offset, box)
             for cost, offset, box in places
             if room.x0 <= box.x0 and room.y0 <= box.y0 and box.x1 <= room.x1 and box.y1 <= room.y1

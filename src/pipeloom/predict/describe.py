@@ -1,39 +1,24 @@
 """A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TypeVar, get_args
 
 from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.shape import Run, shape_of
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
+from pipeloom.workload.model import shape_of
 from pipeloom.workload.optimizers import OPTIMIZERS
+from pipeloom.workload.run import Run
 
 _T = TypeVar("_T")
 _Config = TypeVar("_Config", bound=RunConfig)
-
-
-@dataclass(frozen=True)
-class Described:
-    """A run with everything that its prediction depends on.
-
-    Attributes:
-        run: what is trained.
-        cluster: where.
-        software: with what.
-        has_default_dtype: whether the configuration names no ``training.dtype``.
-    """
-
-    run: Run
-    cluster: Cluster
-    software: Software
-    has_default_dtype: bool = False
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
@@ -65,7 +50,7 @@ def machine_problems(config: RunConfig) -> list[str]:
     return _machine(config)[2]
 
 
-def describe(config: RunConfig) -> Described:
+def describe(config: RunConfig) -> Placed:
     """What the cost model has to know.
 
     Args:
@@ -82,7 +67,7 @@ def describe(config: RunConfig) -> Described:
     run = described_run(config, precision)
     if config.schedule.budget_bytes is not None and software.partition == "balanced":
         run = with_alike_stages(run, software)
-    return Described(run, cluster, software, config.training.dtype is None)
+    return Placed(run, cluster, software)
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.ranks import first_device, rank_parts
-from pipeloom.cost.shape import Run
 from pipeloom.schedule import Action, Kind, Placement
 from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.simulate import Sharing
+from pipeloom.workload.run import Run
 
 
 def shared_links(

@@ -21,7 +21,6 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
@@ -31,6 +30,7 @@ from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
+from pipeloom.workload.run import Run
 
 
 def memory_by_rank(

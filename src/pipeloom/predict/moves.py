@@ -2,14 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.moves import evict_seconds, offload_seconds
-from pipeloom.cost.shape import Run
-from pipeloom.cost.software import Software
+from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy, Timing
@@ -28,14 +25,6 @@ def why_schedules_may_differ(config: RunConfig) -> str | None:
     return f"the trained schedule may differ from the simulated one: {reason}"
 
 
-class Placed(NamedTuple):
-    """A run, where, and with what."""
-
-    run: Run
-    cluster: Cluster
-    software: Software
-
-
 def with_moves(
     costs: StageCosts, placed: Placed, moves: Moves, partners: Sequence[int] | None, kept: KeptBytes
 ) -> StageCosts:
@@ -51,7 +40,7 @@ def with_moves(
     Raises:
         UserError: the cluster does not say how fast a device reaches its host.
     """
-    run, cluster, software = placed
+    run, cluster, software = placed.run, placed.cluster, placed.software
     if partners is not None:
         costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
     if moves.offload and moves.budget_bytes is not None:

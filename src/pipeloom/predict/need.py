@@ -12,14 +12,15 @@ from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import rank_parameters, stage_layers
 from pipeloom.cost.memory import state_bytes
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.predict.describe import described_run
 from pipeloom.workload.dtypes import precision_of
+from pipeloom.workload.run import Run
 
 _TOKEN_BYTES = 8
 _PROCESS_BYTES = 8e6
 """Of a process that computes nothing: its own pages of an interpreter that is forked."""
+# The bytes and end of text: no tokenizer here has fewer.
 _LEAST_VOCABULARY = 257
 
 Parts = dict[str, float]
@@ -49,6 +50,7 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
     state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
     activations, choice, layout = _activations(config, run, software), config.choice(), config.layout
     head = choice.placed().rank_by_stage[-1]
+    # Slices that are measured later may be as short as one token.
     parts = layout.num_slices if layout.token_slices != "auto" else run.seq
     logits = run.tokens / parts * run.shape.vocab / run.tp * max(4.0, run.element_bytes * _width(config))
     host = {
@@ -96,6 +98,7 @@ def _activations(config: RunConfig, run: Run, software: Software) -> list[float]
     """For each pipeline rank what its matrix products keep for their backwards when it holds the most."""
     layout, schedule, choice = config.layout, config.schedule, config.choice()
     shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
+    # A lower bound: where any layer recomputes all of itself, every layer counts as one that does.
     inputs = [whole] if "full" in run.recompute_kinds else [whole, whole, shape.hidden / run.tp, shape.ffn / run.tp]
     kept = run.tokens * sum(inputs) * run.element_bytes * _width(config)
     layers, placement = stage_layers(run, software)[0], choice.placed()

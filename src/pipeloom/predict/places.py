@@ -6,7 +6,7 @@ from itertools import groupby
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.ranks import first_device, rank_parts
-from pipeloom.cost.shape import Run
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.ranks import placement_of
-from pipeloom.cost.shape import Run
 from pipeloom.cost.software import Software
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,16 @@ def with_alike_stages(run: Run, software: Software) -> Run:
 def _vector_parameters(run: Run, software: Software) -> tuple[int, ...]:
     """For each stage its parameters that are no matrices, beside the two norms of a layer: the budget is strict.
 
-    The norm before the head; of the GPT-2 type biases of matrices and norms, and the table of positions.
+    The norm before the head, biases of matrices and norms, and the table of learned positions.
     """
     shape, (counts, head) = run.shape, stage_layers(run, software)
-    is_gpt2 = shape.mlp == "gelu"
-    each = 5 * shape.hidden + 2 * shape.kv_width + shape.ffn if is_gpt2 else 0
+    family = shape.family
+    each = 2 * (family.norm_vectors - 1) * shape.hidden
+    if family.has_biases:  # of queries, attention's output and the way back; of keys and values; of the way in
+        each += 3 * shape.hidden + 2 * shape.kv_width + family.gates * shape.ffn
     extra = [count * each for count in counts]
-    extra[0] += run.seq * shape.hidden if is_gpt2 else 0
-    extra[head] += (2 if is_gpt2 else 1) * shape.hidden
+    extra[0] += 0 if family.is_rotary else run.seq * shape.hidden
+    extra[head] += family.norm_vectors * shape.hidden
     return tuple(extra)
 
 
@@ -83,6 +85,7 @@ def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Softw
     return replace(
         costs,
         moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(run, software)),
+        # By parameters: an update reads and writes each of them once.
         update_s=tuple(update_s * held / whole for held in parameters),
     )
 

@@ -9,13 +9,13 @@ from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms, with_own_layers
+from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory
-from pipeloom.cost.ranks import rank_device_bytes, rank_pieces
-from pipeloom.cost.shape import Run
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.ranks import rank_pieces
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
@@ -24,7 +24,7 @@ from pipeloom.passes import Moves
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, kept_with_loss, memory_by_rank
-from pipeloom.predict.moves import Placed, by_seconds, with_moves
+from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
 from pipeloom.recipe import (
@@ -45,6 +45,7 @@ from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
+from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class SimulatedStep:
     """A step as it is expected, with everything that the expectation rests on.
 
     Attributes:
-        run, cluster, software: what was predicted.
+        placed: what was predicted.
         order: which schedule.
         schedule: as it was simulated.
         trace: of the pipeline.
@@ -161,14 +162,27 @@ class SimulatedStep:
         drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
     """
 
-    run: Run
-    cluster: Cluster
-    software: Software
+    placed: Placed
     order: Order
     schedule: Schedule
     trace: Trace
     prediction: Prediction
     drain_s: float
+
+    @property
+    def run(self) -> Run:
+        """What is trained."""
+        return self.placed.run
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where."""
+        return self.placed.cluster
+
+    @property
+    def software(self) -> Software:
+        """With what."""
+        return self.placed.software
 
     @property
     def tokens_per_s(self) -> float:
@@ -270,7 +284,7 @@ class SimulatedStep:
         return memory_over_time(self.schedule, self.trace, held)
 
 
-def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) -> SimulatedStep:
+def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     """The step of a run: its schedule with all communication, on the clock of its costs.
 
     The answer's run has the placement of the order and, where ranks are not equally fast and the program balances them,
@@ -280,21 +294,19 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
         UserError: the schedule cannot be made, the cluster has not so many devices, or its file or the program's let
             devices compute more than their peak.
     """
-    software = as_it_exchanges(software, order.choice.family)
-    placement = order.choice.placement_name
-    run = with_own_layers(run if run.placement == placement else replace(run, placement=placement), cluster, software)
-    if order.choice.num_slices > 1 and not run.slices:
-        run = replace(run, slices=even_slices(run.seq, order.choice.num_slices, run.tp))
-    costs = _with_collectives(stage_costs(run, cluster, software), run, cluster, software)
+    placed = placed_in(placed, order.choice)
+    run, cluster, software = placed.run, placed.cluster, placed.software
+    costs = _with_collectives(placed)
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
-    placed, sizes = Placed(run, cluster, software), ClosedSizes(run, software, cluster.device.is_gpu)
+    sizes = ClosedSizes(run, software, cluster.device.is_gpu)
     schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
@@ -304,19 +316,26 @@ def simulate_step(run: Run, cluster: Cluster, software: Software, order: Order) 
     if order.swapping is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
-    prediction = Prediction(
-        pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, rank_device_bytes(run, cluster)
-    )
-    step = SimulatedStep(run, cluster, software, order, schedule, trace, prediction, more_s)
+    prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
+    step = SimulatedStep(placed, order, schedule, trace, prediction, more_s)
+    # Faster than the peak of the hardware, so that a number of a file must be wrong.
     if step.hfu > 1:
         raise UserError(_impossible(step))
     return step
 
 
-def as_it_exchanges(software: Software, family: str) -> Software:
-    """The program as it sends and receives in a family's schedules."""
-    is_free = family in FAMILIES and FAMILIES[family].splits_backward and not software.blocks_split
-    return replace(software, is_blocking=False) if is_free else software
+def placed_in(placed: Placed, choice: Choice) -> Placed:
+    """The run as its program executes it in a family's schedules: placement, layers of stages, slices, exchanges."""
+    run, software = placed.run, placed.software
+    if choice.family in FAMILIES and FAMILIES[choice.family].splits_backward and not software.blocks_split:
+        software = replace(software, is_blocking=False)
+    if run.placement != choice.placement_name:
+        run = replace(run, placement=choice.placement_name)
+    if choice.num_slices > 1 and not run.slices:
+        run = replace(run, slices=even_slices(run.seq, choice.num_slices, run.tp))
+    if (run, software) == (placed.run, placed.software):
+        return placed.balanced
+    return Placed(run, placed.cluster, software).balanced
 
 
 def _impossible(step: SimulatedStep) -> str:
@@ -339,11 +358,11 @@ def _receive_buffers(software: Software, order: Order) -> int:
     return 0 if software.is_blocking else order.receive_buffers
 
 
-def _with_collectives(costs: StageCosts, run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    if not software.has_reduction_lane or _shared_state(run) is None:
-        return costs
-    unshard_s, reduce_s = stage_collectives_s(run, cluster, software)
-    return replace(costs, unshard_s=unshard_s, reduce_s=reduce_s)
+def _with_collectives(placed: Placed) -> StageCosts:
+    if not placed.software.has_reduction_lane or _shared_state(placed.run) is None:
+        return placed.costs
+    unshard_s, reduce_s = stage_collectives_s(placed.run, placed.cluster, placed.software)
+    return replace(placed.costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 
 def _shared_state(run: Run) -> Shard | None:
@@ -459,6 +478,7 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
     if run.tp > 1 and not run.sequence_parallel:
         changes["layout.sequence_parallel true"] = replace(run, sequence_parallel=True)
     if set(run.recompute_kinds) == {"none"}:
+        # recompute_layers decides where it is set, so it has to go.
         changes["layout.recompute selective"] = replace(run, recompute="selective", recompute_layers=None)
     if set(run.recompute_kinds) != {"full"}:
         changes["layout.recompute full"] = replace(run, recompute="full", recompute_layers=None)

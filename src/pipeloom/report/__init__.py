@@ -52,5 +52,6 @@ def format_page(run: Run) -> str:
         style=(here / "page.css").read_text(encoding="utf-8"),
         script=(here / "page.js").read_text(encoding="utf-8"),
         # whatever the run wrote, nothing in it can end the element or begin another
+        # allow_nan=False: JSON has no NaN, and JSON.parse would fail in the browser of whoever opens the page.
         contents=json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
     )

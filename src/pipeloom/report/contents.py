@@ -51,6 +51,7 @@ def page_contents(run: Run) -> dict[str, Any]:
         "headline": _headline(run, traces, step),
         "curves": curves_contents(run),
         "sample": run.sample,
+        # A box for each section of the TOML file; only a line that begins with a bracket begins one.
         "config": re.split(r"\n\n(?=\[)", run.config_text.strip()),
     }
     nothing: list[Any] = []
@@ -102,6 +103,7 @@ def _facts_until_now(run: Run) -> list[list[str]]:
     facts = [["training loss", f"{line['loss']:.4f}"] for line in run.metrics[-1:]]
     facts.append(["steps", f"{done_steps(run):,} of {run.config.training.steps:,}"])
     if run.metrics and all("tokens_per_s" in line for line in run.metrics):
+        # Metrics have speeds and times, from which the number follows; a summary with the count is not there yet.
         tokens = round(sum(line["tokens_per_s"] * line["step_time_s"] for line in run.metrics))
         facts.append(["tokens seen", f"{tokens:,}"])
     speed = median_tokens_per_s(run)
@@ -143,7 +145,9 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
         (f"rank {rank}", {name: parts[rank] for name, parts in accounts.items()}) for rank in range(schedule.num_ranks)
     ]
     total = {name: sum(parts, BubbleAccount()) for name, parts in accounts.items()}
+    # One scale for both traces, so that bars of measured and predicted can be compared.
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
+    # By the sum over all ranks and both traces, so that every table has the same columns.
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
     rows = [[label, *_cells(parts, shown, tenths)] for label, parts in groups]
     rows.append(["all ranks", *_cells(total, shown, tenths)])
@@ -188,6 +192,7 @@ def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
     rows = []
     for rank, lane in lanes:
         found = [by_lane.get((rank, lane)) for by_lane in uses.values()]
+        # A lane may be in one of the traces only.
         num_actions = next(use.num_actions for use in found if use is not None)
         rows.append(
             [f"rank {rank}", str(lane), str(num_actions), *(cell for use in found for cell in _use_cells([use]))]

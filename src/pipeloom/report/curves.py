@@ -59,6 +59,7 @@ def median_step_time_s(run: Run) -> float | None:
     """Median over the steps, as the summary counts it or, before the end, over those that are done."""
     if run.summary is not None:
         return run.summary["step_time_s"]
+    # As the summary's: a time that was measured, whatever the number of steps.
     return median_high(line["step_time_s"] for line in run.metrics) if run.metrics else None
 
 
@@ -72,6 +73,7 @@ def median_tokens_per_s(run: Run) -> float | None:
 
 def _plain(run: Run, name: str, title: str, unit: str, scale: float = 1.0) -> dict[str, Any]:
     """A curve from zero of one of the metrics; without points where a step lacks it."""
+    # Only three names are certain (run_reading); a curve with holes for older lines would mislead.
     is_known = all(name in line for line in run.metrics)
     points = [[line["step"], _finite(line[name] * scale)] for line in run.metrics] if is_known else []
     return {"title": title, "unit": unit, "points": points, "levels": [], "marks": [], "from_zero": True}

@@ -18,4 +18,5 @@ def percent(share: float) -> str:
 
 def short(value: float) -> float:
     """As many digits as ink can show."""
+    # Six digits are finer than a pixel, and a page of many curves is less than half as large.
     return float(f"{value:.6g}")

@@ -51,6 +51,7 @@ def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
         described = describe(run.config)
     except UserError:  # such as a cluster file that is not here
         return None
+    # Without the reserve: it is the same at all times and would hide what changes.
     return held_bytes(described.run, replace(described.software, reserve_bytes=0.0), schedule)
 
 

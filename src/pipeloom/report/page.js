@@ -8,6 +8,7 @@ function color(name) {
   return getComputedStyle(root).getPropertyValue("--" + name).trim();
 }
 
+// The state is an attribute, so that a test of the page in a browser sees a failure.
 window.addEventListener("error", (event) => {
   root.dataset.state = "failed: " + event.message;
 });
@@ -49,8 +50,10 @@ function keys(items) {
 function ticks(low, high, most) {
   const rough = (high - low) / most;
   const power = 10 ** Math.floor(Math.log10(rough));
+  // 0.999: a range that is a round number up to rounding keeps its own step.
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999) || rough;
   const found = [];
+  // + 0 turns -0 into 0, which would be written as "-0".
   for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k += 1) found.push(k * step + 0);
   return { values: found, digits: Math.max(0, -Math.floor(Math.log10(step) + 1e-9)) };
 }
@@ -183,6 +186,7 @@ class Timeline {
   resize() {
     const height = this.layOut();
     this.width = Math.max(this.box.clientWidth, 480);
+    // At least two pixels for each unit: a printed or zoomed canvas is not drawn again.
     this.scale = Math.max(window.devicePixelRatio || 1, 2);
     this.canvas.width = Math.round(this.width * this.scale);
     this.canvas.height = Math.round(height * this.scale);
@@ -207,6 +211,7 @@ class Timeline {
     this.drawFrame(pen);
     pen.save();
     pen.beginPath();
+    // Boxes that begin left of the view must not cover the names of the ranks.
     pen.rect(GUTTER, 0, this.width - GUTTER - MARGIN, this.bottom + AXIS);
     pen.clip();
     let drawn = 0;
@@ -273,11 +278,13 @@ class Timeline {
       const [, , microbatch, , start, duration, shade] = box;
       if (start + duration < this.view[0] || start > this.view[1]) continue;
       const left = this.x(start);
+      // Thinner boxes would vanish, and a short action is what somebody looks for.
       const width = Math.max(this.x(start + duration) - left, 0.75);
       const [fill, ink] = this.data.palette[shade];
       pen.fillStyle = fill;
       pen.fillRect(left, row.top, width > 3 ? width - 0.7 : width, row.height);
       drawn += isCompute;
+      // The number stands in the middle of what is seen of a box.
       const from = Math.max(left, GUTTER);
       const seen = Math.min(left + width, this.width - MARGIN) - from;
       const text = isClose && width > 34 ? this.name(box) : String(microbatch);
@@ -307,9 +314,11 @@ class Timeline {
     const row = this.rows.find((one) => y >= one.top - 1 && y <= one.top + one.height + 1);
     if (row === undefined || x < GUTTER) return null;
     const time = this.time(x);
+    // Two pixels around a box count as the box, or thin ones could not be hit.
     const slack = this.time(x + 2) - time;
     let best = null;
     for (const box of row.lane.boxes) {
+      // Boxes are in the order of their times (timeline.py).
       if (box[4] > time + slack) break;
       if (box[4] - slack <= time && time <= box[4] + box[5] + slack) best = box;
       if (best !== null && box[4] <= time && time < box[4] + box[5]) break;
@@ -346,6 +355,7 @@ class Timeline {
 
   show(from, to) {
     const end = this.data.end;
+    // Not closer than a microsecond: times are whole nanoseconds.
     const width = Math.min(Math.max(to - from, 1000), end);
     const start = Math.min(Math.max(from, 0), end - width);
     this.view = [start, start + width];
@@ -365,6 +375,7 @@ class Timeline {
     let held = null;
     this.canvas.addEventListener("pointerdown", (event) => {
       held = event.clientX;
+      // The drag goes on when the pointer leaves the canvas.
       this.canvas.setPointerCapture(event.pointerId);
     });
     this.canvas.addEventListener("pointermove", (event) => {
@@ -390,6 +401,7 @@ class Timeline {
         if (sideways) this.pan(event.deltaX);
         else this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 150))), this.time(event.offsetX));
       },
+      // Only a listener that is not passive may keep the page from scrolling.
       { passive: false },
     );
     this.canvas.addEventListener("keydown", (event) => {
@@ -404,11 +416,13 @@ class Timeline {
         "\u2212": () => this.zoom(1 / 0.7),
         0: () => this.show(0, this.data.end),
       };
+      // Own keys only: "constructor" is in every object. Ctrl and + stays the zoom of the browser.
       if (!Object.hasOwn(acts, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
       acts[event.key]();
     });
     window.addEventListener("resize", () => this.resize());
+    // A canvas keeps its pixels when the colors of the style sheet change.
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
     for (const name of ["beforeprint", "afterprint"]) {
       window.addEventListener(name, () => {
@@ -573,6 +587,7 @@ function path(points, x, y, style) {
   let text = "";
   let open = false;
   for (const [at, value] of points) {
+    // A value that was not finite is a gap in the line.
     if (value === null) open = false;
     else {
       text += `${open ? "L" : "M"}${x(at).toFixed(2)} ${y(value).toFixed(2)}`;
@@ -635,12 +650,14 @@ function curve(data, width) {
   }
   const low = data.from_zero ? 0 : Math.min(...known);
   const high = Math.max(...known);
+  // A flat curve has a range of its own height, or of 1 at zero.
   const room = (high - low || Math.abs(high) || 1) * 0.05;
   const range = [data.from_zero ? 0 : low - room, high + room];
   const ends = [data.points[0][0], data.points.at(-1)[0]];
   const x = (step) => (ends[0] === ends[1] ? (left + right) / 2 : left + ((step - ends[0]) / (ends[1] - ends[0])) * (right - left));
   const y = (value) => bottom - ((value - range[0]) / (range[1] - range[0])) * (bottom - top);
   const across = ends[0] === ends[1] ? { values: [ends[0]], digits: 0 } : { ...ticks(ends[0], ends[1], 8), digits: 0 };
+  // Half a step is no step.
   across.values = across.values.filter(Number.isInteger);
   axes(picture, { x, y, across, up: ticks(...range, 6), bottom, left, right, unit: "step" });
   const legend = [{ name: data.title.toLowerCase(), style: "line measured" }];
@@ -651,6 +668,7 @@ function curve(data, width) {
     legend.push({ name, style: `line level ${style}` });
   }
   picture.append(path(data.points, x, y, "line measured"));
+  // More dots would cover the line.
   if (data.points.length < 40) {
     for (const [step, value] of data.points) {
       if (value !== null) picture.append(svg("circle", { cx: x(step), cy: y(value), r: 2.2, class: "dot measured" }));
@@ -698,6 +716,7 @@ function build() {
   for (const chart of contents.over_time) page.append(overTime(chart));
   if (contents.sample !== null) page.append(sample(contents.sample));
   page.append(config(contents.config));
+  // Last: a canvas has no width before it is in the page.
   if (step !== null) step.timeline.resize();
   root.dataset.expected = step === null ? 0 : contents.timeline.boxes;
   root.dataset.state = "ready";

@@ -46,7 +46,9 @@ def timeline_contents(traces: Mapping[str, Trace], num_stages: int, step: int | 
 
 def _ranks(trace: Trace, num_stages: int, palette: dict[tuple[str, str], int]) -> list[dict[str, Any]]:
     boxes: dict[tuple[int, Any], list[list[int | None]]] = {}
+    # By time: the page stops looking for the box below the pointer at the first one behind it.
     for span in sorted(trace.spans, key=lambda span: (span.start_s, span.end_s)):
+        # Numbers of colors and kinds, not their text: a step may have a hundred thousand boxes.
         color = palette.setdefault(_colors(span.action, num_stages), len(palette))
         boxes.setdefault((span.rank, span.lane), []).append(_box(span, trace.start_s, color))
     return [
@@ -60,6 +62,7 @@ def _ranks(trace: Trace, num_stages: int, palette: dict[tuple[str, str], int]) -
 
 def _box(span: Span, origin_s: float, color: int) -> list[int | None]:
     kind, stage, microbatch, part = span.action
+    # Whole nanoseconds are shorter as text than seconds, and neighbors that touch still do.
     begin, end = round((span.start_s - origin_s) * 1e9), round((span.end_s - origin_s) * 1e9)
     return [kind.code, stage, microbatch, part, begin, end - begin, color]
 

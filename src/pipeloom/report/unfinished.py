@@ -37,6 +37,7 @@ def _headline(run: Run) -> str:
 
 def _resume(folder: Path) -> str:
     """The command that goes on in the same folder."""
+    # With its own folder as output, which a run only accepts together with the resume.
     words = [folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder]
     return shlex.join(["pipeloom", "train", *map(str, words)])
 

@@ -66,6 +66,7 @@ class RunFolder:
         Raises:
             RunError: the folder cannot be written to any more; so do the methods below.
         """
+        # In the same folder: a rename replaces a file at once only within one file system.
         draft = self.path / f".{name}.part"
         try:
             draft.write_text(text, encoding="utf-8")
@@ -82,6 +83,7 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration without the folder itself, so that it can be run again as it is."""
+        # With its folder in it, a second run of the configuration would be refused: the folder holds a run.
         self.write(CONFIG, format_run(replace(config, output=replace(config.output, folder=None))))
 
     def add_metrics(self, metrics: dict[str, Any]) -> None:
@@ -93,17 +95,22 @@ class RunFolder:
         try:
             if self._metrics is None:
                 self.begin()
+                # Without a buffer, so that a killed process loses no line that it has reported.
                 self._metrics = (self.path / METRICS).open("ab", buffering=0)
             while self._unwritten:
+                # A write to a full disk may take a part of a line; the rest waits, so that lines stay whole.
                 self._unwritten = self._unwritten[self._metrics.write(self._unwritten) :]
+            # An open file outlives its folder: without this check a run would go on writing into nothing.
             if not (self.path / METRICS).exists():
                 raise FileNotFoundError(2, os.strerror(2))
         except OSError as error:
+            # A full disk may be emptied while the run goes on; anything else does not pass.
             if error.errno not in _FULL:
                 raise self._error(error) from None
 
     def add_warning(self, line: str) -> None:
         """Append one line to the warnings, if there is room for it."""
+        # The warning is mostly about a full disk, and must not end the run.
         with suppress(OSError), (self.path / WARNINGS).open("a", encoding="utf-8") as warnings:
             warnings.write(line + "\n")
 
@@ -120,15 +127,18 @@ class RunFolder:
             return
         try:
             drafts = self.path / DRAFTS
+            # The end first: a folder with a summary is read as a finished run.
             for file in _ends(self.path):
                 file.unlink()
             for file in [] if keeps_measured else _measured(self.path):
                 file.unlink()
             names = {file.name for file in drafts.iterdir()}
+            # Metrics first: a configuration must never be there with the metrics of another run.
             for name in [METRICS, CONFIG, *sorted(names - {METRICS, CONFIG})]:
                 (drafts / name).replace(self.path / name)
             for name in self.damaged:
                 _put_aside(self.path / FOLDER / name)
+            # Last: the folder is what marks a run that has not begun (is_starting).
             drafts.rmdir()
         except OSError as error:
             raise self._error(error) from None
@@ -165,6 +175,7 @@ def _put_aside(checkpoint: Path) -> None:
 
 def weight_files(folder: Path) -> list[Path]:
     """Files of weights in a folder, whole models and parts of them."""
+    # The names that Hugging Face's libraries give to the parts.
     several = folder.glob(WEIGHTS.replace(".", "-?????-of-?????."))
     return [*several, *(file for file in (folder / WEIGHTS, folder / WEIGHTS_INDEX) if file.exists())]
 

@@ -93,6 +93,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(problems, str(folder / CONFIG))
     summary = _read(folder / SUMMARY, lambda text: _with_names(json.loads(text), _SUMMARY_NAMES))
     metrics = _read(folder / METRICS, _parse_metrics) or ()
+    # A summary without metrics is not a state that a run leaves behind, so a file was lost.
     if summary is not None and summary["train_loss"] is not None and not metrics:
         raise UserError(f"cannot read {folder / METRICS}: expected a line for each step, found none")
     return Run(
@@ -124,6 +125,7 @@ def _read(file: Path, parse: Callable[[str], _T]) -> _T | None:
     """What a file holds; ``None`` if there is no such file."""
     if not file.exists():
         return None
+    # A trace of a long step has hundreds of megabytes, far more than a file of settings may have.
     text = read_text(file, most_bytes=MOST_RECORD_BYTES)
     try:
         return parse(text)
@@ -137,6 +139,7 @@ def _parse_metrics(text: str) -> tuple[dict[str, Any], ...]:
     lines = [_with_names(json.loads(line), _METRIC_NAMES) for line in whole]
     try:
         return (*lines, _with_names(json.loads(last), _METRIC_NAMES))
+    # Only the last line may be incomplete: lines are written whole or not at all before the next one.
     except json.JSONDecodeError:
         return tuple(lines)
 

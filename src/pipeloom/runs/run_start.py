@@ -38,6 +38,7 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
         if path is None:
             has_parent = _OUTPUTS.exists()
             path = _new_default_folder()
+            # What this run makes is removed again if it never begins; what was there before stays.
             made = [path] if has_parent else [path, _OUTPUTS]
         else:
             made = [one for one in (path, *path.parents) if not one.exists()]
@@ -51,11 +52,13 @@ def take_run_folder(config: RunConfig) -> Iterator[FolderLock]:
     try:
         has_run = (path / CONFIG).exists() or bool(list_checkpoints(path) or weight_files(path))
         resume = config.checkpoint.resume
+        # Under the lock: another run may have begun here while this one waited for it.
         if has_run and not (resume is not None and goes_on_in(resume, path)):
             raise UserError(f"{path} holds a run already; choose another --output.folder, or move it away")
         _remove_drafts(path)
         yield lock
     finally:
+        # Before the lock is released, or the next holder's drafts would be removed.
         shutil.rmtree(path / DRAFTS, ignore_errors=True)
         lock.release()
         _remove_empty(made)
@@ -79,6 +82,7 @@ def draft_start(path: Path, config: RunConfig) -> RunFolder:
     try:
         (path / DRAFTS).mkdir()
         folder.write_config(config)
+        # Steps behind the checkpoint are done again, and would stand twice in the metrics.
         folder.write(METRICS, "" if resume is None else "".join(_metrics_until(resume)))
     except (OSError, RunError) as error:
         raise UserError(
@@ -128,6 +132,7 @@ def _remove_empty(made: list[Path]) -> None:
 def _new_default_folder() -> Path:
     """``outputs/`` and the time, made; two runs that start in the same second get two folders."""
     name = datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+    # mkdir fails where the folder exists, so that two processes cannot both take one name.
     for number in range(100):
         path = _OUTPUTS / (f"{name}-{number}" if number else name)
         try:

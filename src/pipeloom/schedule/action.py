@@ -6,6 +6,7 @@ from typing import NamedTuple
 from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule.kinds import STAGE_KINDS, Kind
 
+# The longest names first, since R also begins RECV_F; ASCII, since \d matches digits of all scripts.
 _PATTERN = re.compile(rf"(\d+)({'|'.join(sorted(Kind, key=len, reverse=True))})(?:(\d+)(?:\.(\d+))?)?", re.ASCII)
 _MOST_DIGITS = 10
 """Of a number in an action's text: ``Row`` holds those below 2 ** 31."""

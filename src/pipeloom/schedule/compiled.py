@@ -34,6 +34,7 @@ def kernel(function: Callable[P, R], num_actions: int) -> Callable[P, R]:
         num_actions: that it is about to run over.
     """
     global _seen  # noqa: PLW0603  how much a process has done is a fact about the process
+    # Over all calls: a search makes thousands of small schedules.
     _seen += num_actions
     return compiled(function) if _seen > PATIENCE else function
 
@@ -78,6 +79,7 @@ def _compile_all(module: ModuleType) -> dict[str, Any]:
     for name, value in vars(module).items():
         if isinstance(value, FunctionType) and value.__module__ == module.__name__:
             copy = FunctionType(value.__code__, names, name, value.__defaults__)
+            # numba names the files of its cache by the qualified name, so that other constants find other files.
             copy.__module__, copy.__qualname__ = value.__module__, f"{name}_{stamp}"
             names[name] = numba.njit(cache=True)(copy)
             folder = Path(names[name].stats.cache_path)

@@ -141,6 +141,7 @@ class Facts:
         columns = self.columns
         chosen = columns.kind == kind.code
         place = np.stack([columns.stage[chosen], columns.microbatch[chosen], columns.part[chosen]])
+        # Facts are made before the rules have seen the rows, so numbers may lie outside of the shape.
         exists = np.all((place >= 0) & (place < np.array(self.shape)[:, None]), axis=0)
         has[tuple(place[:, exists])] = True
         return has
@@ -227,8 +228,10 @@ class Facts:
         """Number of stage inputs held during each forward of ``row``, in token slices / slices each."""
         begins = row.is_kind(Kind.FORWARD)
         ends = row.is_kind(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+        # Where no backward follows, an input is gone with its forward.
         change = (begins & (row.stage >= self.first_backward_stage)).astype(np.int64) - ends
         before = np.cumsum(change) - change
+        # Slices of one micro-batch hold parts of one input; begun ones count whole.
         return -(-(before[begins] + 1) // self.shape[2])
 
     @cached_property

@@ -23,6 +23,7 @@ class Placement:
     def __post_init__(self) -> None:
         """Refuse a placement that leaves a rank idle."""
         ranks = set(self.rank_by_stage)
+        # The largest number is taken for the number of ranks.
         if not ranks or ranks != set(range(max(ranks) + 1)):
             raise UserError(
                 f"placement {self.rank_by_stage} must give every pipeline rank 0..P-1 at least one stage; "

@@ -15,6 +15,7 @@ from pipeloom.errors import ScheduleTextError
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import KINDS, Kind
 
+# The least int32: no text of an action has a number below 0.
 NO_MICROBATCH = -(2**31)
 """What stands in arrays for an action's micro-batch ``None``."""
 
@@ -56,6 +57,7 @@ class Row(Sequence[Action]):
         except OverflowError:
             found = next(a for a in actions if max(map(abs, (a.stage, a.microbatch or 0, a.slice))) >= 2**31)
             raise ScheduleTextError(f"expected stages and micro-batches below 2 ** 31, found {found}") from None
+        # Columns that are contiguous: kernels run over each of them.
         return cls(*np.ascontiguousarray(table.T))
 
     @classmethod
@@ -101,6 +103,7 @@ class Row(Sequence[Action]):
 
     def is_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         """For each action whether it is of one of these kinds."""
+        # A look-up in a small table; np.isin would sort the row.
         wanted = np.zeros(len(KINDS), np.bool_)
         wanted[[kind.code for kind in kinds]] = True
         return wanted[self.kind]

@@ -54,6 +54,7 @@ def fewest_stays(stages: Sequence[int], places: int, sizes: Sequence[int] | None
             continue
         size = size_of(stage)
         while taken + size > places:
+            # Belady's rule; `present` has one entry for each place, so a linear search is enough.
             furthest = max(present, key=lambda other: next_use[lasts[present[other]]])
             taken -= size_of(furthest)
             del present[furthest]
@@ -130,6 +131,7 @@ def gradient_waits(row: Row, buffers: int) -> Iterator[tuple[int, int]]:
     """
     reductions = [slot for slot, _, _ in _find(row, Kind.REDUCE_GRAD)]
     for number, (slot, _) in enumerate(unreduced_counts(row)):
+        # The first gradients find a free buffer; the last ones may have no reduction to wait for in this step.
         if buffers <= number < buffers + len(reductions):
             yield slot, reductions[number - buffers]
 

@@ -78,6 +78,7 @@ def stage_sizes(amounts: Sequence[Amounts]) -> tuple[int, ...]:
     Args:
         amounts: of each stage, in bytes.
     """
+    # Of a tied model the last stage's gradient for the matrix is added to the first stage's while both are there.
     first, *others = (int(one.total) for one in amounts)
     return first + int(amounts[-1].lent_gradient), *others
 
@@ -222,6 +223,7 @@ def _room_waits(row: Row, max_resident: int | None, sizes: Sequence[int] | None)
             taken -= 1 if sizes is None else sizes[gone]
             num_ended += 1
         taken += size
+        # Swaps out end in the order of the row, so waiting for the later of the two is waiting for both.
         number = max(num_ended - 1, last_out.get(stage, -1))
         if number >= 0:
             found.append((slot, outs[number]))

@@ -68,8 +68,10 @@ def parse_schedule_file(text: str, name: str = "the schedule file") -> ScheduleF
     lines: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
+        # No action begins with it.
         if not words or words[0].startswith("#"):
             continue
+        # No action is an equals sign, so that a promise cannot be taken for a row.
         if len(words) > 1 and words[1] == "=":
             problems += _head_problems(number, words, head, has_rows=bool(lines))
             head[words[0]] = " ".join(words[2:])

@@ -37,13 +37,16 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # or opening a pipe waits for a writer
         with os.fdopen(descriptor, "rb") as opened:
+            # Blocking again: a pipe with a writer is read to its end.
             os.set_blocking(descriptor, True)
+            # One more than allowed shows that there is more, without the size: a pipe or a device has none.
             found = opened.read(most_bytes + 1)
     except (OSError, ValueError) as error:  # a ValueError such as a zero byte in the name
         raise UserError(f"cannot read {name}: {reason_of(error)}") from error
     if len(found) > most_bytes:
         raise UserError(f"cannot read {name}: expected at most {most_bytes:,} bytes, found more")
     try:
+        # Editors on Windows begin UTF-8 with a byte order mark, which is no part of the text.
         return found.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
@@ -86,6 +89,7 @@ def _shallow(tree: Any) -> Any:
         level = [item for node in level for item in _inside(node)]
         if not level:
             return tree
+    # As the parsers raise it for deep nesting, so that callers have one case. Code that follows the tree is recursive.
     raise RecursionError
 
 

@@ -20,6 +20,7 @@ from pipeloom.errors import UserError
 LOCK = ".lock"
 _PATIENCE_S = 2.0
 """How long a lock may stay held after its process was killed: the workers of that process end a moment later."""
+# On NFS an flock is a byte-range lock, for which POSIX allows EACCES as well as EAGAIN.
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -86,6 +87,7 @@ def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
             holder = _read_holder(folder / LOCK)
             who = "another process" if holder is None else holder.describe()
             raise UserError(f"the run folder {folder} is in use by {who}; wait for its end, or end it")
+        # flock without LOCK_NB would wait without an end, and could not name the holder.
         time.sleep(0.05)
 
 
@@ -97,6 +99,7 @@ def is_locked(folder: Path) -> bool | None:
     except OSError as error:
         return False if error.errno == errno.ENOENT else None
     try:
+        # A shared lock ends with this descriptor; an exclusive one would look held to a run that starts at this moment.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         holder = _read_holder(path)
@@ -128,6 +131,8 @@ def take_over(folder: Path) -> FolderLock | None:
 def _open(folder: Path) -> tuple[int | None, bool]:
     """The locked file, or ``None`` if another process holds it; and whether the file system keeps locks."""
     path = folder / LOCK
+    # Close-on-exec: a program that a worker starts must not hold the lock beyond the run. Read and write for everybody,
+    # less the umask: another user of a shared folder has to be able to lock it.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     is_taken, is_kept = False, True
     try:
@@ -141,6 +146,7 @@ def _open(folder: Path) -> tuple[int | None, bool]:
             holder = _read_holder(path)
             is_taken = not is_kept and (holder is None or not _lives(holder))
         if is_taken:
+            # Written in place and not replaced: the lock belongs to this file, not to its name.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode(), 0)
     finally:
@@ -176,6 +182,8 @@ def _start_of(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+    # proc(5): field 22, starttime, the 20th behind the name. The name may contain spaces and brackets, so the last
+    # bracket ends it. Ticks count from the boot, hence its id.
     return f"{boot} {stat.rpartition(')')[2].split()[19]}"
 
 
@@ -184,6 +192,7 @@ def _lives(holder: Holder) -> bool:
     if holder.host != socket.gethostname():
         return False
     try:
+        # Signal 0 sends nothing; it checks that the process exists.
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False

@@ -39,11 +39,13 @@ def address_space(root: Path = Path("/")) -> Available:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Available(inf, "no limit")
+    # Addresses that are in use already count against the limit, whether memory is behind them or not.
     pages = _number(_read(root / "proc/self/statm"), r"^(\d+)") or 0.0
     return Available(max(0.0, limit - pages * os.sysconf("SC_PAGE_SIZE")), "left of the limit of a process's addresses")
 
 
 def _free(root: Path) -> Available:
+    # MemAvailable and not MemFree: it counts the page cache that the kernel would give up (proc(5)).
     kibibytes = _number(_read(root / "proc/meminfo"), r"^MemAvailable:\s*(\d+)")
     return Available(inf if kibibytes is None else kibibytes * 1024, "free on this host")
 
@@ -53,6 +55,8 @@ def _group_limits(root: Path) -> Iterator[Available]:
     versions = (
         (r"^0::(.*)$", "", "memory.max", "memory.current", ""),
         (
+            # Version 1 names a group for each set of controllers; version 2 has
+            # one line, with number 0 and no controller.
             r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(.*)$",
             "memory",
             "memory.limit_in_bytes",
@@ -66,12 +70,15 @@ def _group_limits(root: Path) -> Iterator[Available]:
             continue
         top = root / _GROUPS / controller
         group = top / found[1].lstrip("/")
+        # A group is limited by each group around it as well.
         for folder in [group, *(above for above in group.parents if above.is_relative_to(top))]:
             limit = _number(_read(folder / limit_name), r"^(\d+)$")
             usage = _number(_read(folder / usage_name), r"^(\d+)$")
+            # "max" in version 2 is no number: no limit.
             if limit is None or usage is None:
                 continue
             stat = _read(folder / "memory.stat")
+            # Usage counts cached files, which the kernel drops before it kills a process for memory.
             files = sum(_number(stat, rf"^{prefix}{kind}_file (\d+)$") or 0.0 for kind in ("inactive", "active"))
             yield Available(max(0.0, limit - max(0.0, usage - files)), "left of the limit of the control group")
 

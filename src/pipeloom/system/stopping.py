@@ -38,6 +38,7 @@ class Stop:
 
     def run(self, work: Callable[[], None]) -> None:
         """Do the work, or a part of it."""
+        # Python runs signal handlers in the main thread alone, and signal.signal raises in any other.
         if threading.current_thread() is not threading.main_thread():
             work()
             return
@@ -47,14 +48,17 @@ class Stop:
         try:
             self._is_open = True
             if self._deadline is not None:
+                # A time of 0 would switch the timer off, so a deadline that has passed is a microsecond away.
                 old_timer = signal.setitimer(signal.ITIMER_REAL, max(1e-6, self._deadline - begin), _AGAIN_S)
             work()
+            # Before the handlers are restored: a signal between the two must not raise into the caller.
             self._is_open = False
         except (TimeUp, KeyboardInterrupt) as end:
             self._is_open = False
             self.reason = "time" if isinstance(end, TimeUp) else "interrupt"
         finally:
             self._is_open = False
+            # The timer before its handler: the default action of SIGALRM ends the process.
             if self._deadline is not None:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, old_alarm)

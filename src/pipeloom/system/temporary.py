@@ -31,10 +31,13 @@ def _remove_abandoned(place: Path) -> None:
     """Remove this user's folders whose processes have all ended; a folder without a lock stays."""
     for folder in place.glob(f"{_PREFIX}*"):
         try:
+            # The folder for temporary files is everybody's: a link there may
+            # lead to files of other people or of this user.
             is_own = folder.is_dir() and not folder.is_symlink() and folder.stat().st_uid == os.getuid()
         except OSError:  # it is being removed
             continue
         lock = take_over(folder) if is_own else None
         if lock is not None:
+            # While the lock is held, so that no two runs remove the same folder.
             shutil.rmtree(folder, ignore_errors=True)
             lock.release()

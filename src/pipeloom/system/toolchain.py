@@ -19,6 +19,7 @@ def toolchain_problems(device: str) -> list[str]:
     language = "C" if device == "cuda" else "C++"
     variable, names = _VARIABLES[language], _COMPILERS[language]
     problems: list[str] = []
+    # The variable first, as PyTorch reads it.
     if not any(name and shutil.which(name) for name in (os.environ.get(variable), *names)):
         problems.append(
             f"training.compile needs a {language} compiler, found none of {variable}, {', '.join(names)}; "

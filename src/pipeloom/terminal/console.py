@@ -32,6 +32,7 @@ def make_console(stream: TextIO | None = None, *, width: int | None = None) -> C
         width: in characters; ``None`` for that of the terminal.
     """
     file = raw(sys.stdout if stream is None else stream)
+    # Rich takes [..] for markup, :name: for an emoji and colors numbers: in foreign text and paths all three are wrong.
     return _PrintableConsole(file=file, width=width, markup=False, emoji=False, highlight=False)
 
 

@@ -44,6 +44,7 @@ class GuardedStream:
 
     def write(self, text: str) -> int:
         """Write a text; returns its length."""
+        # The length of what was given, as callers of write expect, not of what was printed.
         self.raw.write(printable(text))
         return len(text)
 

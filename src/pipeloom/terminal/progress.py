@@ -14,6 +14,7 @@ def restore_terminal(stream: TextIO) -> None:
     """Show the cursor again, which a bar hides, after its process was stopped."""
     if raw(stream).isatty():
         with suppress(OSError):
+            # DECTCEM: shows the cursor. A process that is killed takes no bar away.
             raw(stream).write("\x1b[?25h")
             raw(stream).flush()
 

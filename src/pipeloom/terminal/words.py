@@ -20,6 +20,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+# The limits of difflib.get_close_matches: a likeness of 0.6, three suggestions.
 _LEAST_LIKENESS, _SPREAD, _MOST_SUGGESTIONS = 0.6, 0.1, 3
 
 
@@ -102,6 +103,7 @@ def format_bytes(size: float, *, rounds_up: bool = False) -> str:
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "KB")):
         if size >= 1000**power:
             number = size / 1000**power
+            # Three significant digits: more would suggest that an estimate is exact.
             digits = 2 - min(2, math.floor(math.log10(number)))
             number = math.ceil(number * 10**digits) / 10**digits if rounds_up else round(number, digits)
             return f"{number:.{digits}f}".rstrip("0").rstrip(".") + f" {unit}" if digits else f"{number:.0f} {unit}"

@@ -75,12 +75,15 @@ class Spans(Sequence[Span]):
 
     def on(self, name: str) -> NDArray[np.bool_]:
         """For each span whether its lane has this name, such as ``compute``."""
+        # One False where there are no lanes: an empty list would become an
+        # array of floats, which selects nothing as a mask.
         return np.array([lane.name == name for lane in self.lanes] or [False], np.bool_)[self.lane]
 
     @cached_property
     def by_lane(self) -> dict[tuple[int, Lane], NDArray[np.intp]]:
         """For each rank and lane that occurs, the places of its spans, ascending."""
         key = self.rank.astype(np.int64) * max(len(self.lanes), 1) + self.lane
+        # Stable, so that places within a lane stay ascending.
         order = np.argsort(key, kind="stable")
         begins = np.flatnonzero(np.diff(key[order], prepend=-1))
         groups = np.split(order, begins[1:]) if len(order) else []
@@ -121,4 +124,5 @@ class Spans(Sequence[Span]):
 
     def __hash__(self) -> int:
         """Equal spans have equal hashes."""
+        # Three of the columns are enough: equal spans have equal ones.
         return hash((self.row, self.start_s.tobytes(), self.end_s.tobytes()))

@@ -52,6 +52,7 @@ class Trace:
     def lanes(self, rank: int) -> list[Lane]:
         """Lanes that a rank used, compute first."""
         used = [lane for owner, lane in self.spans.by_lane if owner == rank]
+        # Compute at the top of each rank, since everything else is there to keep it busy.
         return sorted(used, key=lambda lane: (lane != COMPUTE_LANE, lane.name, lane.peer or 0))
 
 
@@ -85,6 +86,7 @@ _SENDS, _RECEIVES = SEND_KINDS | TIED_SEND_KINDS, RECEIVE_KINDS | TIED_RECEIVE_K
 def _one_at_a_time(spans: list[Span]) -> list[Span]:
     """The spans by rank and time; where a lane's span was seen to end after the next one began, it ends there."""
     ordered = sorted(spans, key=lambda s: (s.rank, s.lane.name, s.lane.peer or 0, s.start_s, s.end_s))
+    # A lane does one thing at a time. Ends are noted by threads, up to some milliseconds late (docs/decisions/0010).
     for number, (span, following) in enumerate(pairwise(ordered)):
         if (span.rank, span.lane) == (following.rank, following.lane) and span.end_s > following.start_s:
             ordered[number] = span._replace(end_s=max(span.start_s, following.start_s))
@@ -128,6 +130,7 @@ def _slice(span: Span, tid: int, origin_s: float) -> dict[str, Any]:
         "cat": action.kind.value,
         "pid": span.rank,
         "tid": tid,
+        # The format's unit is the microsecond; three digits behind the point keep nanoseconds.
         "ts": begin / 1000,
         "dur": (end - begin) / 1000,
         "args": {"stage": action.stage, "microbatch": action.microbatch, "slice": action.slice},
@@ -144,6 +147,7 @@ def _arrows(trace: Trace, tids: dict[tuple[int, Lane], int]) -> list[dict[str, A
         if send is None:
             continue
         begin, end = _ns(receive.start_s, trace.start_s), _ns(receive.end_s, trace.start_s)
+        # The end of a slice is outside of it.
         inside = max(begin, end - 1)  # the arrow binds to the slice that encloses its point
         for phase, span, time_ns in (("s", send, _ns(send.start_s, trace.start_s)), ("f", receive, inside)):
             place = {"pid": span.rank, "tid": tids[span.rank, span.lane], "ts": time_ns / 1000, "bp": "e"}

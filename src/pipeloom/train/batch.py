@@ -48,9 +48,11 @@ class Batch:
             replica: whose; 0..num_replicas-1.
             num_replicas: data-parallel replicas.
         """
+        # Of the whole step, before replicas take theirs: each divides by it, and the sum over replicas is the mean.
         num_valid = int((windows[:, 1:] != IGNORED).sum())
         own = np.split(windows, num_replicas)[replica]
         parts = torch.from_numpy(own).to(device).chunk(num_microbatches)
+        # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
         targets = [part[:, 1:].contiguous() for part in parts]
         return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
 
@@ -69,5 +71,6 @@ class Batch:
             microbatch: which one; of a batch that is cut, the number of the slice, counted through.
             cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
         """
+        # The logarithm of a sum over the vocabulary in bfloat16 would have two or three digits.
         wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
         return cross_entropy(wide, self.targets[microbatch].flatten()) / self.num_valid

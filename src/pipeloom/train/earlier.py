@@ -53,6 +53,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
     if first is None:  # nothing shows which lines are of these settings
         return Earlier(loss)
     times_s = tuple(float(line["step_time_s"]) for line in lines if line["step"] > first)
+    # A damaged trace is no reason to refuse a run whose steps are all done.
     measured, predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
     traced_step = None if measured is None else min(first + before.output.trace_step, steps)
     return Earlier(loss, before, times_s, traced_step, measured, predicted)
@@ -74,6 +75,7 @@ def _measuring(config: RunConfig) -> Any:
     """The settings that decide what a step does and how long it takes."""
     ends = RunConfig().training
     config = with_absolute_paths(config)  # as those that are read
+    # These change what a run does around its steps and nothing in them.
     training = replace(
         config.training,
         validation_batches=ends.validation_batches,

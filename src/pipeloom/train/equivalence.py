@@ -40,6 +40,7 @@ class Gradients:
     @property
     def norm(self) -> float:
         """Norm of the whole model's gradient."""
+        # In float64: a sum of squares over all elements of a model loses digits in float32.
         return float(torch.stack([gradient.double().norm() for gradient in self.by_name.values()]).norm())
 
 
@@ -55,6 +56,7 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
     total = 0.0
+    # One micro-batch after the other, as the pipeline sums them: all at once would take M times the memory.
     for microbatch, tokens in enumerate(batch.inputs):
         loss = batch.loss(model(tokens), microbatch)
         loss.backward()
@@ -73,6 +75,7 @@ def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
         "gradient norm": abs(found.norm - expected.norm) / expected.norm,
     }
     sizes = {name: float(gradient.abs().max()) for name, gradient in expected.by_name.items()}
+    # Softmax does not change when all scores of a row grow alike, so the exact gradient of a key's bias is 0.
     floor = _SCALE_FLOOR * max(sizes.values())
     for name in sorted({*found.by_name, *expected.by_name}, key=_natural):
         if name in found.by_name and name in expected.by_name:
@@ -100,12 +103,14 @@ def compare_with_reference(config: RunConfig, world: World, data: Data, num_batc
     found = [world.gather(_step(pipeline, pipeline.batch(one))) for one in windows]
     slices = world.gather(pipeline.slices())
     pipeline.close()
+    # One process computes the micro-batches of all replicas.
     batches = [Batch.of(one, layout.dp * layout.num_microbatches, world.device) for one in windows]
     worst: dict[str, float] = {}
     for batch, parts in zip(batches, found, strict=True):
         if parts is None or slices is None:
             return None
         for name, difference in compare(_joined(parts, slices), reference_gradients(config, batch)).items():
+            # max with NaN depends on the order of its arguments and could hide it.
             worst[name] = max(difference if math.isfinite(difference) else math.inf, worst.get(name, 0.0))
     return worst
 
@@ -116,6 +121,7 @@ def _step(pipeline: Pipeline, batch: Batch) -> Gradients:
     is_counted = pipeline.is_first_replica
     return Gradients(
         pipeline.counted_loss(result),
+        # Replicas have the same gradients after the reduction, so that of the first one is enough.
         {name: gradient.cpu() for name, gradient in gradients.items()} if is_counted else {},
     )
 

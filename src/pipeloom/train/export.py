@@ -94,6 +94,7 @@ def _tokenizer(checkpoint: Path, folder: Path) -> dict[str, str]:
 
 def _check_room(folder: Path, num_bytes: int) -> None:
     """Refuse what cannot fit before hours of writing."""
+    # The folder itself may not exist yet; the nearest one above it is on the same disk.
     disk = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     free = shutil.disk_usage(disk).free
     if free < num_bytes:
@@ -103,6 +104,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 @contextmanager
 def _together(folder: Path) -> Iterator[Path]:
     """A folder to write files into. They go to ``folder`` at the end: all of them, or none and nothing is left."""
+    # So that a failure removes what was made here and nothing that was there before.
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     drafts, placed = folder / _DRAFTS, list[Path]()
     try:
@@ -157,6 +159,8 @@ def _read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+            # torch allocates nothing itself: the tensors are already of the
+            # written type, and DCP converts while it copies.
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
@@ -166,11 +170,14 @@ def _read(
 
 def _write(file: Path, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
     """Write a file of weights, on disk when the call returns; equal contents give equal bytes."""
+    # A file that Python makes has the permissions of the user's umask;
+    # those of safetensors' file are set to them below.
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata=about)
     file.chmod(mode)  # safetensors makes files that nobody else may read
     with file.open("r+b") as opened:
+        # The format: 8 bytes, little-endian, are the length of a JSON header, which may end in spaces.
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))  # safetensors writes them in random order

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import ModelConfig, OptimizerConfig
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate, PieceKey
-from pipeloom.cost.shape import Run, shape_of
+from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.process_collectives import make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport
-from pipeloom.execute.stage import Part, Stage
+from pipeloom.execute.stage import Portion, Stage
 from pipeloom.execute.transport import Transfer
 from pipeloom.execute.transport import finish as finish_transfer
 from pipeloom.execute.weights import StageWeights
@@ -35,6 +34,8 @@ from pipeloom.model.tensor_parallel import WHOLE
 from pipeloom.train.batch import Batch
 from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
 from pipeloom.workload.layout import Layout, Recompute
+from pipeloom.workload.model import shape_of
+from pipeloom.workload.run import Run
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 200
 _MOST_LAYERS = 4
@@ -151,9 +152,9 @@ class _Subject:
 
     def run(self, clock: _Clock) -> Both:
         begin_s = clock.now()
-        self.stage.forward(Part(0), self.tensor, self.objective, trains=True)
+        self.stage.forward(Portion(0), self.tensor, self.objective, trains=True)
         middle_s = clock.now()
-        self.stage.backward(Part(0), self.gradient)
+        self.stage.backward(Portion(0), self.gradient)
         return middle_s - begin_s, clock.now() - middle_s
 
     @property
@@ -281,7 +282,7 @@ class _Measurement:
         )
         messages = self._messages.get((tp, size))
         return MeasuredPieces(
-            key=PieceKey.of(run),
+            run=run.of_measured_pieces,
             embedding=_pair(first[side] - one[side] for side in sides),
             layer=_pair(layer),
             head=_pair(last[side] - one[side] for side in sides),

@@ -13,19 +13,22 @@ from torch import Tensor, nn
 from pipeloom.config import RunConfig
 from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
-from pipeloom.execute.data_parallel import DataParallel
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import StreamLane, ThreadLane
 from pipeloom.execute.move_lanes import ProcessMoveLanes
-from pipeloom.execute.moves import ActivationMoves
+from pipeloom.execute.parts.compute import Compute
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.parts.messages import Messages
+from pipeloom.execute.parts.moves import ActivationMoves
+from pipeloom.execute.parts.part import Part
+from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
+from pipeloom.execute.parts.tied import Tied, time_messages
 from pipeloom.execute.process_collectives import make_groups, make_tensor_group
 from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.profile import Collectives, Profile, profile_stages
 from pipeloom.execute.profile_slices import profile_slices, with_slices
 from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.stage_swaps import StageSwaps
-from pipeloom.execute.tied import Tied, time_messages
 from pipeloom.execute.time_moves import time_moves
 from pipeloom.execute.time_stage_swaps import time_stage_swaps
 from pipeloom.execute.warm_up import warm_up
@@ -111,7 +114,7 @@ class Pipeline:
         )
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
-        self.stage_swaps = self._make_stage_swaps(self.schedule)
+        self.updates = StageUpdates()
         self._moves = ActivationMoves(
             self.schedule,
             self._place.pipeline,
@@ -119,7 +122,7 @@ class Pipeline:
             self._wires,
             counts=moves_anything(config) or not config.training.compile,  # hooks would compile the first use anew
         )
-        self._trainer = self._executor(self.schedule, outputs, self._moves, self.stage_swaps)
+        self._trainer = self._executor(self.schedule, outputs, self._moves)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
         self._sampler = self._executor(forward_schedule(config, 1), self._outputs(1))
         self._is_cold = config.training.compile
@@ -341,13 +344,6 @@ class Pipeline:
             lent=None if self.store is None else lend_matrix(self.store, last, matrix, wide, self._world),
         )
 
-    def _make_stage_swaps(self, schedule: Schedule) -> StageSwaps | None:
-        """What moves this rank's stages in the steps of a schedule, if they are moved."""
-        if self.store is None or self._host_lanes is None:
-            return None
-        timeout_s = self._config.training.stall_timeout_s
-        return StageSwaps(schedule, self._place.pipeline, self.store, self._host_lanes, timeout_s)
-
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
         """The spec of every stage's output."""
         tokens = TensorSpec((microbatch_size, self._config.data.seq_len), torch.int64)
@@ -378,23 +374,17 @@ class Pipeline:
         schedule: Schedule,
         outputs: tuple[TensorSpec, ...],
         moves: ActivationMoves | None = None,
-        stage_swaps: StageSwaps | None = None,
     ) -> Executor:
+        training, rank = self._config.training, self._place.pipeline
         slices = self._slices if schedule.num_slices > 1 else None  # only training cuts sequences
         stages = self._stages(schedule, outputs, slices)
+        parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
+        parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
+        if self.store is not None and self._host_lanes is not None:
+            swaps = StageSwaps(self.store, self._host_lanes, training.stall_timeout_s)
+            parts += [swaps, self.updates]  # behind the tied matrix, whose gradient belongs to what is updated
         return Executor(
-            schedule,
-            self._place.pipeline,
-            stages,
-            outputs=outputs,
-            transport=self._transport,
-            clock=self._clock,
-            data_parallel=self.data_parallel,
-            tied=self._tied,
-            moves=moves,
-            stage_swaps=stage_swaps or self._make_stage_swaps(schedule),
-            run_ahead=self._config.training.run_ahead,
-            slices=slices,
+            schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.data_parallel import DataParallel
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.profile import Profile
 from pipeloom.execute.world import World
 from pipeloom.schedule import Action, Schedule

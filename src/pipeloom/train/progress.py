@@ -48,8 +48,10 @@ class StepProgress(Bar):
         numbers = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
         self._line, self._is_left = f"step {step}/{self._num_steps}  {numbers}", False
         is_bar = self._update(step, numbers=numbers)
+        # More lines without a terminal, where no bar shows that the run goes on.
         every = max(1, self._num_steps // (_LINES if is_bar else _LINES_WITHOUT_TERMINAL))
         is_due = step % every == 0 and time.monotonic() > self._left_s + _PAUSE_S
+        # The first line of a log comes at once: it shows that the run works and how fast.
         if is_due if is_bar else step % every == 0 or step == 1:
             self._leave()
 

@@ -37,17 +37,20 @@ def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
     Raises:
         HostError: with what is needed, what there is, the largest part, and what to change.
     """
+    # The first process of each host answers for the host: one message, and memory is counted once.
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
     needs, processes = need_by_pipeline_rank(config, verifies=verifies), processes_here(config)
     by_rank = {rank: _on_host(config, needs[rank]) for rank in processes}
     names = next(iter(by_rank.values()))
     on_host = {name: sum(by_rank[rank][name] * number for rank, number in processes.items()) for name in names}
+    # The reference runs on rank 0 alone, after the pipeline; its host needs room for a whole model.
     if verifies and is_first() and config.training.device == "cpu":
         on_host |= reference_bytes(config)
     _refuse_beyond(on_host, available_memory(), f"{count(processes.total(), 'process')} of this run")
     largest = max(by_rank.values(), key=lambda parts: sum(parts.values()))
     _refuse_beyond(largest, address_space(), "a process of this run")
+    # With a device budget the schedule itself keeps within it.
     if config.training.device == "cuda" and config.schedule.budget_bytes is None:
         fullest = max(processes, key=lambda rank: sum(needs[rank].device.values()))
         _refuse_beyond(needs[fullest].device, _device_memory(), f"a device of pipeline rank {fullest}")
@@ -70,7 +73,10 @@ def _on_host(config: RunConfig, need: Need) -> Parts:
 
 def _device_memory() -> Available:
     whole = min(
-        (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())), default=inf
+        # All of a device, not what is free: other processes may end, and only
+        # what can never run is refused (decision 33).
+        (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())),
+        default=inf,
     )
     return Available(whole, "there")
 

@@ -6,6 +6,7 @@ from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.execute.world import World
 from pipeloom.train.pipeline import Pipeline
 
+# Below 1: fewer unlikely tokens, so that a short sample shows what was learned.
 _TEMPERATURE = 0.8
 
 
@@ -30,12 +31,16 @@ def sample_text(
     tokens = tokenizer.encode(prompt.encode()).tolist()
     for _ in range(num_tokens):
         seen = tokens[-seq_len:]
+        # Full length: the messages between stages have fixed shapes.
+        # Attention is causal, so the padding changes nothing.
         padded = torch.tensor([seen + [0] * (seq_len - len(seen))], device=world.device)
         logits = pipeline.next_logits(padded, len(seen) - 1)
         drawn = 0
         if logits is not None:
             known = logits[: tokenizer.vocab_size]  # the model may have room for more tokens than there are
+            # On the CPU in float64, so that a seed draws the same tokens on every device.
             chances = torch.softmax(known.double().cpu() / _TEMPERATURE, dim=-1)
             drawn = int(torch.multinomial(chances, 1, generator=generator))
+        # All ranks need the token: the next forward begins on the first one.
         tokens.append(world.broadcast(drawn, pipeline.last_rank))
     return tokenizer.decode(tokens)

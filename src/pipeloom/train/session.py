@@ -51,6 +51,7 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     if long_start(config) is not None:
         patience_s += _RANK_0_PATIENCE_S
     if is_launched():
+        # Hosts do not share a file system in general, so each may have to tokenize the text for itself.
         return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
     # imported once here, not once in every worker: optimizers import it on first use
     import torch._dynamo
@@ -77,6 +78,7 @@ def check_processes(config: RunConfig) -> None:
     Raises:
         UserError: naming both numbers.
     """
+    # torchrun's name for the processes of a host; other launchers that set RANK alone are taken to use one host.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())) if is_launched() else config.layout.num_ranks
     found = torch.cuda.device_count() if config.training.device == "cuda" else num_here
     if found < num_here:
@@ -121,6 +123,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
     recompute = layout.recompute_by_layer(model.num_layers)
+    # With a device budget the largest stage decides what fits, so bytes are balanced and not seconds.
     if schedule.budget_bytes is not None and layout.partition is None:
         partition = fastest_partition(piece_bytes(replace(config, model=model)), config.choice().placed())
     else:
@@ -141,6 +144,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
 
 
 def _run_launched(config: RunConfig, job: Job, patience_s: float) -> Any:
+    # Replaces the launcher's own setting; torchrun sets OMP_NUM_THREADS to 1.
     torch.set_num_threads(config.training.threads)
     timeout_s = config.training.stall_timeout_s + patience_s
     return _join_in(config, job, join_launched(config.training.device, timeout_s))
@@ -156,5 +160,6 @@ def _join_in(config: RunConfig, job: Job, world: World) -> Any:
     config = replace(config, checkpoint=replace(config.checkpoint, resume=world.from_first(config.checkpoint.resume)))
     data = load_text(config)
     result = job(with_known_slices(resolve(config, data), world), world, data)
+    # At the end of success alone: a rank that failed must not wait for the others, whom its end is to stop.
     world.leave()
     return result

@@ -10,8 +10,8 @@ from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
+from pipeloom.execute.parts.stage_swaps import HostLanes
 from pipeloom.execute.stage_store import LentMatrix, StageStore
-from pipeloom.execute.stage_swaps import HostLanes
 from pipeloom.execute.weights import master_dtype
 from pipeloom.execute.world import World
 from pipeloom.model import stage_pieces
@@ -46,7 +46,6 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     found: list[Amounts] = []
     for pieces in stage_pieces(partition):
         stage = stage_of(config, pieces, "meta")
-        stage.borrow(None)  # what a stage on meta has of another one's is no memory of its own
         count = sum(parameter.numel() for parameter in stage.parameters())
         lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
         found.append(

@@ -54,10 +54,12 @@ class StageUpdates:
                     store.add(stage, Content.STATE, optimizer.state[part.parameter][name])
                 assert part.parameter.grad is not None
                 self._gradients[part.parameter] = part.parameter.grad
+                # Kept aside: an update must not see the gradients of stages whose turn has not come.
                 part.parameter.grad = None
 
     def complete(self, stage: int) -> None:
         """Note the norm of a stage's gradient; that of the last stage to come makes the whole gradient's known."""
+        # Norms are kept by stage and added up in one order, so the sum has the same bits whatever order stages end in.
         self._norms[stage] = gradient_norms(self._weights[stage].counted_gradients(with_replicated=True))
         if len(self._norms) == len(self._weights):
             self.squares = squared_norm([norm for index in self._weights for norm in self._norms[index]])
@@ -73,6 +75,7 @@ class StageUpdates:
         weights = self._weights[stage]
         parameters = [part.parameter for part in weights.parts]
         for parameter in parameters:
+            # The optimizer skips parameters without a gradient, so that its step updates this stage alone.
             parameter.grad = self._gradients[parameter]
         if self._config.clips:
             clip_gradients(parameters, self.squares**0.5, self._config.clip_grad_norm)
@@ -86,12 +89,15 @@ class StageUpdates:
         changed = [part.parameter for part in self._weights[stage].parts]
         steps = [self._optimizer.state[parameter]["step"] for parameter in changed]
         done, owed = [step.clone() for step in steps], (self.squares, self._is_owed)
+        # Twice the limit, so that clipping is part of what is measured.
         self.squares, self._is_owed = 4 * self._config.clip_grad_norm**2, True
         try:
+            # Nothing is taken back at the end of the visit, so weights and moments at rest stay as they are.
             with self._store.visit(stage, Content.WEIGHTS | Content.STATE | Content.GRADIENT):
                 return median_seconds(lambda: self.update(stage), _REPEATS, device)
         finally:
             self.squares, self._is_owed = owed
+            # Counters of steps are no part of the stage that the store has.
             for step, before in zip(steps, done, strict=True):
                 step.copy_(before)
 

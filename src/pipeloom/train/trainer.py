@@ -33,6 +33,7 @@ from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
 from pipeloom.train.stage_updates import StageUpdates
 
+# A line or two: enough for the sample to show that it continues the text.
 _PROMPT_TOKENS = 40
 
 
@@ -234,6 +235,7 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
+        # Deferred updates of the step before run within this one, with that step's learning rate.
         if self._updates is None or not self._updates.is_deferred:
             self._set_learning_rate(step)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
@@ -242,14 +244,17 @@ class Trainer:
             squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
         else:
             squares = self._updates.squares
+        # One sum for everything that the ranks have to agree on, so that a step has one more message and not four.
         own = [self._pipeline.counted_loss(result), squares]
         loss, squares, *votes = self._world.sum([*own, *self._saving.votes()])
         self._saving.count(votes)
+        # On the sum, so that all ranks raise together; one rank alone would leave the others waiting for it.
         if not math.isfinite(loss + squares):
             raise RunError(
                 f"the loss of step {step} is {loss}, its gradient norm {squares**0.5}; "
                 "try a lower --optimizer.lr or a longer --optimizer.lr-warmup-steps"
             )
+        # Without a gradient nothing but the weight decay would change the weights.
         if squares == 0:
             raise RunError(
                 f"the gradient norm of step {step} is exactly 0 and its loss {loss}, so no weight would change; "
@@ -259,8 +264,11 @@ class Trainer:
             )
         grad_norm = squares**0.5
         if self._updates is None:
+            # By the norm over all ranks: clipping by its own norm would turn the
+            # direction of each rank's part differently.
             clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
             self._optimizer.step()
+            # Stages compute with a copy in training.dtype of what the optimizer updated, or gather it.
             self._pipeline.data_parallel.refresh()
         elif self._updates.is_deferred:
             self._set_learning_rate(step)
@@ -278,17 +286,17 @@ class Trainer:
 
     def _make_updates(self) -> StageUpdates | None:
         """What updates the stages within the step, where they are swapped."""
-        store, swaps = self._pipeline.store, self._pipeline.stage_swaps
-        if store is None or swaps is None:
+        store = self._pipeline.store
+        if store is None:
             return None
-        swaps.updates = StageUpdates(
+        updates = self._pipeline.updates.does = StageUpdates(
             self._config.optimizer,
             self._optimizer,
             self._pipeline.data_parallel.weights,
             store,
             is_deferred=defers_updates(self._pipeline.schedule.rows[0]),
         )
-        return swaps.updates
+        return updates
 
     def _keep_trace(self, result: StepResult) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
@@ -298,6 +306,7 @@ class Trainer:
         layout = self._config.layout
         for number, ranks in enumerate(layout.pipelines()):
             trace = merge(traces[rank] for rank in ranks)
+            # Summary and picture are of the first pipeline.
             self._measured = self._measured or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
@@ -311,11 +320,13 @@ class Trainer:
 
     def _keep_exchange(self, own_s: float) -> None:
         """Note what the traced step spent in exchanges of tensor parallelism."""
+        # On CUDA the host only issues an exchange; its clock would measure the launch.
         if self._config.layout.tp > 1 and self._config.training.device == "cpu":
             self._exchange_s = self._world.sum([own_s])[0] / self._world.size
 
     def _finish(self, times: Sequence[float], loss: float | None) -> RunSummary:
         config = self._config
+        # A step that was measured (not the mean of two), and not moved by the slow first one.
         step_time_s = median_high(times) if times else None
         measured, predicted = self._measured, self._predicted_trace
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
@@ -338,6 +349,7 @@ class Trainer:
             **self._swapping(),
         )
         if self._world.rank == 0:
+            # Only now: a run without steps left replaces the summary of the run before when it has one of its own.
             self._folder.begin(keeps_measured=self._earlier is not None and self._earlier.config is not None)
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         self._write_sample()
@@ -366,6 +378,7 @@ class Trainer:
         num_batches = self._config.training.validation_batches
         if num_batches == 0:
             return None
+        # From the first window in every run, so that losses of runs can be compared.
         batches = (self._batch(self._data.validation, index) for index in range(num_batches))
         total = sum(self._pipeline.counted_loss(self._pipeline.evaluate(batch)) for batch in batches)
         return self._world.sum([total / num_batches])[0]
@@ -374,6 +387,7 @@ class Trainer:
         data, layout, num_batches = self._data, self._config.layout, self._config.training.validation_batches
         if num_batches == 0 or self._world.rank > 0:
             return data.unigram_loss
+        # The same windows as in _validate, so that the two losses differ by the model alone.
         windows = data.validation.batch(0, layout.batch_size * num_batches)
         return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
 

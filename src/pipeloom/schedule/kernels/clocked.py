@@ -62,6 +62,7 @@ class State(NamedTuple):
 
 def begin(num_ranks: int, num_stages: int, num_microbatches: int) -> State:
     """Nothing has been run yet."""
+    # A forward and two halves of a backward for each stage and micro-batch; every rank has as many stages.
     shape = num_ranks, 3 * num_stages // num_ranks * num_microbatches
     return State(
         np.zeros(shape, np.int32),
@@ -82,6 +83,7 @@ def earliest(state: State) -> int:
     rank = -1
     for other in range(state.count.size):
         goes_on = state.count[other] < state.kind.shape[1] and not state.is_blocked[other]
+        # Of ranks that are free at the same time the first one, so that the same input makes the same rows.
         if goes_on and (rank < 0 or state.clock[other] < state.clock[rank]):
             rank = other
     return rank
@@ -119,6 +121,7 @@ def run(world: World, state: State, rank: int, half: int, stage: int, microbatch
     state.end[half, stage, microbatch] = state.clock[rank]
     neighbor = stage + 1 if half == 0 else stage - 1
     if 0 <= neighbor < world.owner.size:
+        # The neighbor may have waited for this; it looks again.
         state.is_blocked[world.owner[neighbor]] = False
 
 
@@ -174,6 +177,7 @@ def weave(world: World, state: State, order: Order, patience: float, pulls: bool
         rank = earliest(state)
         if rank < 0:
             return
+        # What was pulled ahead has been run.
         while order.place[rank] < order.first[rank + 1] and order.is_done[order.place[rank]]:
             order.place[rank] += 1
         node, now, is_pending = order.place[rank], state.clock[rank], has_pending(state, rank)
@@ -181,6 +185,7 @@ def weave(world: World, state: State, order: Order, patience: float, pulls: bool
             if is_pending:
                 run_pending(world, state, rank)
             else:
+                # Its row is over.
                 state.is_blocked[rank] = True
             continue
         half = 0 if order.kind[node] == FORWARD else 1
@@ -205,12 +210,14 @@ def weave(world: World, state: State, order: Order, patience: float, pulls: bool
 def is_far(world: World, state: State, rank: int, ready: float, patience: float) -> bool:
     """Whether what comes then leaves time for the oldest second half."""
     taken = world.seconds[2, state.stage[rank, state.waiting[rank]]]
+    # With no patience at all, still more than rounding.
     return ready - state.clock[rank] >= max(patience * taken, 1e-12 * taken)
 
 
 def ahead_of(world: World, state: State, order: Order, rank: int) -> int:
     """The next forward of a rank's first stage if it can run before its turn, with room for later stages; else -1."""
     here, end = world.stages[rank, 0], order.first[rank + 1]
+    # The search goes on where it ended before: all searches of a rank together pass its row once.
     node = max(order.ahead[rank], order.place[rank] + 1)
     while node < end and (order.is_done[node] or order.kind[node] != FORWARD or order.stage[node] != here):
         node += 1
@@ -250,6 +257,7 @@ def listing(world: World, state: State, rule: Longs, patience: float, keeps_room
             return
         best = np.full(2, -1)
         soonest, is_full = find_best(world, state, rank, rule, done, best, keeps_room)
+        # A rule of its own for the end, when no further micro-batch enters the rank.
         is_tail = done[0, world.stages[rank, 0]] == num_microbatches
         half = choose(best, rule[3] if is_tail else rule[0], was_forward[rank])
         if half >= 0:
@@ -274,6 +282,7 @@ def find_best(
     soonest, is_full, now = NEVER, False, state.clock[rank]
     for here in world.stages[rank]:
         for half in range(2):
+            # Micro-batches of a stage go in ascending order, so the next one is known.
             turn = done[half, here]
             if turn == state.end.shape[2]:
                 continue

@@ -19,6 +19,7 @@ def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int)
     if kind == FORWARD:
         if crosses[stage]:
             return SEND_F, stage + 1
+    # Stages below it are frozen: nobody there takes a gradient.
     elif kind in (BACKWARD, BACKWARD_INPUT) and stage > first_backward_stage and crosses[stage - 1]:
         return SEND_B, stage - 1
     return -1, stage
@@ -60,6 +61,7 @@ def find_messages(
                 if edge_of[rank, other] < 0:
                     edge_of[rank, other] = num_edges
                     num_edges += 1
+                # One place further, so that the sums are where each edge begins.
                 count[edge_of[rank, other] + 1] += 1
     begin = np.cumsum(count[: num_edges + 1])
     free = begin.copy()
@@ -92,6 +94,7 @@ def post(users: Ints, begin: Longs, first_node: Longs, receive_buffers: int) -> 
     posted = users.copy()
     latest_uses = np.zeros(receive_buffers, np.int32)  # the largest so far, ascending
     for edge in range(begin.size - 1):
+        # From the last one: a receive stands before the user of every later one, since they stay in order.
         for number in range(begin[edge + 1] - 2, begin[edge] - 1, -1):
             posted[number] = min(posted[number], posted[number + 1])
         earliest = first_node[edge]
@@ -152,6 +155,7 @@ def insert(
         maker, user, before = makers[number], users[number], posted[number]
         is_forward = kind[maker] == FORWARD
         sent, taken = (SEND_F, RECV_F) if is_forward else (SEND_B, RECV_B)
+        # The last place of a node's group: its receives, itself, its send.
         put(columns, begin[maker + 1] - 1, sent, stage[maker], microbatch[maker], part[maker])
         put(columns, begin[before] + num_filled[before], taken, stage[user], microbatch[user], part[user])
         num_filled[before] += 1

@@ -90,6 +90,7 @@ def needs(
             found[count] = key_of(FORWARD, stage, microbatch, part - 1, shape)
             count += 1
     elif kind in (BACKWARD, BACKWARD_INPUT):
+        # A recomputation waits for what was kept itself, so the backward need not.
         kept = RECOMPUTE if is_recomputed[stage, microbatch, part] else keeper[stage, microbatch, part]
         found[count] = key_of(kept, stage, microbatch, part, shape)
         count += 1
@@ -171,6 +172,7 @@ def find_waits(
                 waits[node, number] = node_of[found[number]]
             waits[node, 3] = last_on_lane[lane[node]]
             last_on_lane[lane[node]] = node
+            # Communication is posted when the compute action before it has ended (docs/design.md).
             if code >= NUM_COMPUTE:
                 waits[node, 4] = last_compute
             elif code != BACKWARD_WEIGHT:  # which does not need the weights

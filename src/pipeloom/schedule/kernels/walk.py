@@ -25,11 +25,13 @@ def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floa
     ends = np.full(num_nodes, -1.0)
     following = np.full(num_nodes, -1, np.int32)  # the next node on the same lane
     head = np.full(num_lanes, -1, np.int32)
+    # From the end, so that the head of a list is the lane's first node.
     for node in range(num_nodes - 1, -1, -1):
         following[node] = head[lane[node]]
         head[lane[node]] = node
     sleeper = np.full(num_nodes, -1, np.int32)  # a lane that waits for this node
     next_sleeper = np.full(num_lanes, -1, np.int32)  # another one that waits for the same
+    # A stack: the lane on top is the first one.
     awake = np.arange(num_lanes)[::-1].copy()
     num_awake = num_lanes
     while num_awake > 0:
@@ -42,6 +44,7 @@ def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floa
             for number in range(waits.shape[1]):
                 needed = waits[node, number]
                 if needed >= 0:
+                    # One that has not been reached is enough to stop; the others are looked at when the lane wakes.
                     if ends[needed] < 0.0:
                         blocker = needed
                         break
@@ -95,9 +98,11 @@ def walk_sharing(
         for here in range(capacity.size):
             if count[here] > 0:
                 work[here] += (end - now) * min(1.0, capacity[here] / count[here])
+        # Exactly, or rounding would leave a little of an action that has ended.
         work[resource[node]] = goal[node]
         now = ends[node] = end
         num_running -= 1
+        # The last one takes its place: the order of the running nodes does not matter, since ties go by number.
         running[place] = running[num_running]
         count[resource[node]] -= 1
         for follower in followers[begin[node] : begin[node + 1]]:

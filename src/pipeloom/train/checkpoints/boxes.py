@@ -33,6 +33,7 @@ def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
     assert 0 <= first <= end <= prod(shape), f"elements {first} to {end} of a tensor of shape {shape}"
     if first == end:
         return
+    # A scalar is one box without dims; of a vector every interval is a box.
     if len(shape) < 2:
         yield Box((first,), (end - first,)) if shape else Box((), ())
         return
@@ -41,6 +42,7 @@ def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
     if row == last_row:
         yield from _in_row(shape, row, column, last_column)
         return
+    # The rest of a row that was begun in the middle; whole rows follow as one box.
     if column:
         yield from _in_row(shape, row, column, size)
         row += 1

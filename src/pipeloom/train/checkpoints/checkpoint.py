@@ -97,9 +97,11 @@ class Checkpoints:
         self._rank, self._num_ranks = world.rank, world.size
         self._is_writer = world.rank == 0
         self._tensor_rank = config.layout.coordinates(world.rank).tensor
+        # A group of its own: plans and errors are Python objects on the CPU, and writing may take longer than a stall.
         found = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(found, dist.ProcessGroup)
         self._group = found
+        # Names from the clock differ between ranks of a launcher; DCP needs one folder.
         paths = [str(run.absolute())]
         dist.broadcast_object_list(paths, 0, group=self._group)
         self._run = Path(paths[0])
@@ -150,6 +152,7 @@ class Checkpoints:
             dcp.load(tensors, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
         for parameter in parameters:
+            # The optimizer's counter of steps is the run's: not stored for each parameter.
             states[parameter]["step"].fill_(info.step)
         return info
 
@@ -159,6 +162,8 @@ class Checkpoints:
         if self._is_writer:
             try:
                 write_info(draft, info, files)
+                # A rename cannot replace a folder that has files, such as a
+                # checkpoint of the same step from a run before.
                 _remove(path)
                 draft.rename(path)
             except OSError as error:
@@ -177,8 +182,10 @@ class Checkpoints:
         try:
             if self._is_writer:
                 (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
+            # DCP names the files of a rank __RANK_N.distcp. Just written, they are still in this host's page cache.
             mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
         except OSError as error:
+            # Sent and not raised here: the other ranks are about to wait for this one in the exchange.
             mine = str(error)
         found: list[dict[str, StoredFile] | str] = [{}] * self._num_ranks
         dist.all_gather_object(found, mine, group=self._group)
@@ -207,6 +214,7 @@ class Checkpoints:
         for weights in self._data_parallel.weights.values():  # at rest, as the weights are that the optimizer updates
             whole, wide = self._store.at_rest(weights.whole), self._store.at_rest(weights.shard)
             if whole.data_ptr() != wide.data_ptr():
+                # Only where they are two: float32 stages compute on the memory that the optimizer updates.
                 whole.copy_(wide)
 
     def _held(self, states: States, *, is_shared_out: bool) -> tuple[dict[str, Tensor], dict[str, Interval]]:
@@ -221,6 +229,7 @@ class Checkpoints:
         index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
         for weights in self._data_parallel.weights.values():
             num = weights.shard.numel()
+            # Ranks that hold the same elements write equal parts, so that no rank writes all of them alone.
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
             for prefix, held, begin in _buffers(weights, states, self._config.optimizer.rule.state):
                 values = held if self._store is None else self._store.at_rest(held)
@@ -349,6 +358,7 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     Args:
         config: resolved.
     """
+    # Every rank can derive this from the configuration, those of other ranks included, without a message.
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     prefixes = [MODEL, *map(_prefix, config.optimizer.rule.state)]
@@ -384,6 +394,8 @@ def _text(config: RunConfig, data: Data) -> dict[str, Any]:
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint, so that nobody ever sees a part of it under its name."""
     if checkpoint.exists():
+        # Renamed first: removing many files takes time, in which a kill
+        # would leave half of a checkpoint under its name.
         draft = draft_of(checkpoint).with_suffix(".old")
         shutil.rmtree(draft, ignore_errors=True)
         checkpoint.rename(draft)
@@ -400,5 +412,6 @@ def _errors(what: str, kind: type[PipeloomError]) -> Iterator[None]:
         raise kind(f"{what}: {cause if isinstance(cause, PipeloomError) else f'rank {rank}: {cause}'}") from None
     except OSError as error:
         raise kind(f"{what}: {error}") from None
+    # gloo raises a plain RuntimeError when a connection breaks or a wait takes too long.
     except RuntimeError as error:
         raise PeerLostError(f"{what}: a process went away, or did not come in time: {error}") from error

@@ -38,6 +38,7 @@ class IntervalSavePlanner(DefaultSavePlanner):
     """
 
     def __init__(self, intervals: Mapping[str, Interval]) -> None:
+        # The state is flat already; flattening would only add a mapping of names to the metadata.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._intervals = intervals
         self._views: dict[MetadataIndex, Tensor] = {}
@@ -48,6 +49,7 @@ class IntervalSavePlanner(DefaultSavePlanner):
         for key, interval in self._intervals.items():
             values: Tensor = self.state_dict[key]
             for box, view in _views(interval, values):
+                # By key and offset, as DCP identifies the chunks of a tensor.
                 index = MetadataIndex(key, box.begin)
                 self._views[index] = view
                 properties = TensorProperties(dtype=values.dtype)
@@ -82,6 +84,7 @@ class IntervalLoadPlanner(DefaultLoadPlanner):
             UserError: the checkpoint is not of these tensors.
         """
         assert self.metadata is not None
+        # Each rank compares all tensors and not only its own, so that one message names everything that is wrong.
         problems = differences(self._expected, self.metadata)
         if problems:
             raise UserError("\n".join(["the checkpoint is not of this model:", *(f"  - {one}" for one in problems)]))
@@ -92,6 +95,7 @@ class IntervalLoadPlanner(DefaultLoadPlanner):
             stored = self.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             found = create_read_items_for_chunk_list(key, stored, [_chunk(box) for box, _ in boxes])
+            # create_read_items_for_chunk_list returns overlaps, and says nothing of elements that no chunk has.
             if sum(prod(item.lengths) for item in found) != interval.count:
                 raise UserError(f"the checkpoint is not complete: elements of {key} are missing; use another one")
             items += found
@@ -138,6 +142,7 @@ def _listed(names: list[str]) -> str:
 def _views(interval: Interval, values: Tensor) -> list[tuple[Box, Tensor]]:
     """The boxes of an interval, each with its elements among the flat values."""
     boxes = interval.boxes()
+    # Views: what is loaded goes straight into the weights, and what is saved is copied nowhere.
     parts = values.split([prod(box.size) for box in boxes])
     return [(box, part.view(box.size)) for box, part in zip(boxes, parts, strict=True)]
 

@@ -24,6 +24,7 @@ def safe_steps(config: RunConfig, folder: RunFolder) -> str:
         return f"No checkpoint was written, so no step is safe. {where}"
     words = ["pipeloom", "train", str(run / CONFIG)]
     if checkpoints:
+        # The run folder and not one checkpoint: the newest whole one is chosen when the run starts again.
         words += ["--checkpoint.resume", str(run), "--output.folder", str(run)]
         safe = f"{step_of(checkpoints[-1])} of {config.training.steps} steps are safe, in {checkpoints[-1]}."
     else:

@@ -49,6 +49,7 @@ class Saving:
         self._step_begin_s = time.monotonic()
         if not self.signals.waits:
             self.signals.waits = True
+            # Start-up is not lost work, so the first interval begins with the first step.
             self._saved_s = self._step_begin_s
         self.signals.expect(
             self._least_step_s + self._least_save_s,
@@ -58,6 +59,7 @@ class Saving:
     def votes(self) -> list[float]:
         """What this rank adds to the sums of a step: whether a checkpoint is due by the clock, and each signal."""
         every_s = self._config.checkpoint.every_s
+        # One clock decides: those of several hosts would disagree about a step now and then.
         is_due = self._world.rank == 0 and 0 < every_s <= time.monotonic() - self._saved_s
         return [float(is_due), *self._signal_votes()]
 
@@ -73,11 +75,13 @@ class Saving:
             RunError: the checkpoint after the last step cannot be written.
             PeerLostError: another rank went away.
         """
+        # The least: only where even that is longer than the grace is it certain that the run cannot end in order.
         self._least_step_s = _least(self._least_step_s, time.monotonic() - self._step_begin_s)
         is_due, *signals = self._votes
         number = self._signal_in(signals)
         cause = self._cause(step, is_due=is_due > 0, is_stopped=number is not None)
         if cause is not None:
+            # Without the last checkpoint the work would be lost in silence; another failure is followed by another try.
             is_needed = step == self._config.training.known_steps and number is None
             number = self._save(step, cause, is_needed=is_needed) or number
         if number is not None:
@@ -95,6 +99,7 @@ class Saving:
 
     def _cause(self, step: int, *, is_due: bool, is_stopped: bool) -> Cause | None:
         settings, is_last = self._config.checkpoint, step == self._config.training.known_steps
+        # First the causes whose checkpoints stay: one that is due by steps must not go as one by the clock.
         if is_last and settings.final != "none":
             return "end"
         if settings.every is not None and step % settings.every == 0:
@@ -108,6 +113,7 @@ class Saving:
         begin_s = time.monotonic()
         try:
             self._write(step, cause)
+        # Not a failure to write: without the other rank there is no next step.
         except PeerLostError:
             raise
         except RunError as error:  # on all ranks
@@ -117,7 +123,9 @@ class Saving:
             self._warn(step, problem)
         else:
             self._least_save_s = _least(self._least_save_s, time.monotonic() - begin_s)
+        # After a failure as well: a full disk is tried again after every_s and not after each step.
         self._saved_s = time.monotonic()
+        # Writing may take minutes, in which a signal may have come.
         return self._signal_in(self._world.sum(self._signal_votes()))
 
     def _signal_votes(self) -> list[float]:

@@ -40,6 +40,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """Nothing."""
+        # The base class returns a UUID and the path, with which equal checkpoints would have different files.
         return None
 
 
@@ -75,10 +76,12 @@ class _Unpickler(pickle.Unpickler):
             return getattr(metadata, name)
         if (module, name) == (filesystem.__name__, "_StorageInfo"):
             return filesystem._StorageInfo  # noqa: SLF001
+        # Types are pickled by name. Everything else of torch, functions above all, stays out.
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        # Python 3.13 moved the classes to pathlib._local, and a pickle has the module's name.
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return _PATHS[name]
         raise UserError(
@@ -106,6 +109,7 @@ def _read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # bytes that are no pickle raise anything
         what = f"{type(error).__name__}: {error}"
         raise UserError(f"cannot read the checkpoint {folder}: {METADATA} describes none ({what})") from None
+    # DCP writes the id of a load into it, and expects one to be there.
     found.storage_meta = StorageMeta()
     return found
 
@@ -119,6 +123,7 @@ def _check(found: Any, folder: Path) -> None:
         if not isinstance(place, filesystem._StorageInfo) or not _is_plain(place.relative_path):  # noqa: SLF001
             raise UserError(f"expected names of files of its own folder in {METADATA}, found {place!r}")
         names.add(place.relative_path)
+    # Here, where one message names all of them: DCP would fail in the middle of reading, on some ranks.
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise UserError(f"it lacks {', '.join(missing)}; use another one")
@@ -129,6 +134,7 @@ def _check(found: Any, folder: Path) -> None:
         if isinstance(one, TensorStorageMetadata):
             num_bytes += prod(max(length, 0) for length in one.size) * one.properties.dtype.itemsize
     room = sum((folder / name).stat().st_size for name in names)
+    # Before anything is allocated: a few changed bytes could claim a tensor of terabytes.
     if num_bytes > room:
         raise UserError(f"its tensors have {num_bytes:,} bytes, its files only {room:,}; use another one")
 

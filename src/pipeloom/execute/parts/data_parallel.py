@@ -1,9 +1,9 @@
 """What UNSHARD, RESHARD and REDUCE_GRAD do on a rank: its stages' weights, gradient buffers, and the lane."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,46 +11,13 @@ from torch import Tensor, nn
 from pipeloom.errors import StallError
 from pipeloom.execute.collectives import Groups, Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
+from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stage_store import StageStore
 from pipeloom.execute.weights import StageWeights
 from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.layout import Shard
-
-
-@dataclass(frozen=True)
-class Held:
-    """The most that a rank held at any moment of a step.
-
-    Attributes:
-        gathered: stages whose whole weights were gathered or being gathered.
-        gathered_bytes: of these weights.
-        gradients: stages with a gradient that was not reduced, or being reduced.
-        gradient_bytes: of their buffers.
-        stage_inputs: (stage, part of the batch) that went forward and not yet back, both halves where that is split.
-        stage_input_bytes: of the inputs that they kept for a backward.
-        pending: (stage, part of the batch) between the halves of their backward.
-        pending_bytes: of what they kept for the gradients of the weights.
-        live_bytes: saved by autograd for backwards and held by nobody else, these inputs among them, own ones and those
-            accepted from ranks that evict, and ``pending_bytes``; 0 where nobody counts.
-        swapped_bytes: of whole stages that are swapped and were on the device, or on their way.
-    """
-
-    gathered: int = 0
-    gathered_bytes: int = 0
-    gradients: int = 0
-    gradient_bytes: int = 0
-    stage_inputs: int = 0
-    stage_input_bytes: int = 0
-    pending: int = 0
-    pending_bytes: int = 0
-    live_bytes: int = 0
-    swapped_bytes: int = 0
-
-    def most(self, other: "Held") -> "Held":
-        """Of each number the larger one."""
-        mine, theirs = vars(self), vars(other)
-        return Held(**{name: max(mine[name], theirs[name]) for name in mine})
 
 
 def finish(collective: JobUnderWay, timeout_s: float) -> None:
@@ -120,7 +87,7 @@ class GradientBuffers:
         (self._free if self._reuses else self._resting).append(buffer)
 
 
-class DataParallel:
+class DataParallel(Part):
     """The stages of one rank among those of its data-parallel group.
 
     Args:
@@ -135,6 +102,8 @@ class DataParallel:
         dtype: that the stages compute in, where the optimizer updates a wider one: that of the modules.
         store: takes every stage over as soon as it is made, where stages are swapped; ``None`` keeps them here.
     """
+
+    kinds = COLLECTIVE_KINDS
 
     def __init__(
         self,
@@ -171,7 +140,8 @@ class DataParallel:
         self._gathered: set[int] = set()
         self._open: dict[int, Tensor] = {}
         self._scratch: Tensor | None = None
-        self.most_held = Held()
+        self._most_held = Held()
+        self._start_of = {Kind.UNSHARD: self.unshard, Kind.RESHARD: self.reshard, Kind.REDUCE_GRAD: self.reduce}
 
     def counted_gradients(self) -> list[Tensor]:
         """This rank's gradients of a step such that over all ranks every element is there once."""
@@ -195,16 +165,39 @@ class DataParallel:
         for weights in self.weights.values():
             weights.refresh()
 
-    def begin(self, *, trains: bool) -> None:
-        """Before a step: no gradient yet. Weights that were dropped stay so."""
+    def bind(self, row: RankRow) -> None:
+        """Find a buffer for the gradient that a backward begins, before that."""
+        for slot in row.slots_of(*ADDS_TO_GRADIENT):
+            row.before[slot].append(partial(self.before_backward, row.actions[slot].stage))
+
+    def begin(self, row: RankRow) -> Sequence[Service]:
+        """Before a step: no gradient yet."""
+        self.reset(trains=row.schedule.first_backward_stage < row.schedule.num_stages)
+        return ()
+
+    def reset(self, *, trains: bool) -> None:
+        """Drop gradients, where backwards follow. Weights that were dropped stay so."""
         self._close_all()
         for buffers in self._buffers.values():
             buffers.begin()
-        self.most_held = Held()
+        self._most_held = Held()
         if trains:
             for weights in self.weights.values():
                 if not weights.is_swapped:  # its first backward begins it with zeros
                     weights.gradient.zero_()
+
+    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+        """Start the collective."""
+        action = row.actions[slot]
+        return self._start_of[action.kind](action.stage)
+
+    def other_end(self, row: RankRow, slot: int) -> str:  # noqa: ARG002
+        """With whom a collective works, for people."""
+        return "its data-parallel ranks"
+
+    def held(self) -> Held:
+        """Gathered weights and unreduced gradients."""
+        return self._most_held
 
     def unshard(self, stage: int) -> JobUnderWay:
         """Start gathering a stage's weights from its shards."""
@@ -248,6 +241,7 @@ class DataParallel:
             return
         part = self._room_for(weights.shard)
         yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
+        # As soon as the part of the sum is here: the next gradient may be waiting for the buffer.
         buffers.give_back(buffer)
         yield self._groups.copies.all_reduce(part)
         weights.gradient.add_(part)
@@ -301,6 +295,7 @@ class DataParallel:
 
     def _count(self) -> None:
         """Note what is held now."""
+        # Stages may share their buffers, which must count once.
         taken = {id(buffers): buffers for buffers in self._buffers.values()}.values()
         in_place = [self.weights[stage] for stage in self._open if self.weights[stage].reduces_in_place]
         now = Held(
@@ -310,7 +305,7 @@ class DataParallel:
             gradient_bytes=sum(buffers.taken_bytes for buffers in taken)
             + sum(w.whole_gradient_bytes for w in in_place),
         )
-        self.most_held = self.most_held.most(now)
+        self._most_held = self._most_held.most(now)
 
 
 def _buffers(

@@ -8,7 +8,9 @@ from torch import Tensor
 from pipeloom.execute.collectives import Job, already_done
 from pipeloom.execute.lanes import JobUnderWay
 from pipeloom.execute.move_lanes import MoveLanes
-from pipeloom.execute.partner import Served, Service, announcement, key_of
+from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.parts.compute import Keeper
+from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.saved import Packing, Parcel
 from pipeloom.execute.vault import Live, Vault
 from pipeloom.execute.wires import Wires, evictions
@@ -16,7 +18,7 @@ from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS
 
 
-class ActivationMoves:
+class ActivationMoves(Part, Keeper):
     """The moves of one rank.
 
     Args:
@@ -29,6 +31,9 @@ class ActivationMoves:
     Raises:
         UserError: the schedule evicts, but does not say to whom.
     """
+
+    kinds = MOVE_KINDS
+    waits_by_itself = True
 
     def __init__(
         self,
@@ -57,16 +62,15 @@ class ActivationMoves:
         self._told: dict[Packing, int] = {}
         self._live = Live()
 
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes held for backwards in the last step, own ones and those of ranks that evict to this one."""
-        return self._live.most
+    def held(self) -> Held:
+        """Bytes held for backwards, own ones and those of ranks that evict to this one."""
+        return Held(live_bytes=self._live.most)
 
-    def other_end(self, kind: Kind) -> str:
-        """With whom an action of some kind works, for people."""
-        return "the memory of the host" if kind in (Kind.OFFLOAD, Kind.RELOAD) else f"rank {self.partner}"
+    def other_end(self, row: RankRow, slot: int) -> str:
+        """With whom a move works, for people."""
+        return f"rank {self.partner}" if row.actions[slot].kind in (Kind.EVICT, Kind.LOAD) else "the memory of the host"
 
-    def begin(self) -> list[Service]:
+    def begin(self, row: RankRow) -> list[Service]:  # noqa: ARG002
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
         self._parcels.clear()
         self._held.clear()
@@ -92,7 +96,7 @@ class ActivationMoves:
         return action.kind is Kind.FORWARD and key_of(action) in self._moved
 
     def after_forward(self, action: Action) -> None:
-        """A part has gone forward, or forward again."""
+        """Count what a portion keeps that has gone forward, or forward again."""
         key, place = key_of(action), (action.stage, action.slice)
         parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
         nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
@@ -102,21 +106,22 @@ class ActivationMoves:
         self._held[key] = nbytes
 
     def before_backward(self, action: Action) -> None:
-        """A part's backward begins, which lets go of one tensor after the other."""
+        """Let go of a portion's parcel, so that its backward frees one tensor after the other."""
         self._parcels.pop(key_of(action), None)
 
     def after_backward(self, action: Action) -> None:
-        """A part is done, or what its forward kept is not needed any more."""
+        """Count what a portion does not keep any more."""
         self._live.add(-self._held.pop(key_of(action), 0))
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
-        """The first half of a part's backward left so much for the second one, after which ``after_backward`` comes."""
+        """Count what the first half of a portion's backward left for the second one."""
         if self._counts:
             self._live.add(pending_bytes)
             self._held[key_of(action)] = pending_bytes
 
-    def start(self, action: Action) -> JobUnderWay:
-        """Start what an action does, on its lane."""
+    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+        """Start a move on its lane."""
+        action = row.actions[slot]
         return self._lanes[action.kind].start(self._job(action, self._parcels[key_of(action)]))
 
     def _job(self, action: Action, parcel: Parcel) -> Job:

@@ -5,7 +5,7 @@ parameters, whose gradient is collected here and becomes part of the first stage
 messages of the schedule; on one rank they are handed over here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.parts.part import MessagePart, RankRow, Service
 from pipeloom.execute.stage_store import LentMatrix
 from pipeloom.execute.timing import median_seconds
-from pipeloom.execute.transport import Transport, finish
+from pipeloom.execute.transport import Transfer, Transport, finish
 from pipeloom.execute.weights import StageWeights
 from pipeloom.execute.world import World
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS, TIED_SEND_KINDS
 
 _REPEATS = 5
 
@@ -85,7 +86,7 @@ class Borrower(Protocol):
         ...
 
 
-class Tied:
+class Tied(MessagePart):
     """What one rank has to do with the shared matrix, which may be nothing.
 
     Args:
@@ -99,6 +100,8 @@ class Tied:
     Attributes:
         specs: by kind what its message carries.
     """
+
+    kinds = TIED_KINDS
 
     def __init__(
         self,
@@ -122,6 +125,7 @@ class Tied:
             Kind.SEND_TIED_GRAD: gradient,
             Kind.RECV_TIED_GRAD: gradient,
         }
+        self._handovers: dict[RankRow, Handover] = {}
         self._forget(Handover())
 
     @contextmanager
@@ -129,18 +133,45 @@ class Tied:
         """Outside a step, lend the head zeros meanwhile, so that it can be timed."""
         if self._borrower is not None:
             self._forget(Handover(trains=True))
-            self.take(Kind.RECV_TIED, torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
+            self._use(Kind.RECV_TIED, torch.zeros_like(self.specs[Kind.RECV_TIED].empty(device)))
         try:
             yield
         finally:
             self.forget()
 
-    def begin(self, handover: Handover) -> None:
-        """Before a step, with what its schedule hands over."""
-        self._forget(handover)
+    def bind(self, row: RankRow) -> None:
+        """Find where the matrix and its gradient are handed over, where no message carries them.
+
+        Raises:
+            UserError: see ``handover``.
+        """
+        found = self._handovers[row] = handover(row.schedule, row.rank)
+        if found.lend_slot is not None:
+            # Not before: from then on the first stage is here, and updated where that was left to this step.
+            row.before[found.lend_slot].append(self._lend)
+            adds = [slot for slot in row.slots_of(*ADDS_TO_GRADIENT) if row.actions[slot].stage == 0]
+            if adds and any(row.actions[slot].stage == 0 for slot in row.slots_of(Kind.UPDATE)):
+                row.after[adds[-1]].append(self.return_gradient)
+        if found.return_slot is not None:
+            row.before[found.return_slot].append(self.return_gradient)
+
+    def begin(self, row: RankRow) -> Sequence[Service]:
+        """Before a step, lend nothing yet."""
+        self._forget(self._handovers[row])
         if self._lent is not None:
             self._fill()
             self._room = self._lent.gradient
+        return ()
+
+    def start(self, row: RankRow, slot: int) -> Transfer:
+        """Send the weights or the head's gradient, or receive them."""
+        kind = row.actions[slot].kind
+        return row.send(slot, self._given(kind)) if kind in TIED_SEND_KINDS else row.receive(slot, self.specs[kind])
+
+    def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
+        """Use what a receive brought."""
+        if tensor is not None:
+            self._use(row.actions[slot].kind, tensor)
 
     def _fill(self) -> None:
         """Give the lent matrix, at rest, the values that the first stage has now."""
@@ -154,29 +185,29 @@ class Tied:
         self._room: Tensor | None = None  # for the gradient; none where it takes memory of its own
         self._is_returned = False
 
-    def hand_over(self, slot: int) -> None:
-        """Before the action of a slot, on a rank that has both stages: what is due between them.
+    def _lend(self) -> None:
+        """Hand the weights to the head, on a rank that has both stages."""
+        if self._handover.updates_before:
+            self._fill()
+        self._use(Kind.RECV_TIED, self._given(Kind.SEND_TIED))
 
-        The weights when the first stage first computes, since they are here then; the gradient before it is reduced.
-        """
-        if slot == self._handover.lend_slot:
-            if self._handover.updates_before:
-                self._fill()
-            self.take(Kind.RECV_TIED, self.given(Kind.SEND_TIED))
-        if slot == self._handover.return_slot:
-            self._return()
-
-    def end(self) -> None:
+    def end(self, row: RankRow) -> None:  # noqa: ARG002
         """After the row: what was not handed over yet. Nothing is lent any more."""
         now = self._handover
-        if now.trains and now.lend_slot is not None and now.return_slot is None:
+        if now.trains and now.lend_slot is not None:
             self.return_gradient()
         self.forget()
 
     def return_gradient(self) -> None:
-        """Let the head's gradient become part of the first stage's now, if it has not and no message carries it."""
-        if self._handover.lend_slot is not None and not self._is_returned:
-            self._return()
+        """On a rank that has both stages, let the head's gradient become part of the first stage's, if it has not."""
+        if self._is_returned:
+            return
+        self._is_returned = True
+        if self._room is not None and self._lent is not None:
+            with self._lent.collected() as gradient:
+                self._use(Kind.RECV_TIED_GRAD, gradient)
+        else:
+            self._use(Kind.RECV_TIED_GRAD, self._given(Kind.SEND_TIED_GRAD))
 
     def forget(self) -> None:
         """Take back what is lent."""
@@ -184,15 +215,7 @@ class Tied:
             self._borrower.borrow(None)
         self._forget(Handover())
 
-    def _return(self) -> None:
-        self._is_returned = True
-        if self._room is not None and self._lent is not None:
-            with self._lent.collected() as gradient:
-                self.take(Kind.RECV_TIED_GRAD, gradient)
-            return
-        self.take(Kind.RECV_TIED_GRAD, self.given(Kind.SEND_TIED_GRAD))
-
-    def given(self, kind: Kind) -> Tensor:
+    def _given(self, kind: Kind) -> Tensor:
         """What a send of this kind takes: the weights, or the head's gradient so far."""
         if kind is Kind.SEND_TIED:
             assert self._lender is not None, "the matrix belongs to the first stage"
@@ -200,12 +223,13 @@ class Tied:
         assert self._gradient is not None, "the head has no gradient"
         return self._gradient
 
-    def take(self, kind: Kind, tensor: Tensor) -> None:
+    def _use(self, kind: Kind, tensor: Tensor) -> None:
         """Use what a receive of this kind brought: lend it to the head, or add it to the first stage's gradient."""
         if kind is Kind.RECV_TIED:
             assert self._borrower is not None, "the head is in the last stage"
             weights = tensor.detach()
             if self._handover.trains:
+                # A leaf of its own: its gradient is the head's part alone, and not yet the parameter's.
                 weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
             self._borrower.borrow(weights)
         else:

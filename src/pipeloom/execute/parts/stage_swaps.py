@@ -1,17 +1,17 @@
 """What SWAP_IN, SWAP_OUT and UPDATE do on a rank: stages between host and device, on a lane for each direction."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from pipeloom.errors import StallError
-from pipeloom.execute.clock import Clock
+from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.collectives import Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
+from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.tied import Tied
-from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.kinds import ADDS_TO_GRADIENT
+from pipeloom.schedule import Kind
+from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, STAGE_SWAP_KINDS
 from pipeloom.schedule.stage_swaps import stage_stays
 
 
@@ -25,6 +25,35 @@ class Updates(Protocol):
     def update(self, stage: int) -> None:
         """Update the stage's weights, which are on the device with its gradient and its optimizer state."""
         ...
+
+
+class StageUpdates(Part):
+    """The optimizer's steps of a rank, within the row.
+
+    Attributes:
+        does: does them; to be set before the first step that trains.
+    """
+
+    kinds = frozenset({Kind.UPDATE})
+
+    def __init__(self) -> None:
+        self.does: Updates | None = None
+
+    def bind(self, row: RankRow) -> None:
+        """Say when a stage's gradient has all that micro-batches add to it."""
+        if row.slots_of(*self.kinds):
+            last = {row.actions[slot].stage: slot for slot in row.slots_of(*ADDS_TO_GRADIENT)}
+            for stage, slot in last.items():
+                row.after[slot].append(partial(self._complete, stage))
+
+    def _complete(self, stage: int) -> None:
+        assert self.does is not None, "nothing updates the stages"
+        self.does.complete(stage)
+
+    def start(self, row: RankRow, slot: int) -> None:
+        """Update the weights of the action's stage."""
+        assert self.does is not None, "nothing updates the stages"
+        self.does.update(row.actions[slot].stage)
 
 
 class HostLanes:
@@ -45,62 +74,37 @@ class HostLanes:
         self.from_host.close()
 
 
-class StageSwaps:
+class StageSwaps(Part):
     """One rank's stages on their way, in the steps of one schedule.
 
     Args:
-        schedule: whose rows swap stages.
-        rank: the pipeline rank.
         store: has the stages.
         lanes: move them.
         timeout_s: longest that a stage waits for room.
-
-    Attributes:
-        updates: does the updates; ``None`` for schedules without.
-        waits: slot of a ``SWAP_IN`` -> slots of the ``SWAP_OUT``s that have to end first.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, store: StageStore, lanes: HostLanes, timeout_s: float) -> None:
-        row = schedule.rows[rank]
-        self.store = store
-        self.updates: Updates | None = None
-        self._lanes, self._timeout_s = lanes, timeout_s
-        stays = stage_stays(row)
-        self._comes = {stay.first: stay for stay in stays}
-        self._goes = {stay.last: stay for stay in stays}
-        self._completes = _completes(schedule, rank)
-        self._tied: Tied | None = None
-        first, graph = int(schedule.facts.columns.first[rank]), schedule.graph
-        self.waits: Mapping[int, list[int]] = {
-            slot: [needed - first for needed in graph.needed(first + slot) if needed - first in self._goes]
-            for slot in self._comes
-        }
+    kinds = STAGE_SWAP_KINDS
+    waits_by_itself = True
+
+    def __init__(self, store: StageStore, lanes: HostLanes, timeout_s: float) -> None:
+        self._store, self._lanes, self._timeout_s = store, lanes, timeout_s
         self._under_way: dict[int, JobUnderWay] = {}
 
-    def begin(self, tied: Tied | None) -> None:
-        """Before a step, with the matrix that embedding and head share if they do."""
-        self._tied = tied
+    def bind(self, row: RankRow) -> None:
+        """Find for each swap what moves, and for each ``SWAP_IN`` the ``SWAP_OUT``s that have to end first."""
+        stays = stage_stays(row.schedule.rows[row.rank])
+        self._comes = {stay.first: stay for stay in stays}
+        self._goes = {stay.last: stay for stay in stays}
+        self._outs = {slot: [other for other in row.needed(slot) if other in self._goes] for slot in self._comes}
+
+    def begin(self, row: RankRow) -> Sequence[Service]:  # noqa: ARG002
+        """Before a step, with every stage at rest."""
         self._under_way.clear()
-        self.store.begin()
+        self._store.begin(self.settle)
+        return ()
 
-    def update(self, action: Action) -> None:
-        """Update the weights of an action's stage."""
-        assert self.updates is not None, "nothing updates the stages"
-        self.updates.update(action.stage)
-
-    def after(self, slot: int) -> None:
-        """After a compute action: a gradient that has all that micro-batches add is complete."""
-        stage = self._completes.get(slot)
-        if stage is None:
-            return
-        assert self.updates is not None, "nothing updates the stages"
-        if self._tied is not None and stage == 0:
-            self.settle()
-            self._tied.return_gradient()
-        self.updates.complete(stage)
-
-    def start(self, slot: int) -> JobUnderWay:
-        """Start the swap that stands in a slot."""
+    def start(self, row: RankRow, slot: int) -> JobUnderWay:  # noqa: ARG002  its slot says all
+        """Start a swap."""
         if slot in self._comes:
             job = self._lanes.from_host.start(self._come(slot))
         else:
@@ -109,15 +113,28 @@ class StageSwaps:
         return job
 
     def _come(self, slot: int) -> Job:
-        for out in self.waits[slot]:
+        for out in self._outs[slot]:
             yield partial(self._until, out)
         stay = self._comes[slot]
-        self.store.bring(stay.stage, stay.held, stay.brought)
+        self._store.bring(stay.stage, stay.held, stay.brought)
 
     def _go(self, slot: int) -> Job:
         stay = self._goes[slot]
-        self.store.leave(stay.stage, stay.taken)
+        self._store.leave(stay.stage, stay.taken)
         yield from ()
+
+    def span(self, slot: int, done: Mapping[int, Any], seconds: Callable[[Mark], float]) -> tuple[float, float]:
+        """Start and end of a swap; one in starts when the room for it is free, for which its job waits."""
+        marks = (done[slot].begin, *(done[out].end for out in self._outs.get(slot, ())))
+        return max(map(seconds, marks)), seconds(done[slot].end)
+
+    def other_end(self, row: RankRow, slot: int) -> str:  # noqa: ARG002
+        """Where stages come from and go to, for people."""
+        return "the host"
+
+    def held(self) -> Held:
+        """Bytes of stages on the device."""
+        return Held(swapped_bytes=self._store.peak_bytes)
 
     def settle(self) -> None:
         """Wait for the stages that are on their way out; who asks needs none of those that are on their way in."""
@@ -145,13 +162,4 @@ class StageSwaps:
         for job in self._under_way.values():
             job.wait(self._timeout_s)
         self._under_way.clear()
-        self.store.forget()
-
-
-def _completes(schedule: Schedule, rank: int) -> dict[int, int]:
-    """Slot of what adds to a stage's gradient for the last time -> the stage, where updates follow."""
-    row = schedule.rows[rank]
-    if not row.is_kind(Kind.UPDATE).any():
-        return {}
-    last = {action.stage: slot for slot, action in enumerate(row) if action.kind in ADDS_TO_GRADIENT}
-    return {slot: stage for stage, slot in last.items()}
+        self._store.forget()

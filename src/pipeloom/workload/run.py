@@ -1,102 +1,16 @@
-"""What a cost model has to know about a run: the transformer's shape and how it is laid out."""
+"""What is run: one training step's model, batch, layout and kernels."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeloom.config import ModelConfig
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.model import ModelShape
 
-Mlp = Literal["gelu", "swiglu"]
 Attention = Literal["plain", "fused-softmax", "flash1", "flash2"]
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of one number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of a transformer language model.
-
-    Attributes:
-        layers: transformer layers.
-        hidden: width of the residual stream.
-        heads: attention heads; their total width is ``hidden``.
-        kv_heads: key and value heads; fewer than ``heads`` is grouped-query attention.
-        ffn: inner width of the feed-forward block.
-        mlp: ``gelu`` has two matrices, ``swiglu`` three.
-        vocab: rows of the embedding; 0 for layers alone, without embedding and head.
-        tied: whether the embedding and the head are one matrix.
-        name: for people.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    mlp: Mlp
-    vocab: int
-    tied: bool
-    name: str = ""
-
-    @property
-    def kv_width(self) -> int:
-        """Total width of the keys; the values have the same."""
-        return self.hidden // self.heads * self.kv_heads
-
-    @property
-    def layer_matrix_parameters(self) -> int:
-        """Parameters of one layer's matrices: four of attention, two or three of the feed-forward block."""
-        attention = 2 * self.hidden * (self.hidden + self.kv_width)
-        return attention + (3 if self.mlp == "swiglu" else 2) * self.hidden * self.ffn
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the embedding; of the head as well, where it has its own."""
-        return self.vocab * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Parameters without norms and biases, which are below 0.1 %."""
-        return self.layers * self.layer_matrix_parameters + (1 if self.tied else 2) * self.embedding_parameters
-
-
-def shape_of(model: ModelConfig) -> ModelShape:
-    """The cost model's view of a model as it is trained.
-
-    Args:
-        model: resolved.
-    """
-    assert model.num_kv_heads is not None
-    assert model.ffn_size is not None
-    assert model.vocab_size is not None
-    return ModelShape(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
-        ffn=model.ffn_size,
-        mlp="swiglu" if model.family == "llama" else "gelu",
-        vocab=model.vocab_size,
-        tied=model.tied,
-        name=model.preset or (str(model.file) if model.file else model.family),
-    )
-
-
-def model_of(shape: ModelShape, model: ModelConfig) -> ModelConfig:
-    """A model's settings with the sizes of a shape; the inverse of ``shape_of``."""
-    return replace(
-        model,
-        family="llama" if shape.mlp == "swiglu" else "gpt2",
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        ffn_size=shape.ffn,
-        vocab_size=shape.vocab,
-        tied=shape.tied,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,3 +115,24 @@ class Run:
         batch_heads = self.micro_batch * (self.shape.heads // self.tp)
         fits = 16 < self.seq <= 16384 and self.seq % 4 == 0 and batch_heads % 4 == 0
         return "fused-softmax" if fits else "plain"
+
+    @property
+    def of_pieces(self) -> "Run":
+        """What the seconds of its pieces depend on: how a pipeline is cut, replicated and ordered does not matter."""
+        return Run(
+            shape=self.shape,
+            seq=self.seq,
+            tp=self.tp,
+            micro_batch=self.micro_batch,
+            recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel,
+            attention=self.attention,
+            fused_norm=self.fused_norm,
+            precision=self.precision,
+        )
+
+    @property
+    def of_measured_pieces(self) -> "Run":
+        """What seconds that were measured are found by: a machine is measured with kernels and names of its own."""
+        shape = replace(self.shape, layers=1, tied=False, name="")
+        return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True)

@@ -1,0 +1,98 @@
+"""How many files of the package name each kind of action and each axis of a layout: a new one costs as many.
+
+The bounds are what was reached. They may shrink; a change that raises one has put knowledge in a second place.
+"""
+
+import io
+import tokenize
+from collections import Counter
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pipeloom
+from pipeloom.schedule.kinds import Kind
+from pipeloom.workload.layout import Layout
+
+SOURCE = Path(pipeloom.__file__).parent
+MOST_KIND = {
+    "FORWARD": 31,
+    "BACKWARD": 24,
+    "BACKWARD_INPUT": 22,
+    "RECOMPUTE": 18,
+    "UNSHARD": 17,
+    "REDUCE_GRAD": 17,
+    "BACKWARD_WEIGHT": 16,
+    "EVICT": 12,
+    "OFFLOAD": 9,
+}
+MOST_AXIS = {
+    "pp": 50,
+    "loops": 42,
+    "num_microbatches": 38,
+    "tp": 38,
+    "shard": 34,
+    "recompute": 34,
+    "dp": 33,
+    "sequence_parallel": 27,
+    "partition": 25,
+    "replicate": 16,
+    "recompute_layers": 16,
+    "pipeline_order": 12,
+    "token_slices": 11,
+    "microbatch_size": 8,
+}
+MOST_NEW_KIND = 8
+"""Files that a new kind may touch, with all that the package does with it."""
+AXES = tuple(field.name for field in fields(Layout))
+NEWEST = "UPDATE"
+"""It came last, and is alone in its group: no file handles it by a set of kinds without naming it."""
+
+
+def names_in(text):
+    """Names in a module's code; not in comments nor texts."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
+
+
+@cache
+def files_that_name():
+    """Name -> files of the package whose code has it."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for name in names_in(path.read_text(encoding="utf-8")):
+            found.setdefault(name, []).append(path.relative_to(SOURCE).as_posix())
+    return found
+
+
+def counts_of(names):
+    found = Counter({name: len(files_that_name().get(name, ())) for name in names})
+    print(*(f"{count:4} {name}" for name, count in found.most_common()), sep="\n")  # noqa: T201  pytest -s shows it
+    return found
+
+
+def test_no_kind_is_named_in_more_files():
+    found = counts_of(kind.name for kind in Kind)
+    assert {name: count for name, count in found.items() if count > MOST_KIND.get(name, MOST_NEW_KIND)} == {}
+
+
+def test_no_axis_is_named_in_more_files():
+    found = counts_of(AXES)
+    assert {name: count for name, count in found.items() if count > MOST_AXIS.get(name, 0)} == {}
+
+
+def test_the_newest_kind_touches_few_files():
+    assert [kind for kind in Kind if kind.group is Kind[NEWEST].group] == [Kind[NEWEST]]
+    files = files_that_name()[NEWEST]
+    print(NEWEST, *files, sep="\n  ")  # noqa: T201  pytest -s shows it
+    assert len(files) <= MOST_NEW_KIND
+    assert "schedule/kinds.py" in files
+
+
+def test_a_bound_is_of_something_that_there_is():
+    assert set(MOST_KIND) <= {kind.name for kind in Kind}
+    assert set(MOST_AXIS) == set(AXES)
+
+
+def test_texts_and_comments_do_not_count():
+    assert names_in('"""Kind.UPDATE"""\nx = Kind.LOAD  # Kind.EVICT\n') == {"x", "Kind", "LOAD"}
