@@ -62,14 +62,14 @@ class Kept:
             return output + (size * shape.hidden + self._wide) * tokens
         return output + (2 * self._wide * shape.hidden + self._wide) * tokens
 
-    def layer(self, recompute: Recompute) -> int:
+    def layer(self, kind: Recompute) -> int:
         """Bytes of one layer with what it recomputes."""
         shape, size = self.run.shape, self.run.element_bytes
-        if recompute == "full":
+        if kind == "full":
             return size * shape.hidden * self._residual_tokens
         split = 2 * self._share(shape.hidden) + 2 * self._share(shape.kv_width)
         split += int(shape.family.inner_kept * self._share(shape.ffn))
-        scores = 0 if recompute == "selective" else 4 * self._share(shape.heads)
+        scores = 0 if kind == "selective" else 4 * self._share(shape.heads)
         return 2 * self._norm() + (size * split + scores) * self.run.tokens
 
     def positions(self, kinds: Sequence[Recompute]) -> int:

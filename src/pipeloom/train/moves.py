@@ -1,6 +1,6 @@
 """Bytes of a run's stages, by which its schedule moves activations and swaps stages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from pipeloom.config import DataConfig, RunConfig, TrainingConfig
+from pipeloom.config import RunConfig, ScheduleConfig
 from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.saved import Parcel
 from pipeloom.execute.stage import split_backward_of
@@ -23,7 +23,7 @@ from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.train.stages import stage_of
-from pipeloom.workload.layout import Layout, Recompute
+from pipeloom.workload.layout import Recompute
 
 
 def moves_anything(config: RunConfig) -> bool:
@@ -79,40 +79,27 @@ def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
     """
     layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
-    recompute = layout.recompute_by_layer(num_layers)
-    # of the run all that a stage's bytes depend on, so that runs that differ in the rest share what was counted
-    same = RunConfig(
-        model=config.model,
-        data=DataConfig(seq_len=config.data.seq_len),
-        layout=Layout(
-            pp=1,
-            loops=1,
-            microbatch_size=layout.microbatch_size,
-            tp=layout.tp,
-            sequence_parallel=layout.sequence_parallel,
-            token_slices=2 if layout.num_slices > 1 else None,
-        ),
-        training=TrainingConfig(dtype=config.training.known_dtype, device=config.training.device),
-    )
+    by_layer = layout.recompute_by_layer(num_layers)
+    same = replace(config, schedule=ScheduleConfig())  # runs with other schedules share what was counted
     alike: dict[tuple[bool, bool, tuple[Recompute, ...]], tuple[int, int, int]] = {}
     by_stage: list[tuple[int, int, int]] = []
     for pieces in stage_pieces(layout.partition):
         layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
-        kind = (0 in pieces, num_layers + 1 in pieces, tuple(recompute[layer] for layer in layers))
+        kind = (0 in pieces, num_layers + 1 in pieces, tuple(by_layer[layer] for layer in layers))
         if kind not in alike:
-            alike[kind] = _count(same, pieces, recompute, splits=splits)
+            alike[kind] = _count(same, pieces, by_layer, splits=splits)
         by_stage.append(alike[kind])
     whole, inputs, pending = zip(*by_stage, strict=True)
     return SavedBytes(list(whole), list(inputs), list(pending) if splits else [])
 
 
 @lru_cache(maxsize=256)
-def _count(config: RunConfig, pieces: range, recompute: tuple[Recompute, ...], *, splits: bool) -> tuple[int, int, int]:
+def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> tuple[int, int, int]:
     """One stage's part of ``SavedBytes``."""
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     sizes = layout.microbatch_size, config.data.seq_len
     module = stage_of(config, pieces, "meta", parallel=TensorParallel(_LastRank(layout.tp), layout.sequence_parallel))
-    module.set_recompute(recompute)
+    module.set_recompute(by_layer)
     if splits:
         defer(module)
     tokens = TensorSpec(sizes, torch.int64).empty("meta")
