@@ -22,19 +22,19 @@ from torch import Tensor, nn
 
 from pipeloom.analysis.memory import HeldBytes, memory_over_time
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.lanes import ProcessMoveLanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.wires import make_wires
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import World, join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import World, join_forked
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule import Schedule

@@ -33,7 +33,7 @@ from pipeloom.config import (
     TrainingConfig,
 )
 from pipeloom.data.text import Data
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import Data
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import RunSummary, Trainer

@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.model import KeyValueCache
 from pipeloom.passes import lower

@@ -15,6 +15,7 @@ from plugins import write_plugin
 
 from pipeloom.analysis.summary import summarize
 from pipeloom.cli import main
+from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
@@ -90,7 +91,7 @@ def test_the_numbers_in_the_readme_are_those_of_its_commands():
 
 def test_the_example_of_a_run_file_is_right():
     config, problems = read_run_file(Path(__file__).parents[1] / "examples" / "run.toml")
-    assert problems + config.problems() == []
+    assert problems + find_problems(config) == []
     assert config.layout.num_stages == config.model.num_layers + 2
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom.analysis.summary import communication
-from pipeloom.execute.process_collectives import make_groups
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import World, join_forked
+from pipeloom.execute.communication.process_collectives import make_groups
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.trace import Trace, merge
 from pipeloom.workload.layout import Layout
 from side_by_side.case import Case, Contender, Gradient, Measured, Plan

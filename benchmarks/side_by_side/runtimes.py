@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Groups
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
@@ -20,9 +21,8 @@ from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.part import Part
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.schedule import Placement, Schedule
 from side_by_side.case import ONE_STAGE, Case, Contender
 from side_by_side.orders import compute_order

@@ -185,6 +185,7 @@ def build(recipe: Recipe, sizes: Sizes | None = None, timing: Timing = nominal) 
     """
     schedule = _unmoved(recipe, sizes)
     if recipe.given is not None:
+        # The run's own is made all the same: a file has to do the same work.
         return recipe.given.fitted(schedule, recipe_lines(recipe, schedule, sizes))
     if not recipe.moves.is_any:
         return schedule
@@ -237,6 +238,7 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
         kept = KeptBytes() if sizes is None else sizes.kept(schedule)
         lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}
         lines["activation_budget"] = None if moves.budget_bytes is None else f"{moves.budget_bytes:.15g}"
+        # A float holds 15 digits whatever they are; more would show how a sum was rounded.
         lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.whole_of(range(schedule.num_stages)))
     return {name: str(value) for name, value in lines.items() if value is not None}
 
@@ -245,6 +247,7 @@ def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
     """The schedule with everything but what leaves ranks between forward and backward."""
     schedule = communicating(recipe)
     trains = schedule.first_backward_stage < schedule.num_stages
+    # A step that only evaluates has no gradient to update with.
     if recipe.updates is not None and trains:
         schedule = add_updates(schedule, recipe.updates)
     if recipe.residence is not None:
@@ -270,6 +273,7 @@ def communicating(recipe: Recipe) -> Schedule:
     """
     if isinstance(recipe.start, Schedule):
         return _exchanging(_sending(recipe.start, recipe), recipe)
+    # What is added by bytes or seconds differs between runs that are otherwise alike, so it is not remembered.
     return _SCHEDULES.get(_without_bytes(recipe))
 
 
@@ -281,6 +285,7 @@ def without_messages(recipe: Recipe) -> Graph:
     Raises:
         UserError: as ``build``.
     """
+    # Recipes that differ only in messages are one here.
     bare = replace(_without_bytes(recipe), receive_buffers=None, lends_tied=False)
     return _GRAPHS.get(bare) if _exchanges(bare) else communicating(bare).graph
 

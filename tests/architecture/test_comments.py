@@ -8,7 +8,7 @@ from pathlib import Path
 import pipeloom
 
 SOURCE = Path(pipeloom.__file__).parent
-LEAST = 450
+LEAST = 980
 """Less than the source has, so that a module can be removed with its comments; raise it when there are more."""
 DIRECTIVE = re.compile(r"#\s*(noqa|ruff:|type:|pyrefly:|pragma:|fmt:)")
 

@@ -13,7 +13,7 @@ from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig, recipe_problems, unset
+from pipeloom.config import RunConfig, find_problems, recipe_problems, unset
 from pipeloom.config.file import read_run_file
 
 MODEL = """
@@ -163,7 +163,7 @@ def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsy
     assert not folder.exists()
     monkeypatch.chdir(Path(__file__).parents[2])
     flags = [word for name, value in RECIPE.items() for word in (f"--{name}", value)]
-    known = parse_config([str(out / "run.toml"), *flags], "train", "", RunConfig(), RunConfig.problems)
+    known = parse_config([str(out / "run.toml"), *flags], "train", "", RunConfig(), find_problems)
     assert recipe_problems(known) == []
     assert known.optimizer.lr == 0.001
 

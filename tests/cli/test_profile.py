@@ -6,12 +6,12 @@ import pytest
 from machines import findings
 
 import pipeloom.measure
-import pipeloom.train.pieces
+import pipeloom.measure.pieces
 from pipeloom.catalog import load_cluster, load_model
 from pipeloom.cli import main
 from pipeloom.cost.hardware import Group
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
-from pipeloom.train.pieces import PieceFindings
+from pipeloom.measure.pieces import PieceFindings
 from pipeloom.workload.run import Run
 
 QUICK = ["--device", "cpu", "--budget-s", "1"]
@@ -122,7 +122,7 @@ def test_the_pieces_of_a_model_go_into_the_file_and_into_the_table(measured, mon
         pieces = MeasuredPieces(run=key, embedding=(1e-3, 0), layer=(2e-3, 4e-3), head=(1e-3, 1e-3), message_s=5e-4)
         return PieceFindings((pieces,), MeasuredUpdate(fixed_s=1e-3, parameter_s=1e-9, precision="fp32"), 7)
 
-    monkeypatch.setattr(pipeloom.train.pieces, "measure_pieces", answer)
+    monkeypatch.setattr(pipeloom.measure.pieces, "measure_pieces", answer)
     file = tmp_path / "mine.toml"
     words = ["profile", *QUICK, "--processes", "2", "--output", str(file), "--model", str(tiny), "--seq", "64"]
     assert main([*words, "--micro-batches", "4", "--tp", "2", "--recompute", "none", "full"]) == 0

@@ -105,7 +105,7 @@ def test_the_layout_does_not_change_the_training(tmp_path, layouts):
     for number, layout in enumerate(layouts):
         folder = tmp_path / str(number)
         folder.mkdir()
-        done = pipeloom(arguments(folder, "--training.dtype", "float64", *layout))
+        done = pipeloom(arguments(folder, "--training.dtype", "float64", "--training.no-predict", *layout))
         assert done.returncode == 0, done.stderr
         losses.append([line["loss"] for line in metrics(folder)])
     for others in losses[1:]:
@@ -130,7 +130,7 @@ def test_replicas_shards_and_slices_do_not_change_the_training(tmp_path, names):
         folder = tmp_path / name
         folder.mkdir()
         sizes = ["--layout.num-microbatches", "4" if name == "plain" else "2", "--training.dtype", "float64"]
-        clipped = ["--optimizer.clip-grad-norm", "0.5", "--training.sample-tokens", "5"]
+        clipped = ["--optimizer.clip-grad-norm", "0.5", "--training.sample-tokens", "5", "--training.no-predict"]
         done = pipeloom(arguments(folder, *sizes, *clipped, *layout))
         assert done.returncode == 0, done.stderr
         summary = json.loads((folder / "run" / "summary.json").read_text())
@@ -199,12 +199,13 @@ def test_collectives_are_in_the_measured_and_in_the_predicted_trace(tmp_path):
 
 
 def test_torchrun_runs_the_same(tmp_path):
-    own = pipeloom(arguments(tmp_path, "--training.dtype", "float64"))
+    words = ["--training.dtype", "float64", "--training.no-predict"]
+    own = pipeloom(arguments(tmp_path, *words))
     assert own.returncode == 0, own.stderr
     other = tmp_path / "other"
     other.mkdir()
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "pipeloom"]
-    command = [sys.executable, *launcher, *arguments(other, "--training.dtype", "float64")]
+    command = [sys.executable, *launcher, *arguments(other, *words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert [line["loss"] for line in metrics(other)] == [line["loss"] for line in metrics(tmp_path)]
@@ -315,7 +316,7 @@ def children_of(pid):
 @contextmanager
 def long_run(folder):
     """A run that would take minutes, once it has done a few steps; its process and its workers."""
-    words = arguments(folder, "--training.steps", "100000")
+    words = arguments(folder, "--training.steps", "100000", "--training.no-predict")
     process = Command(words)
     try:
         deadline = time.monotonic() + 60

@@ -5,7 +5,7 @@ from small_run import write_text
 
 from pipeloom.cli import main
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.stage import Stage
+from pipeloom.execute.stages.stage import Stage
 
 
 def arguments(folder, *more):

@@ -11,6 +11,7 @@ from any_runs import TRAINED, any_run, with_sharding
 
 from pipeloom.cli import main
 from pipeloom.cli.simulate import simulate_config
+from pipeloom.config import find_problems
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
@@ -32,7 +33,7 @@ def runs():
     draw, found = random.Random(0), []
     while len(found) < COUNT:
         config = with_sharding(draw, any_run(draw))
-        if not config.problems(trains=False):
+        if not find_problems(config, trains=False):
             found.append(config)
     return found
 

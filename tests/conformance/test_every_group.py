@@ -11,11 +11,11 @@ import torch
 from replicas import groups_in_process
 
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Groups
+from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.process_collectives import make_groups
 from pipeloom.execute.lanes import Neighborhood, ThreadLane
-from pipeloom.execute.process_collectives import make_groups
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.workload.layout import Layout
 
 HYBRID = Layout(pp=1, dp=4, replicate=2, shard="full")

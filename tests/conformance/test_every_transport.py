@@ -14,11 +14,11 @@ import torch
 from toy import WIDTH
 
 from pipeloom.errors import BoundaryError
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.process_group import ProcessGroupTransport
-from pipeloom.execute.transport import Post
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.process_group import ProcessGroupTransport
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 
 SPEC = TensorSpec((WIDTH,), torch.float32)
 LARGE = TensorSpec((512, 512), torch.float64)

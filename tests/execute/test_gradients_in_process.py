@@ -11,14 +11,14 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve

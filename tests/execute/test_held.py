@@ -8,8 +8,8 @@ from replicas import cluster_of
 from toy import ROWS, WIDTH
 
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.transport import Post
 from pipeloom.families import FAMILIES
 from pipeloom.schedule import Kind
 from pipeloom.schedule.sharding import gathered_counts, unreduced_counts

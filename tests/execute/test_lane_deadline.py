@@ -3,8 +3,8 @@
 from collections import deque
 from types import SimpleNamespace
 
-from pipeloom.execute import process_group
-from pipeloom.execute.process_group import _Lane, _LaneTransfer
+from pipeloom.execute.communication import process_group
+from pipeloom.execute.communication.process_group import _Lane, _LaneTransfer
 
 
 class Silent:

@@ -12,7 +12,7 @@ from torch import nn
 from toy import WIDTH, objective
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
-from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.train.equivalence import TOLERANCES
 from pipeloom.workload.layout import Layout
 

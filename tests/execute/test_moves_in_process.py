@@ -11,14 +11,13 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ActionError, UserError
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.wires import MovePost
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import Neighborhood, PolledLane
-from pipeloom.execute.move_lanes import InProcessMoveLanes
+from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood, PolledLane
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import RankRow
-from pipeloom.execute.stage import Portion, Stage
-from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import MovePost
+from pipeloom.execute.stages.stage import Portion, Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower, split_backward
 from pipeloom.schedule import Action, Kind, parse_schedule

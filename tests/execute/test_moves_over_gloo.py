@@ -20,17 +20,17 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
-from pipeloom.execute.move_lanes import ProcessMoveLanes
-from pipeloom.execute.partner import Served
+from pipeloom.execute.lanes import ProcessMoveLanes
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import RankRow
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Portion, Stage
-from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import make_wires
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.parts.partner import Served
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
+from pipeloom.execute.stages.stage import Portion, Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind

@@ -17,19 +17,19 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
-from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.process_collectives import make_groups
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
-from pipeloom.execute.process_collectives import make_groups
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.schedule import PLACEMENTS

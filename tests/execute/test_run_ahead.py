@@ -4,11 +4,11 @@ import pytest
 from toy import Toy, objective
 
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 

@@ -7,9 +7,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.saved import Packing, Parcel
-from pipeloom.execute.stage import Portion, Stage
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.stages.saved import Packing, Parcel
+from pipeloom.execute.stages.stage import Portion, Stage
 
 
 class Busy(nn.Module):
@@ -152,7 +152,7 @@ def test_the_state_of_a_generator_comes_back_as_one():
     del state
     parcel.close(torch.zeros(1), torch.zeros(1))
     parcel.restore(moved(parcel))
-    from pipeloom.execute.saved import _unpack
+    from pipeloom.execute.stages.saved import _unpack
 
     torch.set_rng_state(_unpack(handle))
     assert torch.equal(torch.get_rng_state(), expected)

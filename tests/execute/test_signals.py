@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 
 from pipeloom.errors import Interrupted
-from pipeloom.execute.signals import STOPS, StopSignals, raised_signals
-from pipeloom.execute.workers import run_workers
+from pipeloom.execute.processes.signals import STOPS, StopSignals, raised_signals
+from pipeloom.execute.processes.workers import run_workers
 
 FORKED = multiprocessing.get_context("fork")
 

@@ -17,8 +17,8 @@ from transformers import TransformerCluster, complete, differences
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.transport import Post
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower, split_backward
 from pipeloom.runs import run_folder
@@ -111,7 +111,7 @@ def test_some_micro_batches_are_split_and_others_not():
     schedule = split(layout, "breadth-first", 1)
     rows = []
     for row in schedule.rows:
-        whole = [a._replace(kind="B") if a.kind == "I" and a.microbatch == 1 else a for a in row]
+        whole = [a._replace(kind=Kind("B")) if a.kind == "I" and a.microbatch == 1 else a for a in row]
         rows.append([a for a in whole if not (a.kind == "W" and a.microbatch == 1)])
     schedule = schedule.with_rows(rows, schedule.level)
     cluster = TransformerCluster(layout, complete(layout, schedule, tied=True))

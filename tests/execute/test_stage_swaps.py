@@ -10,11 +10,11 @@ import torch
 
 from pipeloom.errors import RunError, StallError
 from pipeloom.execute.clock import CudaClock, HostClock
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.lanes import StreamLane, WaitingStreamLane
 from pipeloom.execute.parts.part import RankRow
 from pipeloom.execute.parts.stage_swaps import HostLanes, StageSwaps
-from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, lower
 from pipeloom.schedule import Kind

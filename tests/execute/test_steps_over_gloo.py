@@ -10,10 +10,10 @@ from small_run import small_run
 
 from pipeloom.config import ModelConfig, OptimizerConfig, ScheduleConfig
 from pipeloom.data.text import load_data
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.model import build_stage
-from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, _joined, compare
 from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.pipeline import Pipeline

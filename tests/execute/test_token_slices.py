@@ -13,21 +13,20 @@ from toy import make_executor
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.wires import MovePost
 from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import Neighborhood
-from pipeloom.execute.move_lanes import InProcessMoveLanes
+from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
 from pipeloom.execute.parts.moves import ActivationMoves
-from pipeloom.execute.transport import Post
-from pipeloom.execute.wires import MovePost
+from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.balance import balance
 from pipeloom.passes.offload import offload
 from pipeloom.schedule.kinds import MOVE_KINDS
-from pipeloom.train.batch import Batch
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve

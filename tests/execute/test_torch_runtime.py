@@ -9,10 +9,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from toy import Toy, make_executor, worst_difference
 
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower

@@ -6,7 +6,7 @@ import pytest
 import torch
 from together import run_together, tensor_groups_in_process
 
-from pipeloom.execute.turns import Turn, wait_for
+from pipeloom.execute.communication.turns import Turn, wait_for
 
 
 def test_ranks_meet_in_the_middle_of_a_function():

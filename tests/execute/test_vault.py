@@ -8,7 +8,7 @@ import torch
 from pipeloom.errors import RunError
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.lanes import ThreadLane
-from pipeloom.execute.vault import Vault
+from pipeloom.execute.parts.vault import Vault
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from pipeloom.execute.watch import Watch
+from pipeloom.execute.processes.watch import Watch
 
 
 def test_a_rank_that_stands_still_is_seen_by_the_others(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeloom.execute.weights import FlatOrder, StageWeights
+from pipeloom.execute.stages.weights import FlatOrder, StageWeights
 
 
 def stage():

@@ -6,8 +6,7 @@ from machines import findings, messages, timing
 from pipeloom.catalog import load_cluster
 from pipeloom.catalog.writing import cluster_to_toml
 from pipeloom.cost.hardware import Group
-from pipeloom.measure.datasheet import datasheet_peaks
-from pipeloom.measure.describe import describe_cluster
+from pipeloom.measure.describe import datasheet_peaks, describe_cluster
 from pipeloom.measure.findings import Product
 
 
@@ -39,6 +38,7 @@ def test_the_best_rate_is_the_peak_of_a_device_without_a_datasheet():
 
 def test_a_known_gpu_has_its_datasheets_peak():
     cluster, notes = describe_cluster("mine", findings("cuda", "NVIDIA A100-SXM4-80GB"))
+    assert cluster.device.num_multiprocessors == 108
     assert cluster.device.peak_flops_per_s == {"fp32": 19.5e12, "bf16": 312e12}
     assert cluster.device.matmul_curve[-1][1] == pytest.approx(1e11 / 19.5e12)
     assert "A100 datasheet" in notes["device.peak_tflop_per_s"][0]

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pipeloom.config import ModelConfig
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.stage import Portion, Stage
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.stages.stage import Portion, Stage
 from pipeloom.model import build_stage
 from pipeloom.model.compile import compile_pieces
 from pipeloom.model.deferred import defer, filing, leaves_of

@@ -51,11 +51,12 @@ def leaves(draw, programs=PROGRAMS, *, splits=False):
 
 @settings(max_examples=100, deadline=None)
 @given(leaves() | leaves(st.just("pipeloom"), splits=True))
-def test_bounds_are_never_above_what_is_simulated(leaf):
+def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf):
     chosen = None if leaf is None else settle(leaf)
     if chosen is None:
         return
     step = chosen.simulate()
+    assert step.prediction.fits
     step_s, held = step.prediction.step_time_s * (1 + 1e-9), step.prediction.memory.total_bytes * (1 + 1e-9)
     arrangement = leaf.cut.arrangement
     assert arrangement.bound_s <= step_s
@@ -68,16 +69,6 @@ def test_bounds_are_never_above_what_is_simulated(leaf):
     assert narrowed.bound_s <= step_s
     assert settled_bound_s(leaf, chosen) <= step_s
     assert unsent_bound_s(leaf, chosen) <= step_s
-
-
-@settings(max_examples=80, deadline=None)
-@given(leaves() | leaves(st.just("pipeloom"), splits=True))
-def test_what_is_settled_fits_and_needed_no_schedule_with_communication(leaf):
-    chosen = None if leaf is None else settle(leaf)
-    if chosen is None:
-        return
-    prediction = chosen.simulate().prediction
-    assert prediction.fits
     if leaf.cut.arrangement.kept == "some":
         kinds = chosen.run.recompute_layers
         assert "full" in kinds

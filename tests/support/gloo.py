@@ -3,8 +3,8 @@
 from functools import partial
 
 from pipeloom.data.text import load_data
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.train.equivalence import compare_with_reference
 from pipeloom.train.session import resolve
 

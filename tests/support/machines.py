@@ -12,7 +12,7 @@ def findings(kind="cpu", name="Some CPU", **changed):
     rates = {"fp32": 1e11, "bf16": 2e11}
     kernel_s = 2e-6
     values = {
-        "host": Host(kind, name, 2, 8e9, "Linux, PyTorch"),
+        "host": Host(kind, name, 2, 8e9, 0 if kind == "cpu" else 108, "Linux, PyTorch"),
         "num_processes": 2,
         "per_host": 2,
         "core_share": 1.0,

@@ -5,15 +5,15 @@ from toy import Toy, objective
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Groups, InProcessGroups
+from pipeloom.execute.communication.collectives import Groups, InProcessGroups
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower
 from pipeloom.train.optimizer import make_optimizer

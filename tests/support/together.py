@@ -1,8 +1,8 @@
 """Ranks of one tensor group in one process: what each of them computes, with their exchanges in between."""
 
-from pipeloom.execute.blocking_group import BlockingGroup
-from pipeloom.execute.collectives import InProcessGroups
-from pipeloom.execute.turns import Turn
+from pipeloom.execute.communication.blocking_group import BlockingGroup
+from pipeloom.execute.communication.collectives import InProcessGroups
+from pipeloom.execute.communication.turns import Turn
 
 
 def tensor_groups_in_process(size):

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.transport import Transport
-from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.stages.stage import Stage
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.schedule import Schedule
 
 WIDTH = 6

@@ -7,10 +7,11 @@ import torch
 from replicas import adamw, groups_in_process
 
 from pipeloom.config import ModelConfig
-from pipeloom.execute.blocking_group import BlockingGroup
-from pipeloom.execute.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.clock import HostClock
-from pipeloom.execute.collectives import Groups
+from pipeloom.execute.communication.blocking_group import BlockingGroup
+from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
+from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.transport import Post
 from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import Neighborhood
@@ -18,8 +19,7 @@ from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.tied import Tied
-from pipeloom.execute.stage import Stage
-from pipeloom.execute.transport import Post
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE

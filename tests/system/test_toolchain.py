@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig, find_problems
 from pipeloom.system.toolchain import toolchain_problems
 from pipeloom.workload.layout import Layout
 
 
 def problems_of(**training):
-    return RunConfig(training=TrainingConfig(compile=True, **training)).problems()
+    return find_problems(RunConfig(training=TrainingConfig(compile=True, **training)))
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_without_a_compiler_the_message_says_which(bare):
 
 def test_tracing_alone_needs_none(bare):
     assert problems_of(compile_backend="aot_eager") == []
-    assert RunConfig().problems() == []
+    assert find_problems(RunConfig()) == []
 
 
 def test_a_compiler_is_found_by_name_or_by_the_environment(bare, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_schedule_that_splits_the_backward_is_compiled_and_one_of_slices_is_no
         schedule=ScheduleConfig(family="zb-h1"),
         training=TrainingConfig(compile=True, compile_backend="aot_eager"),
     )
-    assert config.problems() == []
-    (problem,) = replace(config, layout=replace(config.layout, token_slices=4)).problems()
+    assert find_problems(config) == []
+    (problem,) = find_problems(replace(config, layout=replace(config.layout, token_slices=4)))
     assert "training.compile" in problem
     assert "layout.token_slices" in problem

@@ -9,8 +9,8 @@ from small_run import small_run
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint
 from pipeloom.config import CheckpointConfig
 from pipeloom.data.text import load_data
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.export import export
 from pipeloom.train.session import resolve

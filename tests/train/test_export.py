@@ -17,8 +17,8 @@ from pipeloom.cli import main
 from pipeloom.config import CheckpointConfig, RunConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import RunError, UserError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.export import export
 from pipeloom.train.session import resolve

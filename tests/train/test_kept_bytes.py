@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeloom.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.execute.saved import Parcel
+from pipeloom.execute.stages.saved import Parcel
 from pipeloom.model import stage_pieces
 from pipeloom.predict.step import sizes_in_training
 from pipeloom.recipe import build

@@ -8,8 +8,8 @@ from small_run import small_run
 from pipeloom.config import ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.passes.budget import Sizes
 from pipeloom.schedule import Kind
 from pipeloom.schedule.clock import nominal_s, times

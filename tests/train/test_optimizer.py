@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.weights import StageWeights
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
+from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
+from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.train.optimizer import learning_rate, make_optimizer
 from pipeloom.workload.optimizers import OPTIMIZERS
 
 

@@ -20,8 +20,8 @@ from pipeloom.checkpoint.checkpoint_folder import FOLDER, find_checkpoint
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError, WorkerError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import join_forked
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.held import KeptBytes

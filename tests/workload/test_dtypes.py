@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from pipeloom.catalog import load_cluster
-from pipeloom.config import RunConfig, TrainingConfig
+from pipeloom.config import RunConfig, TrainingConfig, find_problems
 from pipeloom.workload.dtypes import Dtype, Precision, default_dtype, dtype_of, precision_of
 
 
@@ -44,8 +44,8 @@ def test_training_has_its_default_by_its_device():
 
 def test_training_refuses_float16_by_name_and_predictions_do_not():
     config = replace(RunConfig(), training=TrainingConfig(dtype="float16"))
-    (problem,) = config.problems()
+    (problem,) = find_problems(config)
     assert problem.startswith(
         "training.dtype float16 needs a scaled loss, which train does not have; use one of float32"
     )
-    assert config.problems(trains=False) == []
+    assert find_problems(config, trains=False) == []

@@ -81,6 +81,7 @@ def measure(outcomes: Sequence[Outcome]) -> Measures:
     memory = np.array([outcome.memory_error for outcome in outcomes if outcome.memory_error is not None])
     absolute, has_errors = np.abs(errors), errors.size > 0
     ranked = rankings(outcomes)
+    # Weighted by their rows: the order of three layouts is easily right or wrong by chance.
     correlations = np.array([(r.rank_correlation, r.layouts) for r in ranked if r.rank_correlation is not None])
     agree = [outcome.fits == outcome.row.is_ok for outcome in outcomes]
     return Measures(
@@ -147,6 +148,8 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
     if len(timed) < 2:
         return None
     measured = [outcome.row.step_time_s or 0.0 for outcome in timed]
+    # Layouts that were measured to run count even if they were predicted
+    # not to fit: the order of times is what is judged.
     predicted = [outcome.step_time_s for outcome in timed]
     first = predicted.index(min(predicted))
     return Ranking(
@@ -155,6 +158,7 @@ def _ranking(group: Group, outcomes: Sequence[Outcome]) -> Ranking | None:
         first=timed[first].row,
         fastest=timed[measured.index(min(measured))].row,
         regret=top1_regret(measured, predicted),
+        # Of two layouts the correlation is 1 or -1, which says little.
         rank_correlation=rank_correlation(np.array(measured), np.array(predicted)) if len(timed) > 2 else None,
         is_first_oom=any(o.fits and not o.row.is_ok and o.step_time_s < predicted[first] for o in outcomes),
     )

@@ -3,18 +3,17 @@
 import shutil
 import textwrap
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pipeloom.catalog import load_cluster
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.config import RunConfig, unset, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.export import HandedOver, hand_over
 from pipeloom.export.job import training_problems
-from pipeloom.predict.describe import machine_problems, with_model_sizes
+from pipeloom.predict.describe import with_model_sizes
 
 _SUMMARY = (
     "Write what starts a run: with torchrun or Slurm, as PyTorch's schedule CSV, in torchtitan, in Megatron-LM; and "
@@ -36,7 +35,7 @@ class Options(RunConfig):
 
 def run(words: list[str]) -> int:
     """Parse the configuration, write the files, print their paths and what was refused."""
-    options = parse_config(words, "launch", _SUMMARY, Options(), _problems)
+    options = parse_config(words, "launch", _SUMMARY, Options(), described_problems)
     if options.out is None:
         raise UserError("--out FOLDER is missing: where the files go")
     done = hand_over(
@@ -110,8 +109,3 @@ def _print_item(head: str, text: str, size: int = 10) -> None:
     width = max(40, min(shutil.get_terminal_size().columns, 120))
     print(textwrap.fill(text, width, initial_indent=f"  {head:<{size}}", subsequent_indent=" " * (size + 2),
                         break_long_words=False, break_on_hyphens=False))  # fmt: skip
-
-
-def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
-    return [*judge(), *machine_problems(config)]

@@ -126,6 +126,7 @@ def run(words: list[str]) -> int:
     from pipeloom.cli.plan_progress import PlanProgress
     from pipeloom.cli.plan_text import print_plan
 
+    # A program that reads JSON has no use for a bar.
     with PlanProgress(is_shown=not options.json) as progress:
         plan = make_plan(
             request.question, options.best, budget_s=options.budget_s, explains=options.explain, progress=progress.show
@@ -384,11 +385,5 @@ def step_to_json(step: SimulatedStep) -> dict[str, Any]:
         "bubble_fraction": step.bubble_fraction,
         "memory_bytes": step.prediction.memory.total_bytes,
         "causes_s": causes(step),
-        "dollars_per_billion_tokens": dollars_per_billion_tokens(step),
+        "dollars_per_billion_tokens": step.dollars_per_billion_tokens,
     }
-
-
-def dollars_per_billion_tokens(step: SimulatedStep) -> float | None:
-    """What a billion tokens cost; ``None`` where the cluster has no price."""
-    price = step.cluster.price_per_hour(step.run.num_devices)
-    return None if price is None else price * 1e9 / step.tokens_per_s / 3600

@@ -14,7 +14,6 @@ from pipeloom.cli.figures import (
     unit_s,
     wide_console,
 )
-from pipeloom.cli.plan import dollars_per_billion_tokens
 from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
 from pipeloom.planner.causes import CAUSES, causes
 from pipeloom.planner.plan import Change, Plan, Rival
@@ -87,6 +86,7 @@ def _print_question(console: Console, plan: Plan) -> None:
 
 def _devices(question: Question) -> str:
     """What the devices are; of several kinds all that the cluster has."""
+    # Which kinds a layout uses differs between layouts; the question is about all of them.
     whole = question.cluster.num_devices or question.num_devices
     return " and ".join(dict.fromkeys(kind.device.name for kind, _ in question.cluster.kinds(whole)))
 
@@ -142,7 +142,7 @@ def _best_table(plan: Plan) -> Table:
     for step in plan.steps:
         run, seconds = step.run, causes(step)
         exposed_s = seconds["exposed_p2p_s"] + seconds["exposed_data_parallel_s"]
-        dollars = dollars_per_billion_tokens(step)
+        dollars = step.dollars_per_billion_tokens
         rows.append(
             {
                 "tp": f"{run.tp}{' sp' if run.sequence_parallel else ''}",
@@ -162,6 +162,7 @@ def _best_table(plan: Plan) -> Table:
                 "$/1e9": "-" if dollars is None else f"{dollars:,.0f}",
             }
         )
+    # A column in which nobody has anything takes width from the others.
     shown = {name for name in rows[0] if any(row[name] != "-" for row in rows)}
     columns = [name for name in rows[0] if name in shown]
     found = table("", columns)
@@ -202,6 +203,7 @@ def _axes(step: SimulatedStep) -> str:
 def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
     """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
+    # Causes that differ by less explain nothing that the table shows.
     shown = [name for name in CAUSES if any(abs(rival.more_s.get(name, 0.0)) >= unit / 2 for rival in rivals)]
     rows = table("", ["step", *(CAUSES[name] for name in shown), "layout"], texts=["layout"])
     for rival in rivals:

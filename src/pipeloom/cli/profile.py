@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
     from pipeloom.measure import Request
     from pipeloom.measure.findings import Collectives, Findings, Messages, Product, Timing
-    from pipeloom.train.pieces import PieceRequest
+    from pipeloom.measure.pieces import PieceRequest
 
 
 _MACHINE = 1 / 3
@@ -56,10 +57,11 @@ def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
     options = parse_flags(Options, words, "profile", Options.__doc__ or "")
     from pipeloom.catalog.writing import cluster_to_toml
-    from pipeloom.execute.world import is_first
+    from pipeloom.execute.processes.world import is_first
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
 
+    # One budget for both: the user said how long all of it may take.
     share = 1.0 if options.model is None else _MACHINE
     request = Request.make(options.device, options.processes, options.budget_s * share)
     pieces_of = None if options.model is None else _piece_request(options, request)
@@ -69,6 +71,7 @@ def run(words: list[str]) -> int:
     try:
         findings = measure_machine(request)
     except BaseException:
+        # Processes that were killed leave a terminal without a cursor.
         restore_terminal(sys.stderr)
         raise
     if findings is None:
@@ -97,8 +100,9 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
     from pipeloom.catalog import find_name
     from pipeloom.config import DataConfig, ModelConfig, RunConfig
     from pipeloom.measure.host import num_devices
+    from pipeloom.measure.pieces import PieceRequest
     from pipeloom.predict.describe import with_model_sizes
-    from pipeloom.train.pieces import PieceRequest
+    from pipeloom.train.optimizer import make_optimizer
 
     name = options.model or ""
     preset = find_name("models", name)
@@ -119,11 +123,13 @@ def _piece_request(options: Options, request: "Request") -> "PieceRequest":
         num_processes=request.num_processes,
         num_cores=num_devices("cpu"),
         budget_s=options.budget_s - request.budget_s,
+        make_optimizer=partial(make_optimizer, config.optimizer),
+        clip_grad_norm=config.optimizer.clip_grad_norm,
     )
 
 
 def _piece_problems(options: Options, request: "Request", model: "ModelConfig") -> list[str]:
-    from pipeloom.execute.world import is_launched
+    from pipeloom.execute.processes.world import is_launched
 
     sizes = {"--seq": (options.seq,), "--micro-batches": options.micro_batches, "--tp": options.tp}
     found = [
@@ -150,7 +156,7 @@ def _with_pieces(
     cluster: Cluster, notes: dict[str, list[str]], pieces_of: "PieceRequest"
 ) -> tuple[Cluster, dict[str, list[str]]]:
     """The cluster with a model's pieces, measured now, and the comments on them in its file."""
-    from pipeloom.train.pieces import measure_pieces
+    from pipeloom.measure.pieces import measure_pieces
 
     found = measure_pieces(pieces_of)
     how = "CPU time of a process" if pieces_of.shares_cores else "Seconds"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeloom.cli.flags import parse_flags
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, find_problems
 from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
-from pipeloom.predict.describe import with_model_sizes
+from pipeloom.predict.describe import machine_problems, with_model_sizes
 
 _Config = TypeVar("_Config", bound=RunConfig)
 _CONFIG = (
@@ -22,7 +22,12 @@ _CONFIG = (
 
 def parse_run_config(words: list[str], command: str, summary: str, default: RunConfig | None = None) -> RunConfig:
     """The configuration of a run that is trained here; see ``parse_config``."""
-    return parse_config(words, command, summary, default or RunConfig(), RunConfig.problems)
+    return parse_config(words, command, summary, default or RunConfig(), find_problems)
+
+
+def described_problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
+    """What is wrong with a run that is described to the cost model and not trained here; for ``parse_config``."""
+    return [*find_problems(config, trains=False, is_model_known=is_model_known), *machine_problems(config)]
 
 
 def parse_config(

@@ -14,6 +14,7 @@ from pipeloom.analysis.bubble import account_bubble
 from pipeloom.analysis.comparison import MEMORY_UNIT, memory_in_microbatches
 from pipeloom.analysis.summary import summarize
 from pipeloom.cli.flags import parse_flags
+from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, UserError
@@ -172,7 +173,7 @@ def _run_recipe(options: Options, file: Path) -> tuple[Recipe, Sizes]:
     problems += [f"FAMILY {options.family} has no effect with --run; leave one out"] if options.family else []
     config, found = read_run_file(file)
     config, unknown = with_model_sizes(config)
-    problems += [*found, *unknown, *config.problems(trains=False, is_model_known=not unknown)]
+    problems += [*found, *unknown, *find_problems(config, trains=False, is_model_known=not unknown)]
     if problems:
         raise ConfigError(problems, str(file))
     return config.recipe(), sizes_in_training(config)

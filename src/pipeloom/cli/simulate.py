@@ -2,17 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeloom.analysis.summary import communication
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_plan import plan_slices
-from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.describe import describe
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
@@ -50,7 +49,7 @@ class Options(RunConfig):
 
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
-    options = parse_config(words, "simulate", _SUMMARY, Options(), _problems)
+    options = parse_config(words, "simulate", _SUMMARY, Options(), described_problems)
     swapping = _swapping(options)
     if options.swap_plan and swapping is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
@@ -135,11 +134,6 @@ def order_of(config: RunConfig, *, by_seconds: bool = False) -> Order:
 def _swapping(config: RunConfig) -> Swapping | None:
     budget = config.schedule.budget_bytes
     return None if budget is None else Swapping(budget, needs_norm=config.optimizer.clips)
-
-
-def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
-    return [*judge(), *machine_problems(config)]
 
 
 def write_schedule(step: SimulatedStep, file: Path) -> None:

@@ -2,15 +2,14 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from pipeloom.cli.figures import told_dtype, unit_bytes
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_plan import SlicePlan, plan_slices
-from pipeloom.predict.describe import describe, machine_problems
+from pipeloom.predict.describe import describe
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import dtype_of
@@ -33,7 +32,7 @@ class Options(RunConfig):
 
 def run(words: list[str]) -> int:
     """Parse the configuration, choose, print."""
-    options = parse_config(words, "slices", _SUMMARY, Options(), _problems)
+    options = parse_config(words, "slices", _SUMMARY, Options(), described_problems)
     plan = plan_config(options, options.unit)
     is_default = options.training.dtype is None
     print(json.dumps(to_json(plan) | {"has_default_dtype": is_default}) if options.json else _text(plan, is_default))
@@ -48,11 +47,6 @@ def plan_config(config: RunConfig, unit: int | None = None) -> SlicePlan:
     """
     whole = replace(config, layout=replace(config.layout, token_slices=None))
     return plan_slices(describe(whole), order_of(whole), unit)
-
-
-def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    judge = partial(config.problems, trains=False, is_model_known=is_model_known)
-    return [*judge(), *machine_problems(config)]
 
 
 def to_json(plan: SlicePlan) -> dict[str, Any]:

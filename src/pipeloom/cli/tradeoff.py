@@ -136,6 +136,7 @@ def inputs_of(options: Options) -> Tradeoff:
     if cluster is not None:
         problems += cluster_problems(cluster)
     methods = _methods(options, problems)
+    # The smallest: layouts grow along their data axis, so what fits there fits with more devices, too.
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
     problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig, recipe_problems
+from pipeloom.config import RunConfig, find_problems, recipe_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import count, format_bytes, told_passes
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
-    from pipeloom.execute.world import World
+    from pipeloom.execute.processes.world import World
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.train.trainer import RunResult, RunSummary
 
@@ -26,7 +26,7 @@ _SUMMARY = "Train a language model with a pipeline of processes."
 def run(words: list[str]) -> int:
     """Parse the configuration, then train with own processes or with those of a launcher."""
     config = parse_config(words, "train", _SUMMARY, RunConfig(), _problems)
-    from pipeloom.execute.world import is_first
+    from pipeloom.execute.processes.world import is_first
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.runs.run_start import take_run_folder
     from pipeloom.train.room import check_memory
@@ -49,7 +49,7 @@ def run(words: list[str]) -> int:
 
 def _run_in(path: Path, config: RunConfig) -> None:
     """The run from start to end, in a folder that this process has locked."""
-    from pipeloom.execute.signals import raised_signals
+    from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
     from pipeloom.train.checkpoints.safe_steps import safe_steps
@@ -95,7 +95,7 @@ def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
     recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
-    return [*config.problems(is_model_known=is_model_known), *recipe]
+    return [*find_problems(config, is_model_known=is_model_known), *recipe]
 
 
 def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
@@ -223,7 +223,7 @@ def _dtype_note(config: RunConfig) -> str:
 
 def _crowd(config: RunConfig) -> str:
     """A line where a run on CPUs has more processes on this host than there are cores; empty elsewhere."""
-    from pipeloom.execute.world import is_launched
+    from pipeloom.execute.processes.world import is_launched
     from pipeloom.measure.host import num_devices
 
     num_ranks = config.layout.num_ranks

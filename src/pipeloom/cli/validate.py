@@ -70,6 +70,8 @@ def run(words: list[str]) -> int:
         raise UserError(f"no row of {options.table} can be predicted: {'; '.join(answer.skipped)}")
     if options.plot is not None:
         from pipeloom.accuracy.compare import parts_of
+
+        # matplotlib is slow to import.
         from pipeloom.plot.draw import plot_accuracy
 
         points = {
@@ -106,6 +108,7 @@ def _fit(options: Options, chosen: list[Row]) -> int:
         name, start = options.software, load_software(options.software)
     else:
         name, software = program_of(chosen[0])
+        # Not from the program's own values: they may have been fitted to the rows that are now held out.
         start = first_guess(software)
         others = sorted({other for row in chosen if (other := program_of(row)[0]) != name})
         if others:

@@ -10,7 +10,7 @@ from pipeloom.terminal.words import count
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
-    from pipeloom.execute.world import World
+    from pipeloom.execute.processes.world import World
 
 _SUMMARY = (
     "Prove that the configured pipeline computes the loss and the gradients of a single process, parameter by "
@@ -27,7 +27,7 @@ def run(words: list[str]) -> int:
     default = RunConfig(training=TrainingConfig(dtype="float64"))
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.data.text import load_data
-    from pipeloom.execute.world import is_first
+    from pipeloom.execute.processes.world import is_first
     from pipeloom.train.room import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 

@@ -1,5 +1,6 @@
 """The settings of a run: frozen dataclasses. Files and flags only override them."""
 
+from pipeloom.config.problems import find_problems
 from pipeloom.config.recipe import recipe_problems, unset, usual_values, with_demo_recipe
 from pipeloom.config.run import RunConfig, to_dict
 from pipeloom.config.sections import (
@@ -23,6 +24,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "find_problems",
     "recipe_problems",
     "to_dict",
     "unset",

@@ -4,9 +4,10 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
+from pipeloom.config.run import RunConfig
 from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
@@ -17,12 +18,15 @@ from pipeloom.workload.model import MOST_LAYERS, head_problems
 from pipeloom.workload.model_families import MODELS
 from pipeloom.workload.optimizers import OPTIMIZERS
 
-if TYPE_CHECKING:
-    from pipeloom.config.run import RunConfig
 
+def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
+    """Everything that is wrong with the values of a run, one sentence each; empty if nothing is.
 
-def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) -> list[str]:
-    """Everything that is wrong with the values, one sentence each; see ``RunConfig.problems``."""
+    Args:
+        config: the run.
+        trains: whether the run is trained here, so that its text, its checkpoint and its compiler have to be there.
+        is_model_known: whether the sizes of the model are what the run will have.
+    """
     found = [*_range_problems(config), *_order_problems(config), *_slice_problems(config)]
     if is_model_known:
         found += [*_model_problems(config), *_stage_problems(config), *_tensor_problems(config)]
@@ -37,7 +41,7 @@ def find_problems(config: "RunConfig", *, trains: bool, is_model_known: bool) ->
     return found
 
 
-def _dtype_problems(config: "RunConfig") -> list[str]:
+def _dtype_problems(config: RunConfig) -> list[str]:
     dtype = config.training.known_dtype
     if dtype in TRAINED:
         return []
@@ -89,12 +93,12 @@ _ABOVE_ZERO = (
 _FRACTIONS = ("data.validation_fraction", "optimizer.lr_min_fraction", "optimizer.momentum")
 
 
-def _value(config: "RunConfig", name: str) -> Any:
+def _value(config: RunConfig, name: str) -> Any:
     section, key = name.split(".")
     return getattr(getattr(config, section), key)
 
 
-def _range_problems(config: "RunConfig") -> list[str]:
+def _range_problems(config: RunConfig) -> list[str]:
     found = [
         f"{name} must be {and_finite(f'at least {least:g}', _value(config, name))}, found {_value(config, name)}"
         for name, least in _AT_LEAST.items()
@@ -126,12 +130,12 @@ def _most(name: str) -> float:
     return math.inf if name == "optimizer.clip_grad_norm" else sys.float_info.max
 
 
-def model_problems(config: "RunConfig") -> list[str]:
+def model_problems(config: RunConfig) -> list[str]:
     """What is wrong with the values of the model, one sentence each."""
     return [one for one in _range_problems(config) if one.startswith("model.")] + _model_problems(config)
 
 
-def _model_problems(config: "RunConfig") -> list[str]:
+def _model_problems(config: RunConfig) -> list[str]:
     model = config.model
     problems: list[str] = []
     if model.preset is not None and model.file is not None:
@@ -144,7 +148,7 @@ def _model_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _order_problems(config: "RunConfig") -> list[str]:
+def _order_problems(config: RunConfig) -> list[str]:
     schedule = config.schedule
     found = config.choice().problems()
     # A family's choice names its own sizes; a person set them under other names.
@@ -155,7 +159,7 @@ def _order_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _slice_problems(config: "RunConfig") -> list[str]:
+def _slice_problems(config: RunConfig) -> list[str]:
     layout, num_tokens, wanted = config.layout, config.data.seq_len, config.layout.token_slices
     if wanted is None or layout.tp < 1:
         return []
@@ -179,7 +183,7 @@ def _slice_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _stage_problems(config: "RunConfig") -> list[str]:
+def _stage_problems(config: RunConfig) -> list[str]:
     layout = config.layout
     problems: list[str] = []
     pieces = config.model.num_layers + 2
@@ -194,7 +198,7 @@ def _stage_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _token_problems(config: "RunConfig") -> list[str]:
+def _token_problems(config: RunConfig) -> list[str]:
     layout, num_tokens = config.layout, config.data.seq_len
     if layout.tp < 1 or layout.sequence_parallel or num_tokens % layout.tp == 0:
         return []
@@ -202,7 +206,7 @@ def _token_problems(config: "RunConfig") -> list[str]:
     return [f"layout.tp must divide data.seq_len, {share}, found {layout.tp} and {num_tokens}"]
 
 
-def _tensor_problems(config: "RunConfig") -> list[str]:
+def _tensor_problems(config: RunConfig) -> list[str]:
     layout, model = config.layout, config.model
     problems: list[str] = []
     # A head is computed whole, so heads go to ranks as they are; vocabulary and inner width may be cut anywhere.
@@ -216,7 +220,7 @@ def _tensor_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _recompute_problems(config: "RunConfig") -> list[str]:
+def _recompute_problems(config: RunConfig) -> list[str]:
     layout, wanted = config.layout, config.model.num_layers
     if layout.recompute_layers is None:
         return []
@@ -229,14 +233,14 @@ def _recompute_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _compile_problems(config: "RunConfig") -> list[str]:
+def _compile_problems(config: RunConfig) -> list[str]:
     training = config.training
     if not training.compile or training.compile_backend != "inductor":
         return []
     return toolchain_problems(training.device)
 
 
-def _data_parallel_problems(config: "RunConfig") -> list[str]:
+def _data_parallel_problems(config: RunConfig) -> list[str]:
     layout, schedule = config.layout, config.schedule
     problems: list[str] = []
     if layout.replicate is not None and layout.replicate > 0:
@@ -257,7 +261,7 @@ def _data_parallel_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _budget_problems(config: "RunConfig") -> list[str]:
+def _budget_problems(config: RunConfig) -> list[str]:
     layout, schedule = config.layout, config.schedule
     if schedule.device_budget is None:
         if schedule.swap_folder is None:
@@ -288,7 +292,7 @@ def _budget_problems(config: "RunConfig") -> list[str]:
     return problems
 
 
-def _swap_problems(config: "RunConfig") -> list[str]:
+def _swap_problems(config: RunConfig) -> list[str]:
     schedule, problems = config.schedule, list[str]()
     if schedule.balance and config.layout.pp < 2:
         problems.append(
@@ -301,7 +305,7 @@ def _swap_problems(config: "RunConfig") -> list[str]:
     return problems + _size_problems("schedule.activation_budget", schedule.activation_budget)
 
 
-def _file_problems(config: "RunConfig") -> list[str]:
+def _file_problems(config: RunConfig) -> list[str]:
     """What is wrong with a schedule file before it is compared with the schedule that the run makes."""
     schedule, default = config.schedule, type(config.schedule)()
     if schedule.file is None:
@@ -331,7 +335,7 @@ def _size_problems(name: str, text: str | None) -> list[str]:
     return []
 
 
-def optimizer_problems(config: "RunConfig") -> list[str]:
+def optimizer_problems(config: RunConfig) -> list[str]:
     """What is wrong with the rule and its settings, one sentence each."""
     optimizer = config.optimizer
     if optimizer.name not in OPTIMIZERS:
@@ -346,7 +350,7 @@ def optimizer_problems(config: "RunConfig") -> list[str]:
     ]
 
 
-def _place_problems(config: "RunConfig") -> list[str]:
+def _place_problems(config: RunConfig) -> list[str]:
     order, pp = config.layout.pipeline_order, config.layout.pp
     if order is None or sorted(order) == list(range(pp)):
         return []
@@ -365,7 +369,7 @@ def _partition_problems(layout: Layout, pieces: int) -> list[str]:
     return problems
 
 
-def vocabulary_problems(config: "RunConfig", num_tokens: int) -> list[str]:
+def vocabulary_problems(config: RunConfig, num_tokens: int) -> list[str]:
     """What is wrong with a model of fewer tokens than its tokenizer has.
 
     Args:
@@ -379,7 +383,7 @@ def vocabulary_problems(config: "RunConfig", num_tokens: int) -> list[str]:
     return [f"model.vocab_size must be at least {num_tokens}, {which}, found {given}; leave it out to use {num_tokens}"]
 
 
-def _text_problems(config: "RunConfig") -> list[str]:
+def _text_problems(config: RunConfig) -> list[str]:
     path = config.data.path
     if path == Path():
         return ["data.path must be a text file or a folder, found nothing; leave it out for the default text"]
@@ -390,7 +394,7 @@ def _text_problems(config: "RunConfig") -> list[str]:
     return [f"data.path must be a text file or a folder, found nothing at {path}"] if is_missing else []
 
 
-def _checkpoint_problems(config: "RunConfig") -> list[str]:
+def _checkpoint_problems(config: RunConfig) -> list[str]:
     """What is wrong whichever checkpoint of a run folder is taken: the newest whole one is chosen later."""
     resume, steps = config.checkpoint.resume, config.training.known_steps
     if resume is None:

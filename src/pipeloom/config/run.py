@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeloom.config.problems import find_problems
 from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -69,15 +68,6 @@ class RunConfig:
             given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
         )
-
-    def problems(self, *, trains: bool = True, is_model_known: bool = True) -> list[str]:
-        """Everything that is wrong with the values, one sentence each; empty if nothing is.
-
-        Args:
-            trains: whether the run is trained here, so that its text, its checkpoint and its compiler have to be there.
-            is_model_known: whether the sizes of the model are what the run will have.
-        """
-        return find_problems(self, trains=trains, is_model_known=is_model_known)
 
 
 def to_dict(config: Any) -> dict[str, Any]:

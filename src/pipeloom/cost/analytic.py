@@ -270,8 +270,11 @@ def _transfer_s(run: Run, route: Cluster, software: Software, *, is_inside: bool
     if run.pp == 1:
         return 0.0
     measured_s = piece_seconds(run, route, software).message_s
+    # Processes that share cores carry their messages themselves: what that takes of a core was measured.
     if is_inside and measured_s:
         return measured_s
+    # Each tensor-parallel rank sends its part: Megatron's scatter/gather (arXiv 2104.04473, section 4.1), and with
+    # sequence parallelism each has but a part.
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
@@ -282,6 +285,7 @@ def _transfer_s(run: Run, route: Cluster, software: Software, *, is_inside: bool
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
     """Seconds that a pipeline was observed to fill and drain longer than its schedule explains."""
+    # Beyond the sequences that it was observed with, nothing is known of it.
     if run.pp == 1 or run.seq > software.drain_seq:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
@@ -403,6 +407,7 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
         exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s = 0.0
     if run.shape.tied and run.pp > 1 and not software.lends_tied:
+        # On looped placements embedding and head are at the two ends of the pipeline.
         route = rank_route(run, cluster, 0, run.pp - 1)
         pair = Group(2, 2 if run.num_devices <= route.devices_per_node else 1, route.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
@@ -414,6 +419,7 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
     """Seconds of a rank's collectives after the pipeline that nothing hides."""
     whole_s = reduce_s(run, part, software, parameters)
+    # A gather has nothing to hide behind: the weights change only after the last backward.
     return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
 
 

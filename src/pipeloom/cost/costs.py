@@ -70,6 +70,8 @@ class UniformCosts:
             case Kind.BACKWARD:
                 return self.backward_s
             case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
+                # For each product of the forward there is one for the input's gradient and
+                # one for the weights' (arXiv 2401.10241, section 2).
                 return self.backward_s / 2
             case Kind.RECV_F | Kind.RECV_B:
                 return self.transfer_s

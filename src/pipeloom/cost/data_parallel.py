@@ -23,6 +23,7 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
     inner = _shard_group(run, cluster)
     kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
     seconds = cluster.collective_s(kind, message, inner, use)
+    # A shard each: what a copy has already added up among its ranks.
     if run.replicate > 1:
         outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)
         seconds += cluster.collective_s("all_reduce", message / run.shard_size, outer, use)
@@ -57,4 +58,5 @@ def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters:
 
 
 def _shard_group(run: Run, cluster: Cluster) -> Group:
+    # The tensor axis is innermost, so data-parallel neighbors are ``tp`` apart.
     return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)

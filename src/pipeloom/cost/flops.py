@@ -84,6 +84,7 @@ def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> f
     """
     if recompute == "none":
         return 0.0
+    # Two products of 2 T H for each token and layer: scores, and the sum that they weigh.
     attention = 4.0 * shape.layers * shape.hidden * seq_len
     return attention + (2.0 * shape.layers * shape.layer_matrix_parameters if recompute == "full" else 0.0)
 

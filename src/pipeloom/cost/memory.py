@@ -73,6 +73,8 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
+    # Programs hold weights and gradients in half precision (2 + 2 bytes), or gradients in single precision (2 + 4):
+    # weights are never the larger part.
     weights = min(run.element_bytes, kept / 2)
     gradients = kept - weights
     if run.precision == "fp32":

@@ -67,6 +67,7 @@ class MixedCluster(Cluster):
         """By name, groups and links, from which the rest follows."""
         if not isinstance(other, MixedCluster):
             return NotImplemented
+        # The fields of the base class are the slowest of the groups, so comparing them as well would only take longer.
         return (self.name, self.groups, self.links) == (other.name, other.groups, other.links)
 
     def __hash__(self) -> int:
@@ -85,6 +86,8 @@ class MixedCluster(Cluster):
         asked = ("route", first, other, num_devices)
         if asked not in self._known:
             ends = [self._spread(begin, num_devices) for begin in (first, other)]
+            # The groups of both ends change at these offsets alone: one pair of
+            # devices between two of them stands for all.
             offsets = {offset for end in ends for offset in accumulate((count for _, count in end), initial=0)}
             pairs = {
                 tuple(sorted({self._spread(begin + offset, 1)[0][0] for begin in (first, other)}))
@@ -166,12 +169,14 @@ class MixedCluster(Cluster):
         ends = [self.groups[index].cluster for index in (one, other)]
         names = {cluster.name for cluster in ends}
         named = (known.link for known in self.links if set(known.between) == names)
+        # A file that names no link between two groups says at least that neither is faster than its own network.
         return next(named, None) or _slowest_link([cluster.inter for cluster in ends])
 
     def _are_alike(self, one: int, other: int) -> bool:
         """Whether it makes no difference to change the places of two groups."""
         groups = [self.groups[index] for index in (one, other)]
         plain = [replace(group, cluster=replace(group.cluster, name="")) for group in groups]
+        # Between the two of them the link is the same in both directions, so only third groups can tell them apart.
         thirds = set(range(len(self.groups))) - {one, other}
         return plain[0] == plain[1] and all(self._link(one, third) == self._link(other, third) for third in thirds)
 
@@ -292,6 +297,7 @@ def _bus_at(cluster: Cluster, kind: Collective, num_nodes: float, inter: Link) -
     if num_nodes <= 1:
         return interpolate(curve, num_nodes) if curve else cluster.intra.bytes_per_s
     across = interpolate(curve, num_nodes) if curve else cluster.inter.bytes_per_s
+    # A curve was measured on the group's own network: over a slower one it is lower in proportion.
     return across * min(1.0, inter.bytes_per_s / cluster.inter.bytes_per_s)
 
 

@@ -29,6 +29,7 @@ def evict_seconds(
         route = rank_route(run, cluster, rank, other)
         is_inside, sharing = are_near(run, cluster, rank, other), route.sharing(run.tp * run.dp)
         seconds = route.p2p_s(size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        # A rank without a partner is named as its own.
         found.append(0.0 if other == rank else seconds)
     return tuple(found)
 

@@ -56,9 +56,11 @@ def fastest_partition(
         raise UserError(f"cannot cut {pieces} pieces into {num_stages} stages of at least one piece each")
     slow = tuple(slowness) if slowness is not None else (1.0,) * placement.num_ranks
     assert len(slow) == placement.num_ranks, "a slowness for each rank"
+    # ``first`` and ``last`` would be the same piece.
     if num_stages == 1:
         return (pieces,)
     first, *layers, last = seconds
+    # The usual model has equal layers, for which the greedy algorithm is exact.
     if not layers or layers.count(layers[0]) == len(layers):
         return _equal_layers((first, last), layers[0] if layers else 0.0, len(layers), owner, slow)
     return Uneven(seconds, owner, slow).best()
@@ -77,6 +79,7 @@ def _equal_layers(
         ranks.base[rank] += base[stage]
         ranks.held[rank] += stages.held[stage]
     left = layers - inner
+    # First how fast the slowest rank can be, then stages within what that leaves each rank.
     rank_room = ranks.room(ranks.poured(left).slowest_s(), left)
     if len(set(slow)) == 1:  # the stage that is fastest with one more is also the one whose square grows least
         best = stages.poured(left, owner, rank_room)
@@ -148,6 +151,7 @@ class _Places:
         heapify(heap)
         while amount:
             place = -heap[0][1]
+            # Room never grows again, so a place that is full once is full for good.
             if not left[place_of[place]] or held[place] == full[place]:
                 heappop(heap)
                 continue

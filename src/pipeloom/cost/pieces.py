@@ -45,6 +45,8 @@ def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSecond
     Where the cluster's file has measured exactly these, they are those. They depend on the model, the tokens, the
     kernels and the tensor axis, not on how the pipeline is cut.
     """
+    # The one fact about the pipeline that pieces depend on: it is passed
+    # on, so that other layouts find them in the cache.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
     return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
 
@@ -67,6 +69,7 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
     )
     key = run.of_measured_pieces
+    # Looked for once for each run, since what is returned is cached.
     found = next((one for one in cluster.pieces if one.run == key), None)
     return counted if found is None else _measured(found, counted)
 

@@ -69,6 +69,7 @@ def rank_device_bytes(run: Run, cluster: Cluster) -> tuple[float, ...]:
         UserError: the cluster has not so many devices.
     """
     kinds = _rank_kinds(run, cluster)
+    # Most clusters are of one kind: then nothing has to be looked up rank by rank.
     if len(kinds) == 1:
         return (kinds[0].device.memory_bytes,) * run.pp
     return tuple(part.device.memory_bytes for part in rank_parts(run, cluster))

@@ -81,6 +81,8 @@ class SliceModel:
     """
 
     def __init__(self, run: Run, cluster: Cluster, software: Software) -> None:
+        # The cut is fixed here: with shorter sequences the head weighs
+        # otherwise, and layers would be cut in another way.
         self._run = replace(run, slices=(), layers_by_stage=stage_layers(run, software)[0])
         self._cluster, self._software = _unmeasured(cluster), software
         self._whole = stage_costs(self._run, cluster, software)
@@ -155,9 +157,11 @@ class SliceModel:
             lengths: tokens of each.
             before: tokens before each.
         """
+        # The same few lengths recur at many places, and each costs an evaluation of the whole model.
         different, where = np.unique(lengths.astype(np.int64), return_inverse=True)
         alone = [self._alone(length) for length in different.tolist()]
         message_s = np.array([fmean(costs.boundary_s or [costs.transfer_s]) for costs in alone])
+        # NumPy 1 gives the inverse flat, NumPy 2 in the shape of its input (its release notes).
         return self.seconds(lengths, before) + 2 * message_s[where].reshape(lengths.shape)
 
     def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:

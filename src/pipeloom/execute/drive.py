@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
+from pipeloom.execute.communication.transport import Pending
+from pipeloom.execute.communication.turns import Turn
 from pipeloom.execute.executor import Executor, StepResult, Steps
-from pipeloom.execute.stage import Objective
-from pipeloom.execute.transport import Pending
-from pipeloom.execute.turns import Turn
+from pipeloom.execute.stages.stage import Objective
 
 
 def run_rank(
@@ -39,6 +39,7 @@ def run_rank(
                 executor.check_services()
             raise
         finally:
+            # Tensors of a failed step would be taken for those of the next one.
             executor.forget()
 
 
@@ -110,6 +111,7 @@ def _play(ranks: Sequence[tuple[Executor, Steps]], running: dict[int, Turn | Ste
     waiting: dict[int, Pending] = {}
     results: dict[int, StepResult] = {}
     while running:
+        # All that can go on, in their order, before any goes on: so every run has the same order of events.
         ready = [rank for rank in running if rank not in waiting or waiting[rank].is_done()]
         if not ready:
             positions = "\n".join(f"  {ranks[rank][0].position()}" for rank in running)

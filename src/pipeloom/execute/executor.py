@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError, UserError
 from pipeloom.execute.clock import Clock, Mark
+from pipeloom.execute.communication.transport import Pending, Transport
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service, UnderWay
-from pipeloom.execute.stage import Objective
-from pipeloom.execute.transport import Pending, Transport
+from pipeloom.execute.stages.stage import Objective
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
 from pipeloom.schedule.window import window

@@ -10,11 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.collectives import Finish, Job
-from pipeloom.execute.transport import Pending
+from pipeloom.execute.communication.collectives import Finish, Job
+from pipeloom.execute.communication.transport import Pending
+from pipeloom.schedule import Kind
 
 
 class JobUnderWay(Pending, Protocol):
@@ -87,8 +89,6 @@ class ThreadLane:
         if self._stream is None:
             self._serve()
             return
-        import torch
-
         with torch.cuda.stream(self._stream):
             self._serve()
 
@@ -143,8 +143,6 @@ class WaitingStreamLane(ThreadLane):
 
     def start(self, job: Job) -> JobUnderWay:
         """Queue a job."""
-        import torch
-
         # Recorded here, on the rank's thread: the lane's thread runs later, when more compute may have been issued.
         behind, under_way = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedJob()
         return self._put(self._ordered(job, behind, under_way), under_way)
@@ -182,15 +180,11 @@ class StreamLane:
     """
 
     def __init__(self, clock: Clock, device: int) -> None:
-        import torch
-
         self._clock = clock
         self._stream = torch.cuda.Stream(device)
 
     def start(self, job: Job) -> JobUnderWay:
         """Issue a job on the stream."""
-        import torch
-
         # What the job reads was made by compute that is issued, not done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
@@ -295,3 +289,78 @@ class _PolledJob:
 
     def take(self) -> Tensor | None:
         return None
+
+
+class MoveLanes(Protocol):
+    """What a rank's swaps run on.
+
+    Attributes:
+        waits: whether lanes wait by themselves, each in a thread of its own, or are pushed on.
+    """
+
+    waits: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where stages live."""
+        ...
+
+    def of_kind(self, kind: Kind) -> Lane:
+        """The lane of a kind's actions."""
+        ...
+
+    def service(self, name: str) -> Lane:
+        """A lane for what is done for another rank."""
+        ...
+
+
+class InProcessMoveLanes:
+    """Of a rank that shares its process with all others.
+
+    Args:
+        lanes: of all ranks.
+        clock: what spans are measured with.
+    """
+
+    waits = False
+
+    def __init__(self, lanes: Neighborhood, clock: Clock) -> None:
+        self.device = torch.device("cpu")
+        self._lanes = lanes
+        self._clock = clock
+
+    def of_kind(self, kind: Kind) -> Lane:
+        """The lane of a kind's actions."""
+        return self.service(kind.value)
+
+    def service(self, name: str) -> Lane:  # noqa: ARG002  nobody sees its name
+        """A lane for what is done for another rank."""
+        return self._lanes.lane(self._clock)
+
+
+class ProcessMoveLanes:
+    """Of a process: threads on a CPU; on CUDA streams, and threads with streams for what is done for others.
+
+    Args:
+        clock: what spans are measured with.
+        device: where stages live.
+    """
+
+    waits = True
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self.device = device
+        self._clock = clock
+
+    def of_kind(self, kind: Kind) -> Lane:
+        """The lane of a kind's actions."""
+        if self.device.type == "cuda":
+            return StreamLane(self._clock, self.device.index)
+        return ThreadLane(self._clock, kind.value)
+
+    def service(self, name: str) -> Lane:
+        """A lane for what is done for another rank."""
+        # A thread even on CUDA: somebody has to wait for what the other rank
+        # announces. Its copies need a stream beside that of compute.
+        is_cuda = self.device.type == "cuda"
+        return ThreadLane(self._clock, name, torch.cuda.Stream(self.device) if is_cuda else None)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from pipeloom.config import ModelConfig, RunConfig, unset
+from pipeloom.config import ModelConfig, RunConfig, find_problems, unset
 from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import ConfigError
@@ -206,7 +206,7 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
     # The options of a command are a RunConfig with more fields, which a run file must not have.
     plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
     config, problems = with_model_sizes(plain)
-    problems += config.problems(trains=False, is_model_known=not problems)
+    problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)
     # The layers of stages do not depend on the type, and no cluster has a rate for float64.
@@ -234,4 +234,4 @@ def training_problems(config: RunConfig) -> list[str]:
         checkpoint=replace(config.checkpoint, resume=None),
         training=replace(config.training, compile=False),
     )
-    return elsewhere.problems()
+    return find_problems(elsewhere)

@@ -2,6 +2,6 @@
 
 from pipeloom.measure.describe import describe_cluster
 from pipeloom.measure.findings import Findings
-from pipeloom.measure.measure import Request, measure_machine
+from pipeloom.measure.machine import Request, measure_machine
 
 __all__ = ["Findings", "Request", "describe_cluster", "measure_machine"]

@@ -1,16 +1,26 @@
 """Findings -> a cluster, and the comments of its file."""
 
+from collections.abc import Mapping
 from datetime import date
 
 from pipeloom.catalog.writing import UNBREAKABLE
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.measure.datasheet import datasheet_peaks
 from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
 
 _CLEAR = 1.25
 """A product this many times as long as the fixed time of a kernel tells a rate; a shorter one is left out."""
 _FREE = 0.95
 """Share of a core above which a process had it to itself."""
+_PEAKS: tuple[tuple[tuple[str, ...], Mapping[str, float], str], ...] = (
+    (("V100-SXM2",), {"fp32": 15.7e12, "fp16": 125e12}, "NVIDIA V100 datasheet, SXM2"),
+    (("A100",), {"fp32": 19.5e12, "bf16": 312e12, "fp16": 312e12}, "NVIDIA A100 datasheet, dense"),
+    (("H100 80GB HBM3",), {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12}, "NVIDIA H100 datasheet, SXM, dense"),
+    (("NVIDIA H200",), {"fp32": 67e12, "bf16": 989e12, "fp16": 989e12}, "NVIDIA H200 datasheet, SXM, dense"),
+)
+"""(what the name contains, FLOP/s by precision, source). Tensor cores without sparsity; fp32 without TF32."""
+
+_OTHERS = ("MIG", "PCIe", "PCIE", "NVL", "GH200")
+"""Names with one of these mean other clocks or a part of the device, except for the A100, whose cards are alike."""
 
 
 def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
@@ -37,6 +47,15 @@ def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, 
     return cluster, {**_head(findings), **_device_notes(findings), **link_notes, **_collective_notes(findings)}
 
 
+def datasheet_peaks(device_name: str) -> tuple[dict[str, float], str]:
+    """FLOP/s by precision and where they are from; empty for a device that is not known here."""
+    for words, peaks, source in _PEAKS:
+        is_other = any(other in device_name for other in (_OTHERS[:1] if words == ("A100",) else _OTHERS))
+        if not is_other and any(word in device_name for word in words):
+            return dict(peaks), source
+    return {}, ""
+
+
 def _device(findings: Findings) -> Device:
     rates = product_rates(findings)
     peaks, _ = datasheet_peaks(findings.host.device_name)
@@ -53,6 +72,7 @@ def _device(findings: Findings) -> Device:
         memory_bytes_per_s=max(findings.copy.bytes_per_s, findings.add.bytes_per_s) / share,
         launch_s=findings.launch.median_s * share,
         matmul_curves={name: curves[name] for name in others},
+        num_multiprocessors=findings.host.num_multiprocessors,
     )
 
 
@@ -73,6 +93,7 @@ def product_rates(findings: Findings) -> dict[str, Curve]:
     rates: dict[str, list[tuple[float, float]]] = {}
     for product in findings.products:
         if product.flops not in unclear:
+            # The largest stays however short it is: never less than what a clear one has left.
             alone_s = max(product.timing.median_s - kernel_s, product.timing.median_s * (1 - 1 / _CLEAR))
             rates.setdefault(product.precision, []).append((product.flops, product.flops / alone_s))
     return {name: tuple(curve) for name, curve in rates.items()}

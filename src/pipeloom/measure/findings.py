@@ -109,11 +109,13 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Args:
         points: (bytes, seconds), two or more of different bytes.
     """
+    # Divided by its seconds each point counts alike; else the largest message alone would decide.
     weights = [(1 / seconds, size / seconds) for size, seconds in points]
     uu, uv, vv = (sum(w[i] * w[j] for w in weights) for i, j in ((0, 0), (0, 1), (1, 1)))
     u, v = (sum(w[i] for w in weights) for i in (0, 1))
     determinant = uu * vv - uv * uv
     latency_s, seconds_per_byte = (vv * u - uv * v) / determinant, (uu * v - uv * u) / determinant
+    # On the border of what is allowed the least squares have one unknown left.
     if latency_s < 0:
         return 0.0, v / vv
     if seconds_per_byte <= 0:
@@ -150,6 +152,7 @@ class Host:
         device_name: of the CPU or the GPU, as it calls itself.
         num_devices: cores or GPUs of a host.
         memory_bytes: of one device; of a core, its share of the host's.
+        num_multiprocessors: of a GPU; 0 on CPUs.
         software: operating system, Python, PyTorch and what carries messages, for people.
     """
 
@@ -157,6 +160,7 @@ class Host:
     device_name: str
     num_devices: int
     memory_bytes: float
+    num_multiprocessors: int
     software: str
 
     @property

@@ -1,4 +1,4 @@
-"""The host: what it is, and how long it takes to launch an operation."""
+"""The host: what it is."""
 
 import os
 import platform
@@ -6,24 +6,14 @@ from pathlib import Path
 
 import torch
 
-from pipeloom.measure.findings import Host, Timing
-from pipeloom.measure.stopwatch import Stopwatch, on_host
-
-NUM_LAUNCHES = 1
-"""Measurements that ``measure_launch`` makes."""
-
-
-def measure_launch(watch: Stopwatch) -> Timing:
-    """Host seconds of a tiny operation: on CUDA to launch it, on a CPU to do it."""
-    device = watch.world.device
-    tiny = torch.zeros(16, device=device)
-    return watch.time("the host's time for an operation", on_host(device, lambda: tiny.add_(1.0)))
+from pipeloom.measure.findings import Host
 
 
 def num_devices(kind: str) -> int:
     """GPUs of this host, or cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
+    # Containers and job schedulers bind processes to some of the cores; ``cpu_count`` tells of all. Not on macOS.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -35,9 +25,11 @@ def describe_host(device: torch.device) -> Host:
         properties = torch.cuda.get_device_properties(device)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
         software = f"{system}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}"
-        return Host("cuda", properties.name, found, float(properties.total_memory), software)
+        return Host(
+            "cuda", properties.name, found, float(properties.total_memory), properties.multi_processor_count, software
+        )
     software = f"{system}, PyTorch {torch.__version__}, gloo, one thread a process"
-    return Host("cpu", cpu_name(), found, host_memory_bytes() / found, software)
+    return Host("cpu", cpu_name(), found, host_memory_bytes() / found, 0, software)
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
@@ -57,4 +49,5 @@ def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> float:
         text = limit.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return total
+    # It says "max" where there is no limit.
     return min(total, float(text)) if text.isdigit() else total

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
-from pipeloom.execute.collectives import Finish, Group
-from pipeloom.execute.process_collectives import GlooGroup, NcclGroup
-from pipeloom.execute.timing import now
-from pipeloom.execute.world import World
+from pipeloom.execute.communication.collectives import Finish, Group
+from pipeloom.execute.communication.process_collectives import GlooGroup, NcclGroup
+from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Collectives, Messages, Timing
 from pipeloom.measure.host import num_devices
-from pipeloom.measure.stopwatch import Run, Sample, Stopwatch
+from pipeloom.measure.stopwatch import Run, Sample, Stopwatch, now, sample_of
 
 SIZES = {
     "cpu": tuple(2**exponent for exponent in (12, 15, 18, 21, 24)),
@@ -55,7 +54,8 @@ def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
         sample: Sample = _nothing
         if mine is not None:
             tensor = torch.zeros(size // 4, device=world.device)
-            sample = _together(world, partial(_there_and_back, tensor, world.rank, mine, groups[mine]), 0.5)
+            exchange = partial(_there_and_back, tensor, world.rank, mine, groups[mine])
+            sample = sample_of(exchange, partial(now, world.device), factor=0.5)
         points.append((float(size), watch.time(f"messages of {_bytes(size)} between {between}", sample)))
     return Messages(len(pairs), tuple(points))
 
@@ -84,6 +84,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
         for wanted in SIZES[world.device.type]:
+            # Every rank has a part of the same size, rounded up; what is noted is the size that was moved.
             shard = -(-wanted // (4 * num_ranks))
             sample: Sample = _nothing
             if world.rank < num_ranks:
@@ -91,7 +92,10 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
                 run = _collective(kind, shard, num_ranks, world.device, group)
                 num_cores = num_devices("cpu")
                 is_shared = world.device.type == "cpu" and per_host > num_cores
-                sample = _on_cores(run, max(1.0, num_ranks / num_cores)) if is_shared else _together(world, run)
+                if is_shared:  # CPU time, so that other programs do not count
+                    sample = sample_of(run, time.process_time, factor=max(1.0, num_ranks / num_cores))
+                else:
+                    sample = sample_of(run, partial(now, world.device))
             timing = watch.time(f"{kind} of {_bytes(wanted)} among {num_ranks}", sample)
             points.append((4.0 * shard * num_ranks, timing))
         found.append(Collectives(kind, num_ranks, tuple(points)))
@@ -111,30 +115,6 @@ def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.devi
         finish()
 
     return run
-
-
-def _on_cores(run: Run, crowding: float) -> Sample:
-    """Times what a run takes of the cores, so that other programs do not count: CPU time, on cores that ranks share."""
-
-    def sample(runs: int) -> float:
-        begin_s = time.process_time()
-        for _ in range(runs):
-            run()
-        return crowding * (time.process_time() - begin_s) / runs
-
-    return sample
-
-
-def _together(world: World, run: Run, part: float = 1.0) -> Sample:
-    """Times ``part`` of a run that several ranks make together; the stopwatch has brought them to the same place."""
-
-    def sample(runs: int) -> float:
-        begin_s = now(world.device)
-        for _ in range(runs):
-            run()
-        return part * (now(world.device) - begin_s) / runs
-
-    return sample
 
 
 def _nothing(runs: int) -> float:  # noqa: ARG001

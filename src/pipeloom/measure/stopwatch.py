@@ -1,18 +1,21 @@
-"""Repeats a measurement on all ranks at once until its median is steady or its share of the time is spent."""
+"""Seconds of work outside a step, on CPUs and CUDA devices: one run, a few, or as many as make a median steady."""
 
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from pipeloom.execute.timing import now
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Timing
 
 Run = Callable[[], object]
 """What is timed, once."""
+
+Now = Callable[[], float]
+"""Seconds on a clock: ``now`` of a device, or CPU time, which other programs do not change."""
 
 Sample = Callable[[int], float]
 """Seconds of one run, from so many in a row."""
@@ -98,6 +101,7 @@ def on_device(device: torch.device, run: Run) -> Sample:
     def sample(runs: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         left, right, out = _long_product(device)
+        # A few milliseconds on the fastest GPUs, in which the host launches all runs of a sample.
         for _ in range(3):
             torch.mm(left, right, out=out)
         begin.record()
@@ -112,12 +116,24 @@ def on_device(device: torch.device, run: Run) -> Sample:
 
 def on_host(device: torch.device, run: Run) -> Sample:
     """Times what the host does: on a CPU all, on CUDA the launches alone."""
+    return sample_of(run, partial(now, device), time.perf_counter)
+
+
+def sample_of(run: Run, begin: Now, end: Now | None = None, factor: float = 1.0) -> Sample:
+    """Times runs in a row.
+
+    Args:
+        run: once.
+        begin: the clock.
+        end: the same clock, read otherwise behind the last run; ``None``: as before the first one.
+        factor: of the seconds.
+    """
 
     def sample(runs: int) -> float:
-        begin_s = now(device)
+        begin_s = begin()
         for _ in range(runs):
             run()
-        return (time.perf_counter() - begin_s) / runs
+        return factor * ((end or begin)() - begin_s) / runs
 
     return sample
 
@@ -127,3 +143,31 @@ def _long_product(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Operands of a product of a TFLOP: a millisecond or more on any GPU there is."""
     left, right, out = (torch.randn(8192, 8192, device=device, dtype=torch.float16) for _ in range(3))
     return left, right, out
+
+
+def now(device: torch.device) -> float:
+    """Seconds on the host's clock when the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def median_seconds(
+    run: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], object] | None = None
+) -> float:
+    """Median of some runs behind a first one, which does not count: it allocates, and fills caches.
+
+    Args:
+        run: what is timed.
+        repeats: how many runs count, at least 1.
+        device: that the work is done on.
+        before: called before each run, and not timed.
+    """
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        if before is not None:
+            before()
+        begin = now(device)
+        run()
+        times.append(now(device) - begin)
+    return median(times[1:])

@@ -80,6 +80,7 @@ def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budg
     problems: list[str] = []
     for rank, most in enumerate(budget):
         needed = sizes.always[rank] + held.peak(rank)
+        # Sums of bytes in another order differ by rounding.
         if needed > most * (1 + 1e-9):
             problems.append(
                 f"pipeline rank {rank} still holds {_told(needed)}, {_told(needed - most)} more than its {_told(most)}"

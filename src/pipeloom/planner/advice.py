@@ -190,6 +190,7 @@ def no_layout(question: Question, excluded: Counter[str]) -> UserError:
 def _near_batches(question: Question) -> list[int]:
     """The next smaller and the next larger batch that a data axis divides."""
     batch, number = question.global_batch, question.num_devices
+    # A batch that every data axis divides, so that only the model decides which axes there are.
     anything = replace(question, global_batch=number)
     sizes = {
         dp

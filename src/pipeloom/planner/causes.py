@@ -41,6 +41,7 @@ def _recompute_s(step: SimulatedStep) -> float:
     """Seconds of recomputed layers and micro-batches of a step, mean of the pipeline ranks."""
     run, again_s = step.run, 0.0
     each_s = recompute_s(run, step.cluster, step.software)
+    # Recomputed layers are inside backwards, where no span shows them; recomputed micro-batches are spans of their own.
     for stage, rank in zip(layers_by_recompute(run, step.software), placement_of(run).rank_by_stage, strict=True):
         for alike, count in stage:
             if alike.recompute == "full":

@@ -27,9 +27,11 @@ def likely(arrangements: Sequence[Arrangement], is_found: Callable[[], bool]) ->
         is_found: whether there is an answer.
     """
     short = sorted((one for one in arrangements if _on_ranks(one) <= MOST_ON_RANKS), key=_estimate_s)
+    # What fits with some layers recomputed fits with all of them, too, which needs less.
     lean = iter(sorted((one for one in short if one.kept != "some"), key=lambda one: one.missing_bytes))
     for number, one in enumerate(short):
         yield one
+        # What promises most recomputes and shares least, so where memory is short none of the first many may fit.
         small = None if is_found() or number < ALONE else next(lean, None)
         if small is not None:
             yield small
@@ -40,6 +42,7 @@ def _estimate_s(arrangement: Arrangement) -> float:
     """Seconds of the step, about: the bound, which has no bubble, with that of as many loops as there may be."""
     run = arrangement.run
     loops = max(1, run.shape.layers // run.pp)
+    # The bubble of the interleaved schedule: (P - 1) / (M V) of the ideal time (arXiv 2104.04473, section 2.2).
     return arrangement.bound_s * (1 + (run.pp - 1) / (run.num_microbatches * loops))
 
 
@@ -63,11 +66,13 @@ def first_of(arrangement: Arrangement, limit_s: float) -> tuple[Leaf, Candidate]
     leaves = [
         narrowed
         for cut in arrangement.cuts()
+        # Cheap questions first: leaves are many, and each has bounds of its own to compute.
         if _is_short(cut) and cut.bound_s <= limit_s and cut.missing_bytes <= 0
         for leaf in cut.leaves()
         if (narrowed := leaf.narrowed()) is not None
     ]
     for leaf in sorted(leaves, key=lambda leaf: leaf.bound_s)[:MOST_TRIED]:
+        # The first that fits is taken: by their bounds the others promise less, and the proof looks at them.
         chosen = settle(leaf) if leaf.bound_s <= limit_s else None
         if chosen is not None:
             return leaf, chosen

@@ -73,6 +73,7 @@ def error_bar(cluster: Cluster, software: Software, accuracy: Accuracy | None = 
     general = known.by_device.get(device)
     if general is not None:
         means = known.general_of[device]
+        # A mean alone would hide that one program may be predicted twice as well as another.
         best, worst = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
         spread = ""
         if len(means) > 1:

@@ -31,6 +31,7 @@ def kind_of(run: Run, family: str, way: str = "none") -> Kind:
     Without a pipeline the order of accumulation does not, either.
     """
     family = family if run.pp > 1 else ""
+    # Which layers they are is found by memory alone, so two such layouts differ in nothing that anybody chose.
     recompute = "some" if run.recompute_layers else run.recompute
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, way)
 
@@ -38,6 +39,7 @@ def kind_of(run: Run, family: str, way: str = "none") -> Kind:
 def way_of(step: SimulatedStep) -> Way | Literal["none"]:
     """In which way a step makes room, or cuts sequences."""
     order = step.order
+    # A layout has one way at most: the search never joins two (``planner/ways.py``).
     if order.choice.keep is not None:
         return "keep"
     if order.choice.num_slices > 1:
@@ -62,9 +64,12 @@ class Rank(NamedTuple):
     @classmethod
     def of(cls, step: SimulatedStep) -> "Rank":
         """The rank of a step; what differs by rounding is the same."""
+        # Sums in another order differ in their last digits: unrounded, that would decide in place of the memory.
         step_s, held = (
             float(f"{value:.9g}") for value in (step.prediction.step_time_s, step.prediction.memory.total_bytes)
         )
+        # The text settles what is left, so that the answer does not depend
+        # on the order in which layouts were simulated.
         return cls(step_s, held, step.run.loops, repr((step.run, step.order)))
 
 
@@ -104,6 +109,7 @@ class Goal:
 
     def __init__(self, count: int, limits: Limits) -> None:
         self._count, self._limits = count, limits
+        # A layout that is too large as it is may be looked for in any of the ways: that is decided when room is made.
         self._plain_limits = replace(limits, ways=None)
         self._of_kind: dict[Kind, tuple[Rank, Settled]] = {}
         self._steps: dict[Kind, tuple[Settled, SimulatedStep]] = {}
@@ -134,10 +140,14 @@ class Goal:
         if known is None or rank < known[0]:
             self._of_kind[kind] = rank, settled
             if len(self._of_kind) >= self._count:
+                # Kinds that were overtaken stay known, so the last of the best is not the slowest that is known.
                 slowest_s = nsmallest(self._count, (rank.step_s for rank, _ in self._of_kind.values()))[-1]
+                # What is as fast but for rounding may still win by its memory.
                 self.limit_s = slowest_s * (1 + SAME)
             if step is not None:
                 self._steps[kind] = settled, step
+                # A step holds the times of all its actions: those of layouts that
+                # are no longer among the best are let go.
                 best = {settled_kind(settled.leaf) for settled in self.best}
                 self._steps = {kind: kept for kind, kept in self._steps.items() if kind in best}
 
@@ -167,6 +177,7 @@ class Goal:
 
     def beats(self, node: Node, bound_s: float) -> bool:
         """Whether something that takes at least that long cannot be the best of its kind."""
+        # Layouts of several kinds are below these.
         if isinstance(node, Arrangement | Cut):
             return False
         known = self._of_kind.get(settled_kind(node.leaf if isinstance(node, Settled) else node))
@@ -175,6 +186,7 @@ class Goal:
 
 def settled_kind(leaf: Leaf) -> Kind:
     """The kind of a layout that may not be decided yet."""
+    # The run of a leaf does not say yet which layers are recomputed.
     return kind_of(leaf.cut.run, leaf.choice.family, leaf.way)._replace(recompute=leaf.cut.arrangement.kept)
 
 

@@ -146,6 +146,7 @@ class _Draft:
             UserError: no layout divides the devices and the batch.
         """
         question, found = self.question, searching.best(self.count, budget_s=_left_s(deadline))
+        # A copy: searches for rivals go on counting.
         found = self.found = replace(found, counts=replace(found.counts))
         if found.counts.layouts == 0:
             raise no_layout(question, found.counts.excluded)
@@ -262,6 +263,7 @@ def _changes(question: Question, best: SimulatedStep, deadline: float | None) ->
         if _is_over(deadline):
             return
         found = search(other, 1, budget_s=_left_s(deadline))
+        # A change that was not searched to the end might only look worse than it is.
         if found.counts.layouts and found.open_bound_s is None:
             step = found.best
             yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)
@@ -279,6 +281,7 @@ def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Que
         yield "twice the bandwidth inside a node", on(cluster.each(partial(with_bandwidth, intra=2.0)))
     yield "10 % more memory", on(cluster.each(partial(with_memory, share=1.1)))
     for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
+        # Half of an odd batch is no batch.
         if other >= 1 and other in (2 * batch, batch / 2):
             yield what, replace(question, global_batch=other)
 

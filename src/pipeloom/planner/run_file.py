@@ -80,6 +80,7 @@ def _layout(run: Run) -> Layout:
     if run.layers_by_stage is None:
         return layout
     pieces = list(run.layers_by_stage)
+    # A partition counts embedding and head as pieces, too.
     pieces[0] += 1
     pieces[-1] += 1
     return replace(layout, partition=tuple(pieces))

@@ -135,6 +135,7 @@ class Search:
         for arrangement in self._coming:
             self._arrangements.append(arrangement)
             self._counts.layouts += arrangement.count
+            # Counted and dropped at once: a large question has hundreds of thousands of layouts.
             if self._prunes and arrangement.missing_bytes > 0:
                 self._counts.too_large += arrangement.count
             else:
@@ -169,6 +170,7 @@ class Search:
         is_first = not self._is_whole
         self.enumerate(None if budget_s is None else begin + FINDING * budget_s)
         ways = limits.ways or self._question.limits.ways
+        # Where only ways are asked for, plain layouts are searched all the same: what is too large is only then known.
         has_plain = ways is None or "none" in ways
         goal = self._goal(count, replace(limits, ways=ways if has_plain else None))
         goal.is_urgent = deadline is not None
@@ -242,9 +244,11 @@ class Search:
         open_bound_s, self._is_proving = None, True
         while goal.queue:
             entry = heappop(goal.queue)
+            # An interrupt may come while the entry is in no queue; ``so_far`` counts it as open.
             self._opening = [entry]
             if _is_over(deadline) or (self._prunes and entry.bound_s > goal.limit_s):
                 goal.aside.append(entry)
+                # The queue is in order of bounds: what is too slow here proves it of everything behind.
                 open_bound_s = entry.bound_s if entry.bound_s <= goal.limit_s else None
                 break
             if self._prunes and goal.beats(entry.node, entry.bound_s):
@@ -282,6 +286,7 @@ class Search:
                 self._counts.too_large += 1
                 self._short.append(node)
             else:
+                # A bound never falls below that of its parent, or the queue's first would not bound the rest.
                 self._push(goal, max(entry.bound_s, settled_bound_s(node, chosen)), Settled(node, chosen))
         else:
             self._simulate(goal, entry.bound_s, node)
@@ -290,6 +295,7 @@ class Search:
         """Bounded once more first, by its order, which takes less than to add its messages and simulate it."""
         if self._prunes and not settled.is_close:
             closer_s = max(bound_s, unsent_bound_s(settled.leaf, settled.candidate))
+            # While an urgent goal has no answer, the closer bound could only delay one.
             if goal.limit_s < float("inf") or not goal.is_urgent:
                 self._push(goal, closer_s, replace(settled, is_close=True))
                 return

@@ -28,6 +28,7 @@ def settle(leaf: Leaf) -> Candidate | None:
     """The leaf with everything decided; ``None`` if it does not fit, or if it fits with fewer layers recomputed."""
     if leaf.cut.arrangement.kept == "some":
         return _with_some_layers(leaf)
+    # The least sharding first, since it exchanges least; with each the most room, since that waits least.
     for shard in leaf.sharding.levels:
         for order in orders_of(leaf.choice, shard):
             if _is_hopeless(leaf, shard, order):
@@ -99,6 +100,7 @@ def free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
     return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
 
 
+# Leaves that differ in tensor parallelism, sharding or recomputation have the same schedule.
 @lru_cache(maxsize=4096)
 def peaks_of(choice: Choice) -> Peaks:
     """What the ranks of a schedule hold at their peaks."""
@@ -109,11 +111,13 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
     (shard,) = leaf.sharding.levels
     orders = orders_of(leaf.choice, shard)
+    # One gradient is reduced while the next one is made; more would take room for which layers are computed again.
     order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
     if _is_hopeless(leaf, shard, order):
         return None
     plain = Candidate(leaf.placed(shard), order)
     free = free_bytes(plain, leaf)
+    # What fits with nothing recomputed is a leaf of its own, and faster.
     return None if min(free) >= 0 else _recomputing(leaf, plain, free)
 
 
@@ -125,6 +129,7 @@ def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candida
     for rank, number in zip(owner, counts, strict=True):
         layers[rank] += number
     again = [0] * plain.run.pp
+    # The estimate leaves out the workspace of the layer that is computed again.
     for _ in range(TRIES):
         again = [
             number + (int(-left // each) + 1 if left < 0 else 0)
@@ -157,6 +162,7 @@ def _saved_bytes(chosen: Candidate) -> list[float]:
     run, software = chosen.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
     peaks = peaks_of(chosen.order.choice).stage_inputs
+    # A layer is in one of the rank's stages, which has its share of the inputs that the rank holds at its peak.
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 
 
@@ -165,6 +171,7 @@ def _spread(owner: Sequence[int], counts: Sequence[int], again: Sequence[int]) -
     kinds: list[Recompute] = ["none"] * sum(counts)
     first = [0, *accumulate(counts)]
     left = list(again)
+    # One layer of every stage before a second one of any, so that a rank's stages stay about equally long.
     for depth in range(max(counts)):
         for stage, rank in enumerate(owner):
             if left[rank] and depth < counts[stage]:

@@ -75,6 +75,7 @@ def plan_slices(placed: Placed, order: Order, unit: int | None = None) -> SliceP
     steps: dict[tuple[int, ...], SimulatedStep] = {}
 
     def step_of(lengths: tuple[int, ...]) -> SimulatedStep:
+        # Programme, judgement and the even ones ask for some lengths twice, and each is a whole simulation.
         if lengths not in steps:
             sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
             chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
@@ -104,4 +105,5 @@ def _unit(run: Run, unit: int | None) -> int:
 def _numbers(num_units: int) -> list[int]:
     """Powers of two, and what is as many as there can be."""
     powers = [2**power for power in range(num_units.bit_length()) if 2**power <= min(num_units, _MOST_EVEN)]
+    # The most slices that a unit allows, though not a power of two, are the other end of what can be chosen.
     return powers if num_units > _MOST_EVEN or num_units in powers else [*powers, num_units]

@@ -66,6 +66,7 @@ def _fastest(candidates: Iterable[Candidate]) -> Candidate | None:
     """The fastest of those that fit."""
     steps = [(chosen.simulate(), chosen) for chosen in candidates]
     fitting = [(step.prediction.step_time_s, number) for number, (step, _) in enumerate(steps) if step.prediction.fits]
+    # Of equal times the fewer slices: pairs compare their number next.
     return steps[min(fitting)[1]][1] if fitting else None
 
 
@@ -78,6 +79,7 @@ def cut_by_programme(chosen: Candidate) -> SimulatedStep | None:
     unit = default_unit(run.seq, run.tp, _MOST_UNITS)
     table = modelled_table(chosen.placed, unit)
     lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
+    # One slice is the whole sequence, which is simulated already.
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
         return None
     step = _cut(chosen.of(replace(run, slices=lengths)), len(lengths)).simulate()

@@ -91,6 +91,7 @@ class Swapped:
                 return chosen
             memory = prediction.memory
             used = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
+            # The cut may have left some of the budget unused, so the excess is taken from what it used.
             budget = min(budget, used) - (memory.total_bytes - prediction.device_bytes[0])
         return None
 
@@ -114,12 +115,14 @@ def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
     """Leaves on one device that do not fit it, whatever is recomputed, and may be swapped through it."""
     for arrangement in arrangements:
         run, question = arrangement.run, arrangement.question
+        # Only a run on one device can swap its stages.
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
         if not is_alone or arrangement.kept == "some" or arrangement.splits:
             continue
         is_asked = question.limits.loops is not None
         for cut in arrangement.cuts():
             leaf, loops = next(cut.leaves()), cut.run.loops
+            # Where nobody asks for a number of stages, the cut is found by bytes, and one leaf stands for all of them.
             if (is_asked or loops == 1) and leaf.narrowed() is None:
                 choice = Choice(family=FAMILY, pp=1, loops=loops, num_microbatches=run.num_microbatches)
                 yield Swapped(replace(leaf, choice=choice, way="swap"), loops if is_asked else None)

@@ -60,6 +60,7 @@ class Relief:
         count, each_s = leaf.cut.run.num_microbatches, self._each_s[bounds.stages]
         more_s = count * (share[:, None] * each_s).sum(axis=1)
         if self.way != "keep":
+            # Moves have lanes of their own, recomputing has not: it makes the rank's work longer instead.
             return max(sharded.step_s, float(more_s.max())) + self._late_s(share)
         work = bounds.work[0]
         return max(sharded.step_s, float((work.end_s() + more_s).max()) + sharded.after_s)
@@ -83,10 +84,12 @@ class Relief:
         whole = (held * leaf.cut.memory.input_bytes).sum(axis=1) * loss
         missing = memory.held_bytes(held) - leaf.cut.memory.rooms
         largest = leaf.cut.memory.input_bytes.max(axis=1) * loss
+        # Moved to partners nothing leaves the pipeline: all ranks together need the room for all of it.
         if self.way == "balance" and missing.sum() > 0:
             return None
         if (missing > whole - largest * (1 if self.way == "keep" else UNDER_WAY)).any():
             return None
+        # At least a byte, for ranks whose stages keep nothing.
         return np.clip(missing, 0.0, whole) / np.maximum(whole, 1.0)
 
     @cached_property
@@ -139,6 +142,7 @@ class Relief:
             return None
         moving = Moves(balance=self.way == "balance", offload=self.way == "offload", budget_bytes=room)
         chosen = replace(plain, order=replace(plain.order, moving=moving))
+        # Partners beside each other put pipeline neighbors apart, so neither order is always the faster one.
         candidates = [chosen, *self._paired(chosen)]
         seconds = [self._step_s(one) for one in candidates]
         return candidates[seconds.index(min(seconds))] if min(seconds) < float("inf") else None
@@ -149,6 +153,7 @@ class Relief:
         if self.way != "balance" or run.num_devices <= cluster.devices_per_node:
             return
         partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.order.choice)))
+        # Else partners reach over nodes however pipeline ranks are ordered.
         if 2 * run.dp * run.tp <= cluster.devices_per_node:
             yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
 
@@ -188,6 +193,7 @@ def _activation_room(chosen: Candidate, leaf: Leaf) -> list[float]:
     """For each rank the bytes that it has for what backwards need, with what the allocator loses taken off."""
     schedule, loss = compute_schedule(chosen.order.choice), 1 + chosen.software.fragmentation
     held = held_for_backwards(chosen.run, chosen.software, schedule)
+    # ``free`` already counts what the plain schedule holds; that may be moved.
     return [free / loss + own for free, own in zip(free_bytes(chosen, leaf), held, strict=True)]
 
 

@@ -41,6 +41,7 @@ def shared_links(
     is_wide = [_is_wide(run, part) for part in parts]
     swaps = set(enumerate(partners or ()))
     crosses = any(adapter[a][0] != adapter[b][0] for a, b in _edges(placement) | swaps)
+    # A rank that has its adapter for itself competes with nobody, except where its collectives leave the node as well.
     has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < run.pp)
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not has_shared_links and not has_shared_cores:

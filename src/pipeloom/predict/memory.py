@@ -142,6 +142,7 @@ def _memory(
     shares = run.slice_shares
     kept = _kept(run, software)
     of_head = _kept_of_head(run, software, placement.num_stages, head)
+    # One slice computes at a time, and any may be the largest.
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
@@ -149,9 +150,11 @@ def _memory(
         activations = most_held(rank, kept) + working
         logits = 0.0
         if head in stages:
+            # What is kept is part of the worst moment of the loss, so it is counted once.
             logits = most_held(rank, of_head) + logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
+        # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
         most_gathered = room.gathered if software.has_reduction_lane else 1
         found.append(
             Memory(
@@ -212,6 +215,7 @@ def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
 
 def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
     """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
+    # With nothing shared out, or the optimizer's state alone, ``state_bytes`` has the whole weights and gradients.
     none = [0.0] * run.num_stages
     if run.dp == 1 or run.shard in ("none", "optimizer"):
         return none, none

@@ -47,6 +47,7 @@ def describe_places(places: Sequence[Place]) -> list[str]:
     """For people: neighboring ranks of one kind together, such as ``0-3 on a100, nodes 0-3``."""
     lines: list[str] = []
     for kind, run_of in groupby(enumerate(places), key=lambda pair: pair[1].kind):
+        # A group of ``groupby`` can be read only once.
         members = list(run_of)
         first, last = members[0][0], members[-1][0]
         begin, end = min(place.first_node for _, place in members), max(place.last_node for _, place in members)

@@ -113,6 +113,7 @@ class Prediction:
     @property
     def fullest_rank(self) -> int:
         """The pipeline rank whose devices have the least room left."""
+        # By the room that is left, not by what is held: on devices of several kinds these differ.
         over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
         return over.index(max(over))
 
@@ -206,6 +207,12 @@ class SimulatedStep:
         return all(pieces.is_measured for run in alike for pieces in rank_pieces(run, self.cluster, self.software))
 
     @property
+    def dollars_per_billion_tokens(self) -> float | None:
+        """Price of a billion tokens; ``None`` where the cluster has no price."""
+        price = self.cluster.price_per_hour(self.run.num_devices)
+        return None if price is None else price * 1e9 / self.tokens_per_s / 3600
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs utilization, a fraction (``pipeloom.cost.flops.mfu``)."""
         return self.tokens_per_s * shape_model_flops(self.run.shape, self.run.seq) / self.peak_flops_per_s
@@ -248,9 +255,11 @@ class SimulatedStep:
     def blocked_s(self) -> tuple[float, ...]:
         """For each rank the seconds of its compute actions in which a blocking program exchanges tensors."""
         run, cluster, software = self.run, self.cluster, self.software
+        # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
         if not software.is_blocking:
             return (0.0,) * run.pp
         by_stage = [0.0] * run.num_stages
+        # The difference to the same program without blocking is what its exchanges add.
         for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
             whole = stage_costs(run, cluster, program)
             parts = SliceModel(run, cluster, program).costs(whole, run.slices).slices if run.slices else (whole,)
@@ -308,6 +317,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
+    # Without messages there is nothing on a link, unless cores are shared.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
     links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)

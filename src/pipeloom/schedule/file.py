@@ -53,6 +53,7 @@ class ScheduleFile:
         problems = problems or self._promise_problems(made)
         if not problems:
             places = self._moves(recipe) if self.recipe else self._work(made, recipe)
+            # The first place only: one action that is moved shifts all behind it.
             problems += [problem for problem, _ in zip(places, [None], strict=False)]
         if not problems and self.recipe:
             problems += self._row_problems(made)

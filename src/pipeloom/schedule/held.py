@@ -122,6 +122,7 @@ def most_in_row(schedule: Schedule, rank: int, kept: KeptBytes) -> float:
     row = schedule.rows[rank]
     sizes = set(kept.whole_of(schedule.placement.stages_of(rank)).tolist())
     is_plain = not row.is_kind(Kind.BACKWARD_INPUT, Kind.RECOMPUTE).any()
+    # The usual case is a count, which the schedule knows already.
     if len(sizes) == 1 and is_plain and len(kept.shares) <= 1:
         return schedule.peak_stage_inputs[rank] * sizes.pop()
     whole, pending, moved = _Bytes.of_row(schedule, row, kept)
@@ -142,6 +143,7 @@ def input_changes(schedule: Schedule, start_s: Seconds, end_s: Seconds, kept: Ke
     """
     row, ranks = schedule.facts.row, schedule.facts.ranks
     whole, pending, moved = _Bytes.of(schedule, kept)
+    # Stages that are frozen have no backward to keep anything for.
     ends_early = row.is_kind(Kind.FORWARD) & (row.stage < schedule.first_backward_stage)
     starting = (
         (row.is_kind(Kind.FORWARD, *OUT_OF), moved),

@@ -74,6 +74,7 @@ def _states(row: Row, stages: Sequence[int]) -> tuple[Counts, Counts]:
         for half, change in enumerate(changes):
             states[np.arange(len(states)), half, local[here]] = change[here]
         states = now + np.cumsum(states, axis=0, dtype=np.int32)
+        # Thousands of micro-batches pass through few different states: in the steady phase always the same ones.
         different.update(dict.fromkeys(state.tobytes() for state in states[is_chosen[here]]))
         now = states[-1]
     found = np.frombuffer(b"".join(different), np.int32).reshape(-1, 2, len(stages)).astype(np.float64)

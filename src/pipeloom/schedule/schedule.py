@@ -58,6 +58,7 @@ class Schedule(Promises):
 
     def __post_init__(self) -> None:
         """Verify: there is no unverified schedule."""
+        # The class is frozen: this is the one place at which a field may still change.
         object.__setattr__(self, "rows", tuple(Row.of(row) for row in self.rows))
         verify(self.facts)
 

@@ -49,6 +49,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
     if before is None or _measuring(before) != _measuring(config):
         return Earlier(loss)
     resumed = before.checkpoint.resume
+    # Lines before it are of the process that made the checkpoint, perhaps on another machine.
     first = 0 if resumed is None else step_of(resumed)
     if first is None:  # nothing shows which lines are of these settings
         return Earlier(loss)
@@ -61,6 +62,7 @@ def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
 
 def _config_before(folder: RunFolder) -> RunConfig | None:
     """The configuration of the run whose files the drafts will replace."""
+    # Not the draft's: that is this run's own.
     file = folder.path / run_folder.CONFIG
     if not folder.is_starting or not file.exists():
         return None

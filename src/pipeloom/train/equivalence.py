@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
-from pipeloom.execute.weights import master_dtype
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorSlice
-from pipeloom.train.batch import Batch
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stages import stage_of
 

@@ -9,10 +9,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipeloom.config import RunConfig, ScheduleConfig
-from pipeloom.execute.boundary import TensorSpec
-from pipeloom.execute.saved import Parcel
-from pipeloom.execute.stage import split_backward_of
-from pipeloom.execute.weights import master_dtype
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.stages.saved import Parcel
+from pipeloom.execute.stages.stage import split_backward_of
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer

@@ -11,31 +11,30 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
+from pipeloom.execute.communication.process_collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import StreamLane, ThreadLane
-from pipeloom.execute.move_lanes import ProcessMoveLanes
+from pipeloom.execute.lanes import ProcessMoveLanes, StreamLane, ThreadLane
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
-from pipeloom.execute.parts.tied import Tied, time_messages
-from pipeloom.execute.process_collectives import make_groups, make_tensor_group
-from pipeloom.execute.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.profile import Collectives, Profile, profile_stages
-from pipeloom.execute.profile_slices import profile_slices, with_slices
-from pipeloom.execute.stage import Objective, Stage
-from pipeloom.execute.time_moves import time_moves
-from pipeloom.execute.time_stage_swaps import time_stage_swaps
-from pipeloom.execute.warm_up import warm_up
-from pipeloom.execute.watch import Watch
-from pipeloom.execute.weights import master_dtype
-from pipeloom.execute.wires import make_wires
-from pipeloom.execute.world import World
+from pipeloom.execute.parts.tied import Tied
+from pipeloom.execute.processes.watch import Watch
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.stage import Objective, Stage
+from pipeloom.execute.stages.weights import master_dtype
+from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
+from pipeloom.measure.rehearsal import warm_up
+from pipeloom.measure.slices import profile_slices, with_slices
+from pipeloom.measure.stages import Collectives, Profile, profile_stages
 from pipeloom.model import (
     TIED_NAME,
     SplitVocabulary,
@@ -48,7 +47,6 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Schedule
-from pipeloom.train.batch import Batch
 from pipeloom.train.moves import StageSizes, moves_anything, saved_bytes
 from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store
 from pipeloom.train.stages import stage_of

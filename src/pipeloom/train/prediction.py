@@ -1,22 +1,21 @@
 """What a step should look like on this machine, predicted before the first one: profiled costs, simulated."""
 
-import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-
-import torch
-from torch import nn
+from functools import partial
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.profile import Profile
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.measure.stages import Profile
+from pipeloom.measure.stopwatch import median_seconds
+from pipeloom.measure.update import Update
 from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace
-from pipeloom.train.batch import Batch
-from pipeloom.train.optimizer import clip_gradients, make_optimizer, squared_gradient_norm
+from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stage_updates import StageUpdates
 
@@ -77,21 +76,15 @@ def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
 
 def _time_update(world: World, data_parallel: DataParallel, config: OptimizerConfig) -> float:
     """Seconds of gradient norm, clipping and optimizer step on copies, all ranks at once; the slowest's, on rank 0."""
-    parts = data_parallel.optimizer_parts()
-    decayed, plain = ([nn.Parameter(torch.zeros_like(p)) for p in part] for part in parts)
-    copies, optimizer = [*decayed, *plain], make_optimizer(config, decayed, plain)
-    times: list[float] = []
-    for _ in range(_REPEATS + 1):
-        for copy in copies:
-            copy.grad = torch.ones_like(copy)  # large enough to be clipped
+    update = Update(partial(make_optimizer, config), config.clip_grad_norm, data_parallel.optimizer_parts(), world)
+
+    def before() -> None:
+        update.fill_gradients()
         world.wait_for_all()
-        begin = time.perf_counter()
-        squares = world.sum([0.0, squared_gradient_norm([copy.grad for copy in copies if copy.grad is not None])])[1]
-        clip_gradients(copies, squares**0.5, config.clip_grad_norm)
-        optimizer.step()
+
+    def once() -> None:
+        update.step()
         data_parallel.refresh()  # with the weights that there are
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        times.append(time.perf_counter() - begin)
-    every = world.gather(sorted(times[1:])[_REPEATS // 2])
+
+    every = world.gather(median_seconds(once, _REPEATS, world.device, before))
     return max(every) if every else 0.0

@@ -8,7 +8,7 @@ import torch
 
 from pipeloom.config import RunConfig
 from pipeloom.errors import HostError
-from pipeloom.execute.world import is_first, is_launched
+from pipeloom.execute.processes.world import is_first, is_launched
 from pipeloom.predict.need import Need, Parts, need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available, address_space, available_memory
 from pipeloom.terminal.words import count, format_bytes
@@ -60,6 +60,7 @@ def processes_here(config: RunConfig) -> Counter[int]:
     """Pipeline ranks of this host's processes -> how many processes are of each."""
     layout = config.layout
     if not is_launched():
+        # Without a launcher all processes are on this host.
         return Counter(dict.fromkeys(range(layout.pp), layout.dp * layout.tp))
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

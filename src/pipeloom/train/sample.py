@@ -3,7 +3,7 @@
 import torch
 
 from pipeloom.data.tokenizer import Tokenizer
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
 from pipeloom.train.pipeline import Pipeline
 
 # Below 1: fewer unlikely tokens, so that a short sample shows what was learned.
@@ -30,6 +30,7 @@ def sample_text(
     generator = torch.Generator().manual_seed(seed)
     tokens = tokenizer.encode(prompt.encode()).tolist()
     for _ in range(num_tokens):
+        # Positions are learned or rotated up to ``seq_len`` only.
         seen = tokens[-seq_len:]
         # Full length: the messages between stages have fixed shapes.
         # Attention is causal, so the padding changes nothing.

@@ -15,8 +15,8 @@ from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.data.text import Data, load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.workers import run_workers
-from pipeloom.execute.world import World, is_launched, join_forked, join_launched, launched_size
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.slices import with_known_slices

@@ -11,9 +11,9 @@ from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
 from pipeloom.execute.parts.stage_swaps import HostLanes
-from pipeloom.execute.stage_store import LentMatrix, StageStore
-from pipeloom.execute.weights import master_dtype
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage_store import LentMatrix, StageStore
+from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import stage_pieces
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stages import stage_of

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.timing import median_seconds
-from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.stages.clipping import clip_gradients, gradient_norms, squared_norm
+from pipeloom.execute.stages.stage_store import StageStore
+from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.schedule.stage_swaps import Content
-from pipeloom.train.optimizer import begin_state, clip_gradients, gradient_norms, squared_norm
+from pipeloom.train.optimizer import begin_state
 
 _REPEATS = 3
 

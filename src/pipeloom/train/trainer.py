@@ -16,17 +16,18 @@ from pipeloom.config import RunConfig
 from pipeloom.data.text import Data, TokenWindows, unigram_loss
 from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.batch import Batch
+from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.trace import Trace, merge, to_chrome
-from pipeloom.train.batch import Batch
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
-from pipeloom.train.optimizer import clip_gradients, learning_rate, make_optimizer, squared_gradient_norm
+from pipeloom.train.optimizer import learning_rate, make_optimizer
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
@@ -162,6 +163,7 @@ class Trainer:
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
+                # Around the whole step, the optimizer's included, as the prediction counts it.
                 times.append(time.perf_counter() - begin)
                 speed = config.layout.batch_size * config.data.seq_len / times[-1]
                 if is_writer:
@@ -176,6 +178,7 @@ class Trainer:
                     self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
+        # Deferred updates are part of the last step: what is validated has them.
         self._settle()
         self._folder.close()
         summary = self._finish(times, loss) if times else self._finish(*self._end_again())
@@ -191,6 +194,7 @@ class Trainer:
         assert resume is not None
         run = run_of(resume)
         is_own = self._world.from_first(run is not None and run.resolve() == self._folder.path.resolve())
+        # The folder of this run shall have the model even if no step was left to do.
         if config.checkpoint.final != "none" and not is_own:
             self._save(config.training.known_steps, "end")
         if self._world.rank > 0:
@@ -224,6 +228,7 @@ class Trainer:
         config = self._config
         if not config.training.predict:
             return
+        # Any tokens do: how long a step takes does not depend on them.
         batch = self._batch(self._data.train, 0)
         self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer, self._updates)
         if self._prediction is not None:

@@ -31,5 +31,6 @@ def default_dtype(*, is_gpu: bool, precisions: Collection[str] = ("fp32", "bf16"
         is_gpu: whether the devices are GPUs.
         precisions: that all devices compute in, as the cost model names them.
     """
+    # bfloat16 has the exponents of float32, so that losses need no scaling; GPUs before Ampere have only float16.
     wanted: tuple[Dtype, ...] = ("bfloat16", "float16", "float32") if is_gpu else ("float32", "bfloat16", "float16")
     return next((dtype for dtype in wanted if _PRECISIONS[dtype] in precisions), "float32")

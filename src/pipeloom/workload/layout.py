@@ -21,6 +21,7 @@ def even_slices(num_tokens: int, number: int, multiple: int = 1) -> tuple[int, .
         multiple: that every length is one of, such as the tensor-parallel ranks.
     """
     units = num_tokens // multiple
+    # Rounded up, so that what is left over goes to the first slices, behind which there is least to attend to.
     bounds = [-(-units * i // number) for i in range(number + 1)]
     return tuple((end - begin) * multiple for begin, end in pairwise(bounds))
 
@@ -143,6 +144,7 @@ class Layout:
 
     def rank_at(self, place: Coordinates) -> int:
         """The rank that stands there."""
+        # The order of the axes as Megatron-LM has it (see the class).
         return (place_of(place.pipeline, self.pipeline_order) * self.dp + place.data) * self.tp + place.tensor
 
     @property

@@ -70,6 +70,7 @@ class Run:
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of each replica and step; a partial one counts whole."""
+        # Rounded up: tables of measurements have batches that their axes do not divide.
         return max(1, -(-self.global_batch // (self.dp * self.micro_batch)))
 
     @property
@@ -134,5 +135,6 @@ class Run:
     @property
     def of_measured_pieces(self) -> "Run":
         """What seconds that were measured are found by: a machine is measured with kernels and names of its own."""
+        # A layer takes the same however many there are; only so two models with equal layers find the same measurement.
         shape = replace(self.shape, layers=1, tied=False, name="")
         return replace(self.of_pieces, shape=shape, attention="flash2", fused_norm=True)

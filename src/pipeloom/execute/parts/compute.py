@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from pipeloom.errors import UserError
-from pipeloom.execute.boundary import TokenSlices
+from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.saved import Parcel
-from pipeloom.execute.stage import Portion, Stage
+from pipeloom.execute.stages.saved import Parcel
+from pipeloom.execute.stages.stage import Portion, Stage
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 

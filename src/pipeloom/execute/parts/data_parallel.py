@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import StallError
-from pipeloom.execute.collectives import Groups, Job
+from pipeloom.execute.communication.collectives import Groups, Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.stage_store import StageStore
-from pipeloom.execute.weights import StageWeights
+from pipeloom.execute.stages.stage_store import StageStore
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content

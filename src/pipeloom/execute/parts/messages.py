@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pipeloom.execute.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.transport import Transfer
 from pipeloom.execute.parts.part import MessagePart, RankRow
-from pipeloom.execute.transport import Transfer
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS
 

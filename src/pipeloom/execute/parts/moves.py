@@ -5,15 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeloom.execute.collectives import Job, already_done
-from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.move_lanes import MoveLanes
-from pipeloom.execute.partner import Served, announcement, key_of
+from pipeloom.execute.communication.collectives import Job, already_done
+from pipeloom.execute.communication.wires import Wires, evictions
+from pipeloom.execute.lanes import JobUnderWay, MoveLanes
 from pipeloom.execute.parts.compute import Keeper
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.saved import Packing, Parcel
-from pipeloom.execute.vault import Live, Vault
-from pipeloom.execute.wires import Wires, evictions
+from pipeloom.execute.parts.partner import Served, announcement, key_of
+from pipeloom.execute.parts.vault import Live, Vault
+from pipeloom.execute.stages.saved import Packing, Parcel
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS
 
@@ -81,6 +80,7 @@ class ActivationMoves(Part, Keeper):
     def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:
         """What takes the tensors that a forward, the first or a second one, saves, if somebody has to know them."""
         key, place = key_of(action), (action.stage, action.slice)
+        # Every micro-batch of a stage saves tensors of the same sizes, so one of them is counted for all.
         is_known = place in self._saved_bytes and not self._keeps_input(action)
         if not self._moves(action) and (is_known or not self._counts):
             return None
@@ -127,6 +127,7 @@ class ActivationMoves(Part, Keeper):
     def _job(self, action: Action, parcel: Parcel) -> Job:
         match action.kind:
             case Kind.EVICT:
+                # Stages and slices that save alike share a packing: it is announced once, then named by a number.
                 is_new = parcel.packing not in self._told
                 self._told.setdefault(parcel.packing, len(self._told))
                 return self._away.watched(self._evict(action, parcel, is_new=is_new))
@@ -159,10 +160,12 @@ class ActivationMoves(Part, Keeper):
         if is_new and packing.messages:
             yield wire.announce(torch.tensor(packing.messages, dtype=torch.int64))
         for message in parcel.messages(self._live.add):
+            # A generator keeps its variables while it waits: what was sent would stay in memory until the next message.
             sending = wire.send(message)
             del message
             yield sending
             del sending
+        # Nothing is kept here: it tells the load that the eviction has ended.
         self._away.put(key_of(action), torch.empty(0), self._device)
 
     def _load(self, action: Action, parcel: Parcel) -> Job:
@@ -177,6 +180,7 @@ class ActivationMoves(Part, Keeper):
 
     def _offload(self, action: Action, parcel: Parcel) -> Job:
         is_cuda = self._device.type == "cuda"
+        # CUDA copies beside compute only to and from memory of the host that is pinned.
         memory = torch.empty(parcel.packing.total_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         for begin, piece in parcel.pieces():
             memory[begin : begin + piece.numel()].copy_(piece, non_blocking=is_cuda)

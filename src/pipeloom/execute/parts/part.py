@@ -6,11 +6,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from pipeloom.execute.boundary import TensorSpec
 from pipeloom.execute.clock import Mark
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.transport import Transfer, Transport
 from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.stage import Objective
-from pipeloom.execute.transport import Transfer, Transport
+from pipeloom.execute.stages.stage import Objective
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.lanes import Lane, lane_of

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.collectives import Job
+from pipeloom.execute.communication.collectives import Job
 from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.stage_store import StageStore
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, STAGE_SWAP_KINDS
 from pipeloom.schedule.stage_swaps import stage_stays
@@ -42,6 +42,7 @@ class StageUpdates(Part):
     def bind(self, row: RankRow) -> None:
         """Say when a stage's gradient has all that micro-batches add to it."""
         if row.slots_of(*self.kinds):
+            # Slots rise, so the last one of a stage stays.
             last = {row.actions[slot].stage: slot for slot in row.slots_of(*ADDS_TO_GRADIENT)}
             for stage, slot in last.items():
                 row.after[slot].append(partial(self._complete, stage))
@@ -121,7 +122,7 @@ class StageSwaps(Part):
     def _go(self, slot: int) -> Job:
         stay = self._goes[slot]
         self._store.leave(stay.stage, stay.taken)
-        yield from ()
+        yield from ()  # a job is a generator; this one waits for nothing
 
     def span(self, slot: int, done: Mapping[int, Any], seconds: Callable[[Mark], float]) -> tuple[float, float]:
         """Start and end of a swap; one in starts when the room for it is free, for which its job waits."""

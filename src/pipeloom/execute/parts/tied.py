@@ -13,17 +13,13 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import UserError
-from pipeloom.execute.boundary import TensorSpec
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.transport import Transfer
 from pipeloom.execute.parts.part import MessagePart, RankRow, Service
-from pipeloom.execute.stage_store import LentMatrix
-from pipeloom.execute.timing import median_seconds
-from pipeloom.execute.transport import Transfer, Transport, finish
-from pipeloom.execute.weights import StageWeights
-from pipeloom.execute.world import World
+from pipeloom.execute.stages.stage_store import LentMatrix
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, TIED_KINDS, TIED_SEND_KINDS
-
-_REPEATS = 5
 
 
 class Handover(NamedTuple):
@@ -242,39 +238,9 @@ class Tied(MessagePart):
         if self._gradient is None and self._room is not None:
             self._gradient = self._room.copy_(weights.grad)
         elif self._gradient is None:
+            # No copy where the types agree; that is safe since nobody else keeps the tensor.
             self._gradient = weights.grad.to(self._gradient_dtype)
         else:
             self._gradient.add_(weights.grad)
+        # Else autograd would add the next micro-batch to it, and this one would be counted twice.
         weights.grad = None
-
-
-def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, transport: Transport) -> tuple[float, float]:
-    """Seconds of sending the shared matrix and of sending its gradient back, by their bytes, while no rank computes.
-
-    Args:
-        tied: tells what it carries.
-        schedule: tells between which ranks.
-        rank: of this process in its pipeline.
-        world: all processes, which call this together.
-        transport: to the pipeline's other ranks.
-
-    Returns:
-        Both on the rank of the first stage; zeros on other ranks, and where no message is needed.
-    """
-    first, last = schedule.placement.rank_by_stage[0], schedule.placement.rank_by_stage[-1]
-    if first == last:
-        return 0.0, 0.0
-    timeout_s = world.timeout.total_seconds()
-
-    def once() -> None:
-        for source, destination, kind in (first, last, Kind.SEND_TIED), (last, first, Kind.SEND_TIED_GRAD):
-            spec = tied.specs[kind]
-            if rank == source:
-                finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), timeout_s)
-            elif rank == destination:
-                finish(transport.receive(spec, source), timeout_s)
-
-    measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
-    both_s = measured_s if rank == first else 0.0
-    weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
-    return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)

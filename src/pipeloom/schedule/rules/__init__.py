@@ -7,6 +7,7 @@ first place where it is broken; each assumes that the rules before it hold.
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.rules.compute import (
+    # Behind the rules that make the graph whole: edges of actions that are missing cannot be followed.
     acyclic,
     complete,
     forward_before_backward,
@@ -99,6 +100,7 @@ def verify(facts: Facts) -> None:
         fault = rule(facts)
         if fault is not None:
             message, rank, slot, count = fault
+            # One place is enough to act on; the number tells whether it is a slip or a mistake of the whole order.
             more = f" (and {count - 1} more like it)" if count > 1 else ""
             view = window(facts.rows, rank, slot) if rank is not None else ""
             raise ScheduleError(rule_name(rule), message + more, rank=rank, slot=slot, window=view)

@@ -78,6 +78,7 @@ def _user_of(facts: Facts, action: Action) -> Action:
 
 def sends_match_receives(facts: Facts) -> Fault | None:
     """On each directed edge between two ranks, tensors are received in the order in which they are sent."""
+    # Messages of one edge have no names on the wire: the nth receive gets what the nth send sent.
     numbers = kernel(order.number_on_lanes, len(facts.lane))(facts.lane, len(facts.lanes))
     wrong = list[Nodes]()
     for kind in SEND_KINDS:
@@ -113,6 +114,7 @@ def swaps_in_turn(facts: Facts) -> Fault | None:
         for node in (out, back):
             ways.append((node[(node >= 0) & ~has_both], _say_alone))
             ways.append((node[has_both & is_frozen], lambda action, _: f"{action} keeps what no backward needs"))
+        # Counted once, at the eviction.
         has_rival = has_both & ~is_frozen & is_offloaded & (kind is Kind.EVICT)
         is_outside = has_both & ~is_frozen & ~has_rival & ~((made < out) & (out < back))
         is_late = has_both & ~is_frozen & (user < back)

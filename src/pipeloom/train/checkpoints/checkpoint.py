@@ -42,8 +42,8 @@ from pipeloom.config import ModelConfig, OptimizerConfig, RunConfig
 from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
-from pipeloom.execute.weights import StageWeights
-from pipeloom.execute.world import World
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.runs.run_folder import CONFIG
 from pipeloom.train.checkpoints.boxes import Interval
 from pipeloom.train.checkpoints.planner import IntervalLoadPlanner, IntervalSavePlanner, differences

@@ -4,7 +4,7 @@ import shlex
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, step_of
 from pipeloom.config import RunConfig
-from pipeloom.execute.world import is_launched
+from pipeloom.execute.processes.world import is_launched
 from pipeloom.runs.run_folder import CONFIG, RunFolder
 
 

@@ -10,8 +10,8 @@ from datetime import datetime
 from pipeloom.checkpoint.checkpoint_folder import Cause
 from pipeloom.config import RunConfig
 from pipeloom.errors import Interrupted, PeerLostError, RunError
-from pipeloom.execute.signals import STOPS, StopSignals
-from pipeloom.execute.world import World, is_launched
+from pipeloom.execute.processes.signals import STOPS, StopSignals
+from pipeloom.execute.processes.world import World, is_launched
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.terminal.guard import printable
 from pipeloom.terminal.words import format_bytes

@@ -1,0 +1,198 @@
+"""Starts the processes of a run on this host and watches over them."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from pipeloom.errors import Interrupted, PeerLostError, PipeloomError, StallError, UserError, WorkerError
+from pipeloom.execute.processes.signals import STOPS, PassedOn
+from pipeloom.system.temporary import temporary_folder
+
+Work = Callable[[Path, int, int], Any]
+"""(file for the rendezvous, rank, number of ranks) -> result, picklable."""
+
+_GRACE_S = 2.0
+"""After the first failure, how long the other workers may take to say what they saw."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a worker ended.
+
+    Attributes:
+        rank: the worker.
+        message: for people.
+        is_user_error: the input was wrong, not the run.
+        is_consequence: only saw that another worker went away.
+        is_stall: waited too long, perhaps for a worker that failed.
+        traceback: of the worker, where the error is not one of ours.
+        number: of the signal that ended the worker in order, or as soon as it noticed the signal.
+        was_killed: a signal killed the process.
+    """
+
+    rank: int
+    message: str
+    is_user_error: bool = False
+    is_consequence: bool = False
+    traceback: str = ""
+    is_stall: bool = False
+    number: int | None = None
+    was_killed: bool = False
+
+
+def run_workers(work: Work, num_ranks: int, threads: int = 1, *, grace_s: float = 0.0) -> list[Any]:
+    """Run ``work`` in ``num_ranks`` processes of this host and return their results by rank.
+
+    Workers are forked where that is possible, since they then need not import anything again. The first
+    failure ends them all; so does a signal of ``STOPS``, and on Linux the end of this process, whatever ends it.
+
+    Args:
+        work: what each process does.
+        num_ranks: how many.
+        threads: CPU threads of each.
+        grace_s: seconds that the workers have to end in order once such a signal was passed on to them; 0: none.
+
+    Raises:
+        UserError: a worker found the input wrong.
+        WorkerError: a worker failed or was killed.
+        Interrupted: a signal ended the workers.
+    """
+    # macOS offers fork, but its system libraries are not safe after one.
+    method = "fork" if sys.platform == "linux" else "spawn"
+    context = multiprocessing.get_context(method)
+    with temporary_folder() as folder:
+        workers: list[tuple[BaseProcess, Connection]] = []
+        passed_on = PassedOn(grace_s)
+        with passed_on.handled():
+            try:
+                for rank in range(num_ranks):
+                    reader, writer = context.Pipe(duplex=False)
+                    place = {"rendezvous": folder / "rendezvous", "rank": rank, "num_ranks": num_ranks}
+                    process = context.Process(target=_worker, args=(work, threads, writer), kwargs=place, daemon=True)
+                    process.start()
+                    # With the parent's copy open, the end of the worker would never be seen at the reader.
+                    writer.close()
+                    workers.append((process, reader))
+                return _supervise(workers, passed_on)
+            finally:
+                _stop([process for process, _ in workers])
+
+
+def _worker(work: Work, threads: int, writer: Connection, *, rendezvous: Path, rank: int, num_ranks: int) -> None:
+    """What a worker process runs: sends its result, or why there is none."""
+    for number in STOPS:  # a terminal sends them to all of its processes; the parent passes them on as SIGTERM
+        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+    if sys.platform == "linux":
+        # prctl(2): the kernel kills this process when its parent ends, also by a SIGKILL that the parent cannot handle.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The library warns of threads that a fork has lost, unless this is set.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Warnings of PyTorch's C++ parts, from every worker, would cover the one message that matters.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    import torch
+
+    torch.set_num_threads(threads)
+    status = 0
+    try:
+        writer.send(work(rendezvous, rank, num_ranks))
+    except BaseException as error:  # whatever it is, the parent reports it
+        writer.send(describe(rank, error))
+        status = 1
+    # os._exit flushes nothing.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads may hang in communication with ranks that are gone
+
+
+def describe(rank: int, error: BaseException) -> Failure:
+    """An exception of a worker as a failure that can be sent and shown."""
+    root = error.__cause__ if isinstance(error, PipeloomError) and error.__cause__ is not None else error
+    trace = "" if isinstance(root, PipeloomError) else "".join(traceback.format_exception(error))
+    is_ours = isinstance(error, PipeloomError)
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    is_user_error, is_consequence = isinstance(error, UserError), isinstance(error, PeerLostError)
+    if isinstance(error, Interrupted):
+        return Failure(rank, str(error), number=error.number)
+    return Failure(rank, message, is_user_error, is_consequence, trace, isinstance(error, StallError))
+
+
+def _supervise(workers: Sequence[tuple[BaseProcess, Connection]], passed_on: PassedOn) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    open_ranks = set(range(len(workers)))
+    deadline: float | None = None
+    while open_ranks and (deadline is None or time.monotonic() < deadline):
+        # A fifth of a second: signals that were noted meanwhile are passed on by the loop.
+        ready = wait([workers[rank][1] for rank in open_ranks], timeout=0.2)
+        passed_on.check([process for process, _ in workers])
+        for rank in [rank for rank in open_ranks if workers[rank][1] in ready]:
+            open_ranks.remove(rank)
+            answer = _answer(rank, *workers[rank])
+            if isinstance(answer, Failure):
+                failures.append(answer)
+                deadline = deadline or time.monotonic() + _GRACE_S
+            else:
+                results[rank] = answer
+    if failures:
+        raise _error(failures, passed_on.number)
+    if passed_on.number is not None:
+        raise Interrupted(passed_on.number)
+    return [results[rank] for rank in range(len(workers))]
+
+
+def _answer(rank: int, process: BaseProcess, reader: Connection) -> Any:
+    try:
+        return reader.recv()
+    except (EOFError, OSError):  # it ended without a word, or in the middle of one
+        process.join()
+        code = process.exitcode or 0
+        if code < 0:
+            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return Failure(rank, f"rank {rank} {how}", was_killed=True)
+        number = next((number for number in STOPS if code == 128 + number), None)  # as StopSignals ends a rank at once
+        return Failure(rank, f"rank {rank} ended with status {code}", number=number)
+
+
+def _error(failures: Sequence[Failure], passed_on: int | None) -> PipeloomError | Interrupted:
+    """The error to show: the first failure that is not merely a consequence of another one, nor a wait for it.
+
+    Args:
+        failures: of ranks, at least one.
+        passed_on: the signal that this process has passed on to them.
+    """
+    cause = min(failures, key=lambda failure: (failure.number is None, failure.is_consequence, failure.is_stall))
+    number = cause.number if passed_on is None else passed_on
+    if number is not None:
+        interrupted = Interrupted(number)
+        if cause.number is None and not cause.is_consequence and not cause.was_killed:
+            interrupted.add_note(cause.message)
+        return interrupted
+    if cause.is_user_error:
+        return UserError(cause.message)
+    others = len({failure.rank for failure in failures} - {cause.rank})
+    error = WorkerError(cause.message)
+    if cause.traceback:
+        error.add_note(cause.traceback)
+    if others:
+        error.add_note(f"({others} other worker{'s' if others > 1 else ''} ended because of it)")
+    return error
+
+
+def _stop(processes: Sequence[BaseProcess]) -> None:
+    """End all workers that still run; by force, since they may be waiting for each other."""
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()

@@ -1,0 +1,76 @@
+"""A step's tokens, cut into micro-batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.model.cross_entropy import IGNORED, summed_cross_entropy
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+"""(logits, targets) -> sum over the targets that count."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs and targets of one step, those of one data-parallel replica.
+
+    Attributes:
+        inputs: for each micro-batch the tokens, ``int64[microbatch_size, seq_len]``; or for each slice of each.
+        targets: the same shape, one token ahead.
+        num_valid: targets that count, over the whole step of all replicas.
+    """
+
+    inputs: list[Tensor]
+    targets: list[Tensor]
+    num_valid: int
+
+    @classmethod
+    def of(
+        cls,
+        windows: npt.NDArray[np.int64],
+        num_microbatches: int,
+        device: torch.device,
+        *,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> "Batch":
+        """Cut windows of ``seq_len + 1`` tokens into equal micro-batches, and take those of a replica.
+
+        Args:
+            windows: of the whole step, ``[num_replicas * num_microbatches * microbatch_size, seq_len + 1]``.
+            num_microbatches: how many each replica takes.
+            device: where the tokens go.
+            replica: whose; 0..num_replicas-1.
+            num_replicas: data-parallel replicas.
+        """
+        # Of the whole step, before replicas take theirs: each divides by it, and the sum over replicas is the mean.
+        num_valid = int((windows[:, 1:] != IGNORED).sum())
+        own = np.split(windows, num_replicas)[replica]
+        parts = torch.from_numpy(own).to(device).chunk(num_microbatches)
+        # Copies: views of windows with seq_len + 1 tokens would be copied in each flatten instead.
+        targets = [part[:, 1:].contiguous() for part in parts]
+        return cls([part[:, :-1].contiguous() for part in parts], targets, num_valid)
+
+    def cut(self, slices: TokenSlices) -> "Batch":
+        """The same with micro-batches cut along their tokens; a slice's last target is the next one's first token."""
+        return Batch(slices.cut(self.inputs), slices.cut(self.targets), self.num_valid)
+
+    def loss(self, logits: Tensor, microbatch: int, cross_entropy: CrossEntropy = summed_cross_entropy) -> Tensor:
+        """A micro-batch's share of the step's loss, in nats for each valid token of the whole step.
+
+        The sum over the micro-batches is the mean over all valid tokens, whatever their number in each, so
+        gradients need no scaling afterwards.
+
+        Args:
+            logits: ``[microbatch_size, seq_len, vocab_size]``; taken in float32 at least.
+            microbatch: which one; of a batch that is cut, the number of the slice, counted through.
+            cross_entropy: of logits, which may be a part of those of the vocabulary, and targets.
+        """
+        # The logarithm of a sum over the vocabulary in bfloat16 would have two or three digits.
+        wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return cross_entropy(wide, self.targets[microbatch].flatten()) / self.num_valid

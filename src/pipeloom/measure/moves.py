@@ -1,0 +1,152 @@
+"""Seconds of what moves in a step besides messages between stages, before the first step.
+
+What stages keep, to a partner or to the host; whole stages; the matrix of embedding and head, and its gradient.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from pipeloom.execute.communication.transport import Transport, finish
+from pipeloom.execute.communication.wires import Wire, Wires, evictions
+from pipeloom.execute.parts.tied import Tied
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.saved import Packing
+from pipeloom.execute.stages.stage_store import StageStore
+from pipeloom.measure.stopwatch import median_seconds
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.stage_swaps import Amounts, Content
+
+_REPEATS = 3
+_PIECES = 16
+
+
+def time_moves(
+    schedule: Schedule, rank: int, wires: Mapping[int, Wires], world: World, saved_bytes: Sequence[int]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of moving what each of this rank's stages keeps of a micro-batch, to the partner and to the host.
+
+    One way, as the mean of there and back, while no rank computes. Every process calls it.
+
+    Args:
+        schedule: tells what is moved.
+        rank: of this process in its pipeline.
+        wires: this rank's ends of wires.
+        world: this process among the others.
+        saved_bytes: for each stage of the pipeline.
+
+    Returns:
+        By stage; without those that move nothing.
+    """
+    evicted: dict[int, float] = {}
+    for evictor, plan in evictions(schedule).items():
+        for stage in _moving(schedule, evictor, Kind.EVICT):
+            # One stage of one rank after the other: pairs that share a link would time each other.
+            world.wait_for_all()
+            if rank in (evictor, plan.partner):
+                seconds = _there_and_back(wires[evictor], saved_bytes[stage], world, is_evictor=rank == evictor)
+                if rank == evictor:
+                    evicted[stage] = seconds / 2
+    world.wait_for_all()
+    own = _moving(schedule, rank, Kind.OFFLOAD)
+    return evicted, {stage: _to_host_and_back(saved_bytes[stage], world.device) / 2 for stage in own}
+
+
+def _moving(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
+    row = schedule.rows[rank]
+    return sorted(set(row.stage[row.is_kind(kind)].tolist()))
+
+
+def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool) -> float:
+    # In several messages, as what a stage keeps travels in a step.
+    packing = Packing.of((-(-nbytes // _PIECES),) * _PIECES)
+    memory = torch.zeros(packing.total_bytes, dtype=torch.uint8, device=world.device)
+
+    def move(wire: Wire, *, sends: bool) -> None:
+        for begin, end in packing.messages:
+            (wire.send if sends else wire.receive)(memory[begin:end])()
+
+    def once() -> None:
+        move(wires.evict, sends=is_evictor)
+        move(wires.load, sends=not is_evictor)
+
+    return median_seconds(once, _REPEATS, world.device)
+
+
+def _to_host_and_back(nbytes: int, device: torch.device) -> float:
+    memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def once() -> None:
+        host.copy_(memory, non_blocking=True)
+        memory.copy_(host, non_blocking=True)
+
+    return median_seconds(once, _REPEATS, device)
+
+
+def time_stage_swaps(store: StageStore, stages: Iterable[int], device: torch.device) -> tuple[Amounts, ...]:
+    """For each stage the seconds of moving what there is of it.
+
+    One way, as the mean of there and back, while nothing computes; with the room that is made and given back. Stages of
+    the same sizes are timed once, and what they are is as before.
+
+    Args:
+        store: has the stages, all of them at rest.
+        stages: which.
+        device: that they visit.
+    """
+    known: dict[Amounts, Amounts] = {}
+    found: list[Amounts] = []
+    for stage in stages:
+        sizes = store.amounts(stage)
+        if sizes not in known:
+            known[sizes] = Amounts(
+                **{
+                    part.name.lower(): _visit(store, stage, part, device) / 2
+                    for part in Content
+                    if part.name is not None and sizes.of(part)
+                }
+            )
+        found.append(known[sizes])
+    return tuple(found)
+
+
+def _visit(store: StageStore, stage: int, part: Content, device: torch.device) -> float:
+    def once() -> None:
+        with store.visit(stage, part, part):
+            pass
+
+    return median_seconds(once, _REPEATS, device)
+
+
+def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, transport: Transport) -> tuple[float, float]:
+    """Seconds of sending the shared matrix and of sending its gradient back, by their bytes, while no rank computes.
+
+    Args:
+        tied: tells what it carries.
+        schedule: tells between which ranks.
+        rank: of this process in its pipeline.
+        world: all processes, which call this together.
+        transport: to the pipeline's other ranks.
+
+    Returns:
+        Both on the rank of the first stage; zeros on other ranks, and where no message is needed.
+    """
+    first, last = schedule.placement.rank_by_stage[0], schedule.placement.rank_by_stage[-1]
+    if first == last:
+        return 0.0, 0.0
+    timeout_s = world.timeout.total_seconds()
+
+    def once() -> None:
+        for source, destination, kind in (first, last, Kind.SEND_TIED), (last, first, Kind.SEND_TIED_GRAD):
+            spec = tied.specs[kind]
+            if rank == source:
+                finish(transport.send(torch.zeros_like(spec.empty(world.device)), destination), timeout_s)
+            elif rank == destination:
+                finish(transport.receive(spec, source), timeout_s)
+
+    measured_s = median_seconds(once, _REPEATS, world.device, before=world.wait_for_all)
+    # Only the first rank sees the whole way there and back.
+    both_s = measured_s if rank == first else 0.0
+    weights, gradient = (tied.specs[kind].dtype.itemsize for kind in (Kind.SEND_TIED, Kind.SEND_TIED_GRAD))
+    return both_s * weights / (weights + gradient), both_s * gradient / (weights + gradient)

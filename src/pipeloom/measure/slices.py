@@ -1,0 +1,180 @@
+"""Token slices: seconds of each behind the ones before it, and the lengths that suit this machine.
+
+Lengths are measured at a few lengths and contexts, and chosen by the dynamic programme.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.slices import moved
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.parts.data_parallel import DataParallel
+from pipeloom.execute.processes.world import World
+from pipeloom.execute.stages.stage import Objective, Portion, Stage
+from pipeloom.measure.rehearsal import Times, time_backward
+from pipeloom.measure.stages import Profile, timed
+from pipeloom.measure.stopwatch import median_seconds, now
+from pipeloom.model import KeyValueCache, Transformer
+from pipeloom.workload.layout import Layout
+
+_REPEATS = 5
+
+
+def profile_slices(
+    world: World,
+    stages: Mapping[int, Stage],
+    data_parallel: DataParallel,
+    *,
+    outputs: Sequence[TensorSpec],
+    slices: TokenSlices,
+    tokens: Sequence[Tensor],
+    objective: Objective,
+    layout: Layout,
+) -> dict[int, list[Times]] | None:
+    """Time every slice of one micro-batch in every stage, each rank alone. Every rank calls it.
+
+    The halves of a backward are timed each where the stage splits it.
+
+    Args:
+        world: this process among the others.
+        stages: this rank's, of slices.
+        data_parallel: gathers their weights. Gradients that this leaves behind are dropped.
+        outputs: the agreed spec of every stage's output for a whole micro-batch.
+        slices: how it is cut.
+        tokens: stage 0's inputs, one for each slice.
+        objective: applied to the last stage's outputs.
+        layout: of the ranks.
+
+    Returns:
+        By stage of the first pipeline, of each slice, on rank 0; ``None`` elsewhere.
+    """
+    own: dict[int, list[Times]] = {}
+    for index, stage in stages.items():
+        with data_parallel.gathered(index, world.timeout.total_seconds()):
+            for team in layout.tensor_groups():
+                if world.rank in team:
+                    own[index] = _time(stage, outputs, slices, tokens, objective)
+                world.wait_for_all()
+        for parameter in stage.module.parameters():
+            parameter.grad = None
+    every: list[dict[int, list[Times]]] | None = world.gather(own)
+    return None if every is None else {i: t for rank in layout.pipelines()[0] for i, t in every[rank].items()}
+
+
+def _time(
+    stage: Stage,
+    outputs: Sequence[TensorSpec],
+    slices: TokenSlices,
+    tokens: Sequence[Tensor],
+    objective: Objective,
+) -> list[Times]:
+    """Medians over a few micro-batches: all slices forward, then all back."""
+    device, numbers = tokens[0].device, range(len(slices.lengths))
+    is_last = stage.index == len(outputs) - 1
+
+    def random(index: int, number: int, size: float) -> Tensor:
+        spec = slices.spec(outputs[index], number)
+        return torch.randn(spec.shape, dtype=spec.dtype, device=device) * size
+
+    inputs = [tokens[number] if stage.index == 0 else random(stage.index - 1, number, 1.0) for number in numbers]
+    gradients = [None if is_last else random(stage.index, number, 1e-6) for number in numbers]
+    times: list[list[Times]] = []
+    for _ in range(_REPEATS + 1):
+        forward_s: list[float] = []
+        for number in numbers:
+            begin = now(device)
+            stage.forward(Portion(0, number), inputs[number], objective if is_last else None, trains=True)
+            forward_s.append(now(device) - begin)
+        backward_s = [
+            # The last slice first: keys and values of the first one get gradients from all behind it.
+            time_backward(stage, Portion(0, number), gradients[number], device)
+            for number in reversed(numbers)
+        ]
+        times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
+    # Without the first run, which allocates and fills caches.
+    return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]
+
+
+def with_slices(profile: Profile, times: Mapping[int, Sequence[Times]], slices: TokenSlices) -> Profile:
+    """The profile with costs of slices.
+
+    Args:
+        profile: of whole micro-batches, complete: messages of a slice and its activations take their share of what
+            theirs take.
+        times: by stage, of each slice.
+        slices: how micro-batches are cut.
+    """
+    whole, stages = profile.costs, sorted(times)
+    parts: list[StageCosts] = []
+    for number, length in enumerate(slices.lengths):
+        share = length / slices.num_tokens
+        part = replace(moved(whole, whole, share), transfer_s=whole.transfer_s * share)
+        parts.append(timed(part, [times[stage][number] for stage in stages]))
+    return replace(profile, slices=tuple(parts))
+
+
+Point = tuple[int, int, float]
+"""Tokens of a slice, tokens before it, seconds of its forward and backward."""
+
+
+class Latency:
+    """Seconds of a slice of l tokens behind c: ``fixed + token l + pair l (c + l / 2)``, none of them negative."""
+
+    def __init__(self, fixed_s: float, token_s: float, pair_s: float) -> None:
+        self.fixed_s, self.token_s, self.pair_s = fixed_s, token_s, pair_s
+
+    def __call__(self, length: NDArray[np.float64], before: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Seconds of slices of so many tokens behind so many."""
+        return self.fixed_s + self.token_s * length + self.pair_s * length * (before + length / 2)
+
+
+def fitted(points: list[Point]) -> Latency:
+    """The latency that is nearest to some measured points, by relative errors."""
+    length, before, seconds = np.array(points, np.float64).T
+    columns = np.stack([np.ones_like(length), length, length * (before + length / 2)], axis=1) / seconds[:, None]
+    used = [0, 1, 2]
+    while True:
+        found, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(seconds), rcond=None)
+        if (found >= 0).all():
+            break
+        used.pop(int(found.argmin()))
+    values = dict(zip(used, found.tolist(), strict=True))
+    return Latency(values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0))
+
+
+def measured(stage: Transformer, make: Callable[[int], Tensor], num_tokens: int) -> list[Point]:
+    """Forward and backward of a stage, at a few lengths, at the beginning and the end of sequences.
+
+    All of it on this rank, without the ranks that it shares matrices with.
+
+    Args:
+        stage: on its device, with every matrix that it needs.
+        make: inputs of so many tokens.
+        num_tokens: of a sequence.
+    """
+    lengths = sorted({max(1, num_tokens // share) for share in (1, 2, 4, 8)})
+    places = [(length, before) for length in lengths for before in sorted({0, num_tokens - length})]
+    return [(length, before, _seconds(stage, num_tokens, make(before), make(length))) for length, before in places]
+
+
+def _seconds(stage: Transformer, room: int, context: Tensor, tensor: Tensor) -> float:
+    """Median seconds of a slice behind others, which go forward before each run."""
+    caches: list[KeyValueCache] = []
+
+    def prepare() -> None:
+        caches[:] = [KeyValueCache(room)]
+        with torch.no_grad():
+            if context.shape[1]:
+                stage(context, caches[0])
+
+    def once() -> None:
+        output = stage(tensor, caches[0])
+        output.backward(torch.ones_like(output))
+
+    return median_seconds(once, _REPEATS, tensor.device, prepare)

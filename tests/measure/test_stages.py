@@ -1,0 +1,132 @@
+"""What a run of slices measures before its first step: everything that it does takes time, halves and moves too."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from small_run import small_run
+
+from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
+from pipeloom.cost.costs import StageCosts
+from pipeloom.data.text import load_data
+from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.execute.processes.workers import run_workers
+from pipeloom.execute.processes.world import join_forked
+from pipeloom.families import make_schedule
+from pipeloom.measure.slices import with_slices
+from pipeloom.measure.stages import Profile, Times, most_held
+from pipeloom.passes.moves import Moves, add_moves
+from pipeloom.schedule import Action, Kind
+from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.kinds import MOVE_KINDS
+from pipeloom.train.moves import saved_bytes
+from pipeloom.train.pipeline import Pipeline, training_schedule
+from pipeloom.train.prediction import simulate_profile
+from pipeloom.train.session import resolve
+from pipeloom.workload.layout import Layout
+
+UNEVEN = (9, 7, 5, 3)
+
+
+def test_slices_have_their_own_compute_and_their_share_of_everything_else():
+    whole = StageCosts((4.0,), (8.0,), 2.0, (5.0,), evict_s=(3.0,), offload_s=(6.0,), weight_s=(4.0,), tied_s=7.0)
+    times = {0: [Times(3.0, 3.5, 1.5), Times(1.0, 1.5, 0.5)]}
+    costs = with_slices(Profile(whole, ("host",), {"host": 1.0}), times, TokenSlices((3, 1))).action_costs
+    of_microbatch = {
+        Kind.FORWARD: (3.0, 1.0),
+        Kind.BACKWARD: (5.0, 2.0),
+        Kind.BACKWARD_INPUT: (3.5, 1.5),
+        Kind.BACKWARD_WEIGHT: (1.5, 0.5),
+        Kind.EVICT: (2.25, 0.75),
+        Kind.LOAD: (2.25, 0.75),
+        Kind.OFFLOAD: (4.5, 1.5),
+        Kind.RELOAD: (4.5, 1.5),
+        Kind.RECV_B: (1.5, 0.5),
+    }
+    for kind, expected in of_microbatch.items():
+        assert tuple(costs.seconds(Action(kind, 0, 0, part)) for part in (0, 1)) == expected, kind
+    assert costs.seconds(Action(Kind.UNSHARD, 0)) == 5.0
+    assert costs.seconds(Action(Kind.RECV_TIED, 0)) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "expected"),
+    [
+        ("breadth-first", {"pp": 2, "loops": 2}, [4, 4, 4, 4]),
+        ("1f1b", {"pp": 5}, [4, 4, 3, 2, 1]),
+        ("zb-h1", {"pp": 3}, [3, 2, 1]),
+        ("breadth-first", {"pp": 2, "num_microbatches": 3}, [3, 3]),
+        ("1f1b", {"pp": 3, "num_slices": 4}, [1, 1, 1]),
+    ],
+)
+def test_as_many_micro_batches_are_timed_at_once_as_a_stage_holds(family, sizes, expected):
+    schedule = make_schedule(family, **({"num_microbatches": 8} | sizes))
+    assert [most_held(schedule, stage) for stage in range(schedule.num_stages)] == expected
+
+
+def test_a_rank_that_is_short_of_memory_is_timed_with_one_micro_batch():
+    schedule = add_moves(make_schedule("1f1b", pp=4, num_microbatches=8), Moves(balance=True), KeptBytes())
+    assert [most_held(schedule, rank) for rank in range(4)] == [1, 1, 1, 1]
+
+
+CASES = {
+    "split and tied": ("zb-h1", {}, True),
+    "offloaded": ("gpipe", {"offload": True}, True),
+    "split and evicted": ("zb-h1", {"balance": True}, False),
+}
+
+
+def run_of(folder, name):
+    family, moves, tied = CASES[name]
+    given = small_run(
+        folder,
+        model=ModelConfig(num_layers=4, hidden_size=16, num_heads=2, tied=tied),
+        layout=Layout(pp=3, loops=1, num_microbatches=3, microbatch_size=1, token_slices=UNEVEN),
+        schedule=ScheduleConfig(family=family, **moves),
+        training=TrainingConfig(stall_timeout_s=20),
+    )
+    given = replace(given, data=replace(given.data, seq_len=sum(UNEVEN)))
+    config = resolve(given, load_data(given.data, 0))
+    if config.schedule.offload:
+        room = str(int(2.5 * max(saved_bytes(config).whole)))
+        config = replace(config, schedule=replace(config.schedule, activation_budget=room))
+    return config
+
+
+def profiled(configs, rendezvous, rank, size):
+    world, found = join_forked(rendezvous, rank, size, "cpu", 60), []
+    for config in configs:
+        data, pipeline = load_data(config.data, 0), Pipeline(config, world)
+        found.append(pipeline.profile(pipeline.batch(data.train.batch(0, config.layout.batch_size))))
+        pipeline.close()
+    world.leave()
+    return found
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiles")
+    configs = [run_of(folder, name) for name in CASES]
+    import torch._dynamo  # noqa: F401  once here, not once in every worker
+
+    on_rank_0, *elsewhere = run_workers(partial(profiled, configs), 3)
+    assert elsewhere == [[None] * len(configs)] * 2
+    return dict(zip(CASES, zip(configs, on_rank_0, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_everything_that_a_rank_does_takes_time_before_the_first_step(profiles, name):
+    config, profile = profiles[name]
+    schedule = training_schedule(config)
+    spans = simulate_profile(schedule, profile).spans
+    kinds = {span.action.kind for span in spans if span.end_s > span.start_s}
+    assert {Kind.FORWARD, Kind.RECV_F, Kind.RECV_B} <= kinds
+    assert (Kind.BACKWARD_INPUT in kinds) == (Kind.BACKWARD_WEIGHT in kinds) == ("split" in name)
+    moved = {"evicted": {Kind.EVICT, Kind.LOAD}, "offloaded": {Kind.OFFLOAD, Kind.RELOAD}}.get(name.split()[-1], set())
+    assert kinds & set(MOVE_KINDS) == moved
+    if "split" in name:
+        for part in profile.slices:
+            assert all(0 < half < both for half, both in zip(part.weight_s, part.backward_s, strict=True))
+            assert set(part.weight_s).isdisjoint(profile.costs.weight_s)  # measured of each slice
+    sent = {Kind.SEND_F, Kind.SEND_B, Kind.SEND_TIED, Kind.SEND_TIED_GRAD}  # the receive carries the time
+    assert {str(span.action) for span in spans if span.end_s == span.start_s and span.action.kind not in sent} == set()
