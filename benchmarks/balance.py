@@ -20,7 +20,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.execute.clock import HostClock
 from pipeloom.execute.communication.boundary import TensorSpec
@@ -38,8 +38,8 @@ from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.kinds import MOVE_KINDS
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace, merge
 from side_by_side.results import Target, load_noted, machine, wide_console

@@ -19,7 +19,7 @@ from pipeloom.passes import (
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.recipe import Recipe, Residence, build, communicating, without_messages
 from pipeloom.schedule import Kind
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.workload.layout import Layout
 

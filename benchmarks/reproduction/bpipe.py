@@ -6,7 +6,7 @@ Every step is simulated with costs that were fixed on other runs; nothing here w
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeloom.analysis.memory import HeldBytes, MemoryCurve, memory_over_time
+from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
@@ -19,6 +19,7 @@ from pipeloom.passes import balance, lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.predict.memory import held_bytes
 from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.ledger import HeldBytes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import paired_order

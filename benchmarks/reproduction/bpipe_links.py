@@ -9,7 +9,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.passes import balance
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.workload.run import Run
 from reproduction.bpipe import (
     balanced,

@@ -27,7 +27,7 @@ from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule import Schedule, ScheduleFile, format_schedule
 from pipeloom.schedule.clock import SecondsOf, nominal_s
 from pipeloom.schedule.facts import Graph, Promises
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts, refuse_large, stage_sizes
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipeloom.analysis.memory import HeldBytes, inputs_over_time, memory_over_time
+from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_slices, add_unshard, balance, lower
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 
 

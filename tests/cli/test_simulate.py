@@ -322,7 +322,7 @@ def test_a_swap_plan_is_told_although_the_given_cut_does_not_fit_and_its_own_cut
     assert "refused" not in step
     assert step["swap_plan"] == plan
     assert main(["simulate", *words, "--swap-plan"]) == 1
-    assert "as it is given    schedule.device_budget is 4.19 MB" in capsys.readouterr().out
+    assert "as it is given    the device budget is 4.19 MB" in capsys.readouterr().out
 
 
 def test_a_swap_plan_that_nobody_needs_says_so(capsys, monkeypatch):

@@ -56,7 +56,7 @@ def test_a_run_with_a_budget_is_repeated_from_its_configuration_and_goes_on_from
         (["--layout.dp", "2"], "found layout.dp 2; use layout.dp 1, or leave the budget out"),
         (["--layout.loops", "1"], "needs layout.loops of at least 2, so that there are stages to swap, found 1"),
         (["--schedule.device-budget", "12 parsecs"], "expected a size such as 64MiB or 1.5GB, found '12 parsecs'"),
-        (["--schedule.device-budget", "10kB"], "use more layout.loops, a layout.partition with smaller stages there"),
+        (["--schedule.device-budget", "10kB"], "use more loops, a partition with smaller stages there"),
     ],
 )
 def test_what_cannot_be_swapped_is_said_with_what_to_change(tmp_path, more, words):

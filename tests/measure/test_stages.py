@@ -17,8 +17,8 @@ from pipeloom.measure.slices import with_slices
 from pipeloom.measure.stages import Profile, Times, most_held
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
-from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.kinds import MOVE_KINDS
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.prediction import simulate_profile

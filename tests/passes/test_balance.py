@@ -14,7 +14,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, balance, lower
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.schedule import Kind, Level, parse_schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.simulate import simulate
 
 

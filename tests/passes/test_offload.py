@@ -14,7 +14,7 @@ from pipeloom.passes import balance, offload
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Kind
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.simulate import simulate
 
 BREADTH_FIRST = make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
@@ -15,7 +15,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import Kind, parse_schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 
 FAMILIES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("breadth-first", 3)])

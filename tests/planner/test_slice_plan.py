@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from pipeloom.analysis.memory import PARTS
 from pipeloom.cli import main
 from pipeloom.cli.simulate import order_of, simulate_config
 from pipeloom.config import RunConfig
@@ -14,6 +13,7 @@ from pipeloom.planner.slice_lengths import best_slices
 from pipeloom.planner.slice_plan import modelled_table, plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import simulate_step
+from pipeloom.schedule.ledger import PARTS
 from pipeloom.workload.layout import Layout
 
 FEW = RunConfig(layout=Layout(pp=4, loops=1, num_microbatches=2))

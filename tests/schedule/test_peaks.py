@@ -6,7 +6,7 @@ from families import TRAINING, named_sizes
 from hypothesis import given, settings
 
 from pipeloom.families import make_schedule
-from pipeloom.schedule.held import KeptBytes, most_in_row
+from pipeloom.schedule.ledger import KeptBytes, most_in_rows
 from pipeloom.schedule.peaks import Peaks
 
 BYTES = st.integers(0, 9).map(float)
@@ -21,7 +21,7 @@ def test_peaks_hold_what_the_rows_hold_at_most(named, pp, num_microbatches, data
     kept = KeptBytes(data.draw(sized), data.draw(sized))  # with all layers recomputed more waits between the halves
     peaks = Peaks.of(schedule)
     assert peaks.stage_inputs == schedule.peak_stage_inputs
-    assert [peaks.most(rank, kept) for rank in range(pp)] == [most_in_row(schedule, r, kept) for r in range(pp)]
+    assert peaks.most(kept) == most_in_rows(schedule, kept)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half", "dualpipe-v"])

@@ -3,13 +3,13 @@
 import pytest
 
 from pipeloom.analysis.bubble import account_bubble
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.errors import ScheduleError, ScheduleTextError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.schedule import format_schedule, parse_schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 
 EARLY = "0F0 0EVICT0 0F1 0F2 0LOAD0 0B2 0B1 0B0"

@@ -3,13 +3,13 @@
 import pytest
 
 from pipeloom.analysis.bubble import account_bubble
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, add_updates, lower
 from pipeloom.schedule import Action, Kind, parse_schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 

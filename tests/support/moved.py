@@ -1,8 +1,8 @@
 """Schedules that swap activations: what they compute, how much they move, what ranks hold."""
 
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.schedule.kinds import COMPUTE_KINDS
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 
 

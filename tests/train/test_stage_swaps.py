@@ -14,7 +14,7 @@ import torch._dynamo  # imported once here, not once in every process
 from safetensors.torch import load_file
 from small_run import small_run
 
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.analysis.summary import communication
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, find_checkpoint
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, ScheduleConfig, TrainingConfig
@@ -24,7 +24,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule

@@ -47,8 +47,8 @@ SCALE = 0.02
 """Relative error from which a row counts linearly instead of squared (soft L1), so that outliers do not rule."""
 
 PULL = 0.2
-"""Relative error that a factor e away from the starting value is worth: what no row tells stays where it is. Chosen by
-the errors on held-out rows of every program (docs/accuracy.md)."""
+"""Relative error that a factor e away from the starting value is worth: what no row determines stays where it is.
+Chosen by the errors on held-out rows of every program (docs/accuracy.md)."""
 
 DRAG_S = 1e-4
 """Where ``drag_s`` starts in programs that have it; the default is that a program has none."""

@@ -159,7 +159,7 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
         filled["ffn"] = filled["ffn"] or str(4 * int(filled["hidden"]))
         filled["devices"] = filled["devices"] or str(int(filled["dp"]) * int(filled["tp"]) * int(filled["pp"]))
     except ValueError:
-        pass  # the cell that is no number is told when it is read
+        pass  # a cell that is no number is reported when it is read
     return filled
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from pipeloom.analysis.memory import HeldBytes, memory_over_time
+from pipeloom.analysis.memory import memory_over_time
 from pipeloom.cost.costs import Costs
 from pipeloom.passes import add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.kinds import LOAD_OF, SEND_KINDS
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans

@@ -27,7 +27,7 @@ from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.step import sizes_in_training
 from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal, schedule_text
 from pipeloom.schedule import Kind, Schedule, format_schedule, read_schedule
-from pipeloom.schedule.held import KeptBytes, all_changes
+from pipeloom.schedule.ledger import KeptBytes, Ledger
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
@@ -249,7 +249,8 @@ def _counts(schedule: Schedule, kind: Kind) -> list[int]:
 
 def _peaks_held(schedule: Schedule, trace: Trace) -> list[float]:
     """For each rank the most stage inputs that it holds, its own and accepted ones."""
-    held = all_changes(schedule, trace.spans.start_s, trace.spans.end_s, KeptBytes())
+    ledger = Ledger.of_kept(schedule, KeptBytes())
+    held = ledger.on(schedule.num_ranks, trace.spans.start_s, trace.spans.end_s)
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 

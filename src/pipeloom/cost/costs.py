@@ -122,7 +122,7 @@ class StageCosts:
         moves: for each stage, seconds of moving it between device and host; empty where that takes none.
         update_s: for each stage, seconds of the optimizer's step on it; empty where no action does it.
         weight_s: for each stage, seconds of the half of its backward that makes the gradients of the weights; empty
-            where ``weight_share`` tells.
+            where ``weight_share`` holds.
     """
 
     ignores_microbatch: ClassVar[bool] = True

@@ -182,7 +182,7 @@ class MixedCluster(Cluster):
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], Cluster]:
-        """What was asked for already: equal answers are one object, which makes looking up what is known of it fast."""
+        """Answers so far: equal ones are one object, which makes caches that use it as a key fast."""
         return {}
 
     def _shared(self, indices: tuple[int, ...]) -> Cluster:

@@ -20,8 +20,8 @@ class PieceSeconds:
         head_weight_s: the same of the head's; of the embedding's it is all.
         idle_s: of a layer's seconds, in closed forms, those that the device waits for the host's launches.
         stage: of a stage beside its pieces, where that was measured.
-        message_s: seconds of a core for a message between two stages; 0 where the link tells.
-        is_measured: whether the cluster's file tells them; otherwise closed forms do.
+        message_s: seconds of a core for a message between two stages; 0 where the link's file has it.
+        is_measured: whether they are from the cluster's file; otherwise they are closed forms.
     """
 
     embedding: Both

@@ -14,7 +14,7 @@ class Efficiency:
     """Physical efficiencies and overheads of one program on one machine: what calibration may change.
 
     The values here are those of no program in particular: a calibration starts from them and is pulled towards them,
-    so that what few rows cannot tell apart stays plausible.
+    so that what few rows do not determine stays plausible.
 
     Attributes:
         matmul: fraction of the device's reachable matmul curve.

@@ -8,7 +8,7 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Marks points in time and later tells their seconds."""
+    """Marks points in time and later returns their seconds."""
 
     def mark(self) -> Mark:
         """Now, in the order of the work."""

@@ -20,7 +20,7 @@ _MOST = 5
 
 @dataclass(frozen=True)
 class Rows:
-    """What a family answers.
+    """The rows that a rule returns.
 
     Attributes:
         rows: each rank's compute actions: any sequences of actions, such as lists; ``Row``s are made fast.

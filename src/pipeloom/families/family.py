@@ -1,7 +1,7 @@
 """What a family of schedules is, and the registry by name.
 
 A new family is one file: a function that returns each rank's compute actions, under ``@family(...)``. Everything else
-(proof, lowering, simulation, picture, run) reads the schedule that comes out.
+(proof, lowering, simulation, picture, run) reads the schedule that it returns.
 """
 
 from collections.abc import Callable, Sequence

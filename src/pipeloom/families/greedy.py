@@ -1,7 +1,7 @@
 """The best schedule that is found for given seconds of stages and given memory of ranks.
 
 Rows are made on a clock: by lists of priorities, and by weaving gradients of weights into the orders of the families.
-The clock tells which is best, and a local search changes the best ones. It is the idea of arXiv 2401.10241, section
+The clock decides which is best, and a local search changes the best ones. It is the idea of arXiv 2401.10241, section
 3.1, with more to choose from; how far it stays from the best that there is, is in ``docs/simulate.md``.
 """
 

@@ -8,7 +8,7 @@ from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, 
 from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
 
 _CLEAR = 1.25
-"""A product this many times as long as the fixed time of a kernel tells a rate; a shorter one is left out."""
+"""A product this many times as long as the fixed time of a kernel has a rate; a shorter one is left out."""
 _FREE = 0.95
 """Share of a core above which a process had it to itself."""
 _PEAKS: tuple[tuple[tuple[str, ...], Mapping[str, float], str], ...] = (

@@ -34,7 +34,7 @@ def measure_products(watch: Stopwatch) -> tuple[tuple[Product, ...], dict[str, f
     """Products of all sizes in the precisions of useful speed, sizes rising; and FLOP/s of the other precisions."""
     device = watch.world.device
     widths = WIDTHS[device.type]
-    # An emulated type is slow: one small size tells, before large ones take their time.
+    # An emulated type is slow: one small size shows it, before large ones take their time.
     probes = {name: _measure(watch, name, widths[_PROBE]) for name in precisions(device)}
     products: list[Product] = []
     too_slow: dict[str, float] = {}

@@ -13,7 +13,7 @@ def num_devices(kind: str) -> int:
     """GPUs of this host, or cores that this process may use."""
     if kind == "cuda":
         return torch.cuda.device_count()
-    # Containers and job schedulers bind processes to some of the cores; ``cpu_count`` tells of all. Not on macOS.
+    # Containers and job schedulers bind processes to some of the cores; ``cpu_count`` returns all. Not on macOS.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -33,7 +33,7 @@ def describe_host(device: torch.device) -> Host:
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's model as Linux tells it, or what Python knows."""
+    """The CPU's model as Linux names it, or what Python returns."""
     try:
         lines = info.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -123,7 +123,7 @@ def measure_on(world: World, budget_s: float, per_host: int, show: Callable[[str
         world: this process among the others.
         budget_s: for all measurements together.
         per_host: processes on each host: ranks 0 to per_host - 1 are on the first, and so on.
-        show: is told what is measured next.
+        show: called with what is measured next.
     """
     begin_s = time.perf_counter()
     watch = Stopwatch(world, budget_s, _num_measurements(world, per_host), show)

@@ -29,7 +29,7 @@ def time_moves(
     One way, as the mean of there and back, while no rank computes. Every process calls it.
 
     Args:
-        schedule: tells what is moved.
+        schedule: contains the moves.
         rank: of this process in its pipeline.
         wires: this rank's ends of wires.
         world: this process among the others.
@@ -123,8 +123,8 @@ def time_messages(tied: Tied, schedule: Schedule, rank: int, world: World, trans
     """Seconds of sending the shared matrix and of sending its gradient back, by their bytes, while no rank computes.
 
     Args:
-        tied: tells what it carries.
-        schedule: tells between which ranks.
+        tied: has the specs of its messages.
+        schedule: has the ranks of both stages.
         rank: of this process in its pipeline.
         world: all processes, which call this together.
         transport: to the pipeline's other ranks.

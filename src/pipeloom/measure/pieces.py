@@ -336,7 +336,7 @@ class _Messages:
         under_way: list[Transfer] = []
         for _ in range(_MESSAGES):
             posted = [self._transport.receive(self._spec, peer) for peer in self._peers]
-            # The clock of this thread alone: those that carry messages are what is asked for.
+            # The clock of this thread alone: those that carry messages are what is measured.
             computed_s += sum(load.run(time.thread_time))
             # Receives first, then compute, then sends, as a row of 1F1B has them.
             posted += [self._transport.send(self._tensor, peer) for peer in self._peers]

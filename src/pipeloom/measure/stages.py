@@ -63,7 +63,7 @@ class Collectives:
     """What a stage's collectives are timed with.
 
     Attributes:
-        schedule: tells which there are.
+        schedule: contains them.
         data_parallel: runs them.
         clock: of its lane.
     """
@@ -121,7 +121,7 @@ def profile_stages(
 
     For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
     alone, or with the tensor-parallel ranks that it computes with, while it holds micro-batches as in a step; then two
-    exchange tensors while the others compute; then all compute and exchange at once, which tells how much they slow
+    exchange tensors while the others compute; then all compute and exchange at once, which shows how much they slow
     each other down. Last the stage's collectives are timed while all compute, as in a step. Gradients that this leaves
     behind are dropped. Every rank calls it.
 

@@ -40,7 +40,7 @@ class Stopwatch:
         world: this process among the others.
         budget_s: for all measurements.
         count: how many there will be.
-        show: is told what is measured next.
+        show: called with what is measured next.
     """
 
     def __init__(self, world: World, budget_s: float, count: int, show: Callable[[str], None]) -> None:

@@ -9,13 +9,13 @@ from math import ceil, floor
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.passes.budget import Sizes, checked, refuse_missing
+from pipeloom.passes.budget import checked, kept_on, refuse_missing, sizes_of
 from pipeloom.passes.lower import lower
 from pipeloom.passes.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.held import Bytes, Changes, KeptBytes, peak_of
 from pipeloom.schedule.kinds import LOAD_OF, Kind
+from pipeloom.schedule.ledger import Balance, Bytes, HeldBytes, KeptBytes, peak_of
 from pipeloom.schedule.schedule import Schedule
 
 
@@ -59,7 +59,7 @@ def balance(
     if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, kept, always_bytes)
+    sizes = sizes_of(schedule, kept, always_bytes)
     pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
     balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
     if budget_bytes is None:
@@ -79,13 +79,13 @@ def find_partners(
     Raises:
         UserError: arguments have a wrong length.
     """
-    sizes = Sizes.of(schedule, kept, always_bytes)
+    sizes = sizes_of(schedule, kept, always_bytes)
     return _partners(schedule, seconds_of, sizes)
 
 
-def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes) -> tuple[int, ...]:
-    held = sizes.changes(schedule, times(schedule, seconds_of))
-    return pair_ranks([always + held.peak(rank) for rank, always in enumerate(sizes.always)])
+def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: HeldBytes) -> tuple[int, ...]:
+    held = kept_on(schedule, times(schedule, seconds_of), sizes)
+    return pair_ranks([always + held.peak(rank) for rank, always in enumerate(sizes.always_bytes)])
 
 
 def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
@@ -115,13 +115,13 @@ class _Balancer:
 
     schedule: Schedule
     seconds_of: SecondsOf
-    sizes: Sizes
+    sizes: HeldBytes
 
     def balanced(self) -> Schedule:
         """Each pair balanced."""
 
         def plan(clock: Clock) -> list[Plan]:
-            held = self.sizes.changes(self.schedule, clock)
+            held = kept_on(self.schedule, clock, self.sizes)
             plans = [Plan()] * self.schedule.num_ranks
             for one, other in self._pairs(held):
                 plans[one] = self._pair_plan(clock, held, one, other)
@@ -131,10 +131,10 @@ class _Balancer:
 
     def within(self, budget: Sequence[float]) -> Schedule:
         """Every rank within its budget, on the clock of the result."""
-        limits = [most - always for most, always in zip(budget, self.sizes.always, strict=True)]
+        limits = [most - always for most, always in zip(budget, self.sizes.always_bytes, strict=True)]
 
         def plan(clock: Clock) -> list[Plan]:
-            held = self.sizes.changes(self.schedule, clock)
+            held = kept_on(self.schedule, clock, self.sizes)
             plans = [Plan()] * self.schedule.num_ranks
             for one, other in self._pairs(held):
                 row, back = self._row(clock, held, one), self._row(clock, held, other)
@@ -148,19 +148,19 @@ class _Balancer:
         refuse_missing(found, self.seconds_of, self.sizes, budget)
         return found
 
-    def _pairs(self, held: Changes) -> list[tuple[int, int]]:
+    def _pairs(self, held: Balance) -> list[tuple[int, int]]:
         """The fuller rank of each pair, and the other."""
         assert self.schedule.partners is not None
-        full = [always + held.peak(rank) for rank, always in enumerate(self.sizes.always)]
+        full = [always + held.peak(rank) for rank, always in enumerate(self.sizes.always_bytes)]
         pairs = [(rank, other) for rank, other in enumerate(self.schedule.partners) if rank < other]
         return [(one, other) if full[one] >= full[other] else (other, one) for one, other in pairs]
 
-    def _pair_plan(self, clock: Clock, held: Changes, one: int, other: int) -> Plan:
+    def _pair_plan(self, clock: Clock, held: Balance, one: int, other: int) -> Plan:
         """The plan whose fuller rank is the least full, of those with a cap from the half of both on, in whole inputs.
 
         The smaller the cap, the fuller is the other rank: it is the one at which both meet, or the one below.
         """
-        row, always = self._row(clock, held, one), self.sizes.always
+        row, always = self._row(clock, held, one), self.sizes.always_bytes
         unit = max((kept.size for kept in row.kept), default=0.0)
         if unit == 0:
             return Plan()
@@ -184,8 +184,8 @@ class _Balancer:
         best = min(range(max(0, meeting - 1), meeting + 1), key=lambda number: (max(ends_at(number)), -number))
         return make_room(row, caps[best])
 
-    def _row(self, clock: Clock, held: Changes, rank: int) -> RowClock:
-        sizes = self.sizes.moved(self.schedule)
+    def _row(self, clock: Clock, held: Balance, rank: int) -> RowClock:
+        sizes = self.sizes.kept.moved(self.schedule)
         return row_clock(
             self.schedule, rank, clock, held.of(rank), sizes=sizes, out=Kind.EVICT, seconds_of=self.seconds_of
         )
@@ -198,7 +198,7 @@ class _Balancer:
         sizes = [move.kept.size for move in moves]
         return np.array(starts + ends), np.array(sizes + [-size for size in sizes])
 
-    def _peak_with(self, held: Changes, rank: int, row: RowClock, moves: Sequence[Move]) -> float:
+    def _peak_with(self, held: Balance, rank: int, row: RowClock, moves: Sequence[Move]) -> float:
         """What a rank holds at most when it accepts what another one's row moves."""
         parts = zip(held.of(rank), self._accepted(row, moves), strict=True)
         return peak_of(*(np.concatenate(both) for both in parts))

@@ -1,50 +1,34 @@
-"""What passes are told about bytes, and budgets of them."""
+"""Sizes that callers of passes give, and budgets of bytes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.held import Bytes, Changes, KeptBytes, all_changes
+from pipeloom.schedule.ledger import Balance, HeldBytes, KeptBytes, Ledger
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count
 
 
-class Sizes(NamedTuple):
-    """How large the things are that ranks hold.
+def sizes_of(schedule: Schedule, kept: KeptBytes | None, always_bytes: Sequence[float] | None) -> HeldBytes:
+    """What a caller of a pass says that ranks hold, see ``balance``.
 
-    Attributes:
-        kept: what stages keep of micro-batches.
-        always: for each rank what it holds besides.
+    Raises:
+        UserError: they are more or fewer than stages, slices or ranks, or one of them is negative or infinite; all
+            of them are named.
     """
+    kept = kept or KeptBytes()
+    always = [0.0] * schedule.num_ranks if always_bytes is None else always_bytes
+    lengths = [*[schedule.num_stages] * 3, schedule.num_slices]
+    found = [(name, values, wanted) for (name, values), wanted in zip(kept._asdict().items(), lengths, strict=True)]
+    problems = [_wrong(f"kept {name}", values, wanted) for name, values, wanted in found if len(values)]
+    _refuse(*problems, _wrong("always_bytes", always, schedule.num_ranks))
+    return HeldBytes(always_bytes=tuple(always), kept=kept)
 
-    kept: KeptBytes
-    always: tuple[float, ...]
 
-    @classmethod
-    def of(cls, schedule: Schedule, kept: KeptBytes | None, always_bytes: Sequence[float] | None) -> "Sizes":
-        """Those that a caller of a pass names, see ``balance``.
-
-        Raises:
-            UserError: they are more or fewer than stages, slices or ranks, or one of them is negative or infinite; all
-                of them are named.
-        """
-        kept = kept or KeptBytes()
-        always = [0.0] * schedule.num_ranks if always_bytes is None else always_bytes
-        lengths = [*[schedule.num_stages] * 3, schedule.num_slices]
-        found = [(name, values, wanted) for (name, values), wanted in zip(kept._asdict().items(), lengths, strict=True)]
-        problems = [_wrong(f"kept {name}", values, wanted) for name, values, wanted in found if len(values)]
-        _refuse(*problems, _wrong("always_bytes", always, schedule.num_ranks))
-        return cls(kept, tuple(always))
-
-    def changes(self, schedule: Schedule, clock: tuple[Seconds, Seconds]) -> Changes:
-        """When ranks hold how much more or less between forwards and backwards, for themselves and for partners."""
-        return all_changes(schedule, *clock, self.kept)
-
-    def moved(self, schedule: Schedule) -> Bytes:
-        """For each stage, micro-batch and slice what can be moved of it."""
-        return self.kept.moved(schedule)
+def kept_on(schedule: Schedule, clock: tuple[Seconds, Seconds], sizes: HeldBytes) -> Balance:
+    """What ranks keep between forwards and backwards on a clock, for themselves and for partners."""
+    return Ledger.of_kept(schedule, sizes.kept).on(schedule.num_ranks, *clock)
 
 
 def checked(name: str, values: Sequence[float], length: int) -> tuple[float, ...]:
@@ -70,16 +54,16 @@ def _wrong(name: str, values: Sequence[float], length: int) -> str:
     return f"{name} must be {count(length, 'number')} of at least 0, found {list(values)}"
 
 
-def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budget: Sequence[float]) -> None:
+def refuse_missing(schedule: Schedule, seconds_of: SecondsOf, sizes: HeldBytes, budget: Sequence[float]) -> None:
     """Hold a schedule against a budget.
 
     Raises:
         UserError: some rank holds more: which ones, and how much is missing.
     """
-    held = sizes.changes(schedule, times(schedule, seconds_of))
+    held = kept_on(schedule, times(schedule, seconds_of), sizes)
     problems: list[str] = []
     for rank, most in enumerate(budget):
-        needed = sizes.always[rank] + held.peak(rank)
+        needed = sizes.always_bytes[rank] + held.peak(rank)
         # Sums of bytes in another order differ by rounding.
         if needed > most * (1 + 1e-9):
             problems.append(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeloom.passes.balance import balance
 from pipeloom.passes.offload import offload
 from pipeloom.schedule.clock import SecondsOf, nominal_s
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.schedule import Schedule
 
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from pipeloom.errors import UserError
-from pipeloom.passes.budget import Sizes, checked, refuse_missing
+from pipeloom.passes.budget import checked, kept_on, refuse_missing, sizes_of
 from pipeloom.passes.lower import lower
 from pipeloom.passes.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s
-from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.schedule import Schedule
 
 
@@ -47,7 +47,7 @@ def offload(
     if any(row.is_kind(Kind.OFFLOAD).any() for row in schedule.rows):
         raise UserError("the schedule offloads already; start from one without OFFLOAD and RELOAD")
     schedule = lower(schedule)
-    sizes = Sizes.of(schedule, kept, always_bytes)
+    sizes = sizes_of(schedule, kept, always_bytes)
     budget = checked("budget_bytes", budget_bytes, schedule.num_ranks)
     found = settle(schedule, seconds_of, Kind.OFFLOAD, partial(_plans, schedule, seconds_of, sizes, budget))
     refuse_missing(found, seconds_of, sizes, budget)
@@ -55,14 +55,14 @@ def offload(
 
 
 def _plans(
-    schedule: Schedule, seconds_of: SecondsOf, sizes: Sizes, budget: Sequence[float], clock: Clock
+    schedule: Schedule, seconds_of: SecondsOf, sizes: HeldBytes, budget: Sequence[float], clock: Clock
 ) -> list[Plan]:
     """For each rank what goes to the host and comes back when, on a clock."""
-    held, moved = sizes.changes(schedule, clock), sizes.moved(schedule)
+    held, moved = kept_on(schedule, clock, sizes), sizes.kept.moved(schedule)
     return [
         make_room(
             row_clock(schedule, rank, clock, held.of(rank), sizes=moved, out=Kind.OFFLOAD, seconds_of=seconds_of),
-            most - sizes.always[rank],
+            most - sizes.always_bytes[rank],
             allows_late=True,
         )
         for rank, most in enumerate(budget)

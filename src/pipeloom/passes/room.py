@@ -18,8 +18,8 @@ import numpy as np
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.held import Bytes
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, LOAD_OF, Kind
+from pipeloom.schedule.ledger import Bytes
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Level, Schedule
 
@@ -235,7 +235,7 @@ class _Planner:
     returning: dict[int, list[int]] = field(default_factory=dict)
     """Numbers of moves by the first compute action before which they are back."""
     seconds: dict[tuple[Kind, int, int], float] = field(default_factory=dict)
-    """What was asked already."""
+    """Answers so far."""
 
     def __post_init__(self) -> None:
         self.outs, self.backs = self.clock.lane(self.clock.out), self.clock.lane(self.clock.back)

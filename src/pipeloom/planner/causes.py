@@ -16,7 +16,7 @@ CAUSES = {
     "optimizer_s": "optimizer",
     "host_s": "host",
 }
-"""What ``causes`` tells, in words; tensor-parallel exchanges count as compute."""
+"""The keys of ``causes``, in words; tensor-parallel exchanges count as compute."""
 
 
 def causes(step: SimulatedStep) -> dict[str, float]:

@@ -13,7 +13,7 @@ from pipeloom.workload.run import Run
 
 
 class Kind(NamedTuple):
-    """What tells layouts of an answer apart: of those that agree in it, only the best one is told."""
+    """Key under which layouts are grouped; an answer lists the best of each group."""
 
     tp: int
     pp: int

@@ -319,7 +319,7 @@ def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) 
 TIGHT = 0.95
 """Part of a device's memory from which on advice is given: predictions of memory are not exact either."""
 CLOSE = 0.03
-"""Difference of two layouts that predictions cannot be trusted to tell apart (docs/accuracy.md: the errors within one
+"""Difference of two layouts below which predictions do not rank them reliably (docs/accuracy.md: the errors within one
 set of measurements)."""
 IDLE = 0.15
 """Bubble from which on advice is given."""

@@ -24,12 +24,12 @@ from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.layout import Way
 
 Progress = Callable[[int, int], None]
-"""Told how many layouts are decided, of how many."""
+"""Callback ``(decided, total)``, in layouts."""
 
 
 @dataclass
 class Counts:
-    """What became of the layouts of a question.
+    """Statistics of a search.
 
     Attributes:
         layouts: in all.
@@ -58,7 +58,7 @@ class Found:
 
     Attributes:
         steps: the best layouts, the fastest first.
-        counts: what became of the others.
+        counts: statistics of the search.
         open_bound_s: where the time was up: no layout is faster than this; ``None`` if the answer is proved.
     """
 
@@ -87,7 +87,7 @@ DIVING = 0.3
 _OFTEN = 256
 """Arrangements between two reports of progress."""
 Attempt = Relief | Sliced | Swapped
-"""What no bound tells, and what is tried with the best that bounds leave."""
+"""Layouts without a bound, tried with the best that bounds leave."""
 
 
 def search(question: Question, count: int = 10, *, budget_s: float | None = None, prunes: bool = True) -> Found:
@@ -108,7 +108,7 @@ class Search:
     Args:
         question: to answer.
         prunes: whether bounds rule layouts out.
-        progress: is told now and then.
+        progress: called now and then.
     """
 
     def __init__(self, question: Question, *, prunes: bool = True, progress: Progress | None = None) -> None:
@@ -127,7 +127,7 @@ class Search:
 
     @property
     def counts(self) -> Counts:
-        """What became of the layouts so far."""
+        """Statistics so far."""
         return self._counts
 
     def enumerate(self, deadline: float | None = None) -> None:

@@ -1,6 +1,6 @@
 """Token slices in the search: where there are few micro-batches, sequences are cut, so that ranks begin sooner.
 
-No bound tells what slices take, since they fill a device less well; an estimate is what a step takes at least if they
+There is no bound for slices, since they fill a device less well; an estimate is what a step takes at least if they
 took no longer together. A search tries the few layouts that come first by it.
 """
 

@@ -358,7 +358,7 @@ class Leaf:
 
     @property
     def stage_inputs(self) -> Floats | None:
-        """[rank, number of its stage] what ranks hold when they hold the most, where a closed form tells it."""
+        """[rank, number of its stage] what ranks hold when they hold the most, where there is a closed form."""
         return _stage_inputs(self.choice)
 
     def narrowed(self) -> "Leaf | None":

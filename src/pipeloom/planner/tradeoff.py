@@ -23,7 +23,7 @@ from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
 
 Progress = Callable[[int, int], None]
-"""Told how many points are done, of how many."""
+"""Callback ``(done, total)``, in points."""
 
 DAY_S = 86_400.0
 BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
@@ -344,7 +344,7 @@ def tradeoff(inputs: Tradeoff, progress: Progress | None = None) -> Curves:
 
     Args:
         inputs: what.
-        progress: is told after every method and batch.
+        progress: called after every method and batch.
     """
     points: list[Point] = []
     missing: list[tuple[str, Fraction]] = []

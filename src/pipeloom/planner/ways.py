@@ -68,7 +68,7 @@ class Relief:
     def _late_s(self, share: Floats) -> float:
         """Seconds by which what has to leave before a rank holds the most takes longer than making all of that."""
         stages, held = self.leaf.cut.time.stages, self.leaf.stage_inputs
-        assert held is not None, "only closed forms are asked"
+        assert held is not None, "only leaves with closed forms are relieved"
         made_s = (held * np.array(self.leaf.cut.time.costs.forward_s)[stages]).sum(axis=1)
         leaves_s = share * (held * self._each_s[stages]).sum(axis=1)
         return float(np.maximum(leaves_s - made_s, 0.0).max())
@@ -78,7 +78,7 @@ class Relief:
         """For each rank the share of what it would hold that has to go; ``None`` where that is too much."""
         leaf, held = self.leaf, self.leaf.stage_inputs
         (shard,) = leaf.sharding.levels
-        assert held is not None, "only closed forms are asked"
+        assert held is not None, "only leaves with closed forms are relieved"
         memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
         loss = 1 + leaf.cut.memory.software.fragmentation
         whole = (held * leaf.cut.memory.input_bytes).sum(axis=1) * loss

@@ -17,9 +17,10 @@ def shared_links(
 ) -> Sharing | None:
     """The nodes' network adapters and cores, as far as anything could compete for them.
 
-    Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device tells its node and its adapter. Alone, a
-    transfer between nodes or a collective over nodes has that adapter for itself and its copies on the neighboring
-    devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its share.
+    Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device determines its node and its adapter.
+    Alone, a transfer between nodes or a collective over nodes has that adapter for itself and its copies on the
+    neighboring devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its
+    share.
 
     An eviction and its load count at the evicting rank's adapter.
 

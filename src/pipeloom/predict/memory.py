@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeloom.analysis.matching import match_spans
-from pipeloom.analysis.memory import HeldBytes
 from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
@@ -25,8 +24,8 @@ from pipeloom.cost.software import Software
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.held import KeptBytes, all_changes, most_in_row
 from pipeloom.schedule.kinds import MOVE_KINDS
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes, Ledger, most_in_rows
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
@@ -57,9 +56,9 @@ def memory_by_rank(
         )
         for rank, own in enumerate(stages)
     ]
-    most_held = partial(most_in_row, schedule)
+    most_held = partial(most_in_rows, schedule)
     if moves_anything(schedule):
-        most_held = partial(_most_on, (schedule, *_clock(schedule, trace)))
+        most_held = partial(_most_on, schedule, _clock(schedule, trace))
     return _memory(run, software, rooms, schedule.placement, most_held)
 
 
@@ -86,7 +85,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
         schedule: compute actions, or the peaks of what they hold.
         room: of every rank.
     """
-    most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_row, schedule)
+    most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
     return _memory(run, software, [room] * schedule.placement.num_ranks, schedule.placement, most_held)
 
 
@@ -94,7 +93,7 @@ def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list
     """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
     _, head = stage_layers(run, software)
     parts = (_kept(run, software), _kept_of_head(run, software, schedule.num_stages, head))
-    return [sum(most_in_row(schedule, rank, kept) for kept in parts) for rank in range(schedule.num_ranks)]
+    return [sum(held) for held in zip(*(most_in_rows(schedule, kept) for kept in parts), strict=True)]
 
 
 def _kept(run: Run, software: Software) -> KeptBytes:
@@ -132,7 +131,7 @@ def _memory(
     software: Software,
     rooms: Sequence[Room],
     placement: Placement,
-    most_held: Callable[[int, KeptBytes], float],
+    most_held: Callable[[KeptBytes], Sequence[float]],
 ) -> tuple[Memory, ...]:
     """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
     _, head = stage_layers(run, software)
@@ -140,18 +139,18 @@ def _memory(
     working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
-    kept = _kept(run, software)
-    of_head = _kept_of_head(run, software, placement.num_stages, head)
+    kept = most_held(_kept(run, software))
+    of_head = most_held(_kept_of_head(run, software, placement.num_stages, head))
     # One slice computes at a time, and any may be the largest.
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
     for rank, room in enumerate(rooms):
         stages = placement.stages_of(rank)
-        activations = most_held(rank, kept) + working
+        activations = kept[rank] + working
         logits = 0.0
         if head in stages:
             # What is kept is part of the worst moment of the loss, so it is counted once.
-            logits = most_held(rank, of_head) + logits_each - max(shares) * kept_logits(run, software)
+            logits = of_head[rank] + logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
@@ -200,9 +199,10 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
     return matched.start_s, matched.end_s
 
 
-def _most_on(timed: tuple[Schedule, Seconds, Seconds], rank: int, kept: KeptBytes) -> float:
-    """The same as ``most_in_row`` on a clock: without what has left, with what is accepted."""
-    return all_changes(*timed, kept).peak(rank)
+def _most_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes) -> list[float]:
+    """The same as ``most_in_rows`` on a clock: without what has left, with what is accepted."""
+    held = Ledger.of_kept(schedule, kept).on(schedule.num_ranks, *clock)
+    return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
 @lru_cache(maxsize=4096)

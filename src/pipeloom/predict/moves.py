@@ -11,7 +11,7 @@ from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy, Timing
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 
 
 def why_schedules_may_differ(config: RunConfig) -> str | None:

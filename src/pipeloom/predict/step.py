@@ -39,7 +39,7 @@ from pipeloom.recipe import (
 )
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.facts import Graph
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace

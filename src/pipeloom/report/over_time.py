@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pipeloom.analysis.memory import HeldBytes, inputs_over_time, memory_over_time
+from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
 from pipeloom.report.figures import short
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
+from pipeloom.schedule.ledger import HeldBytes
 from pipeloom.trace import Trace
 
 MEGA = 1e6

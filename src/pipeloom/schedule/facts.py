@@ -240,7 +240,7 @@ class Facts:
 
         An input is held from its forward to the end of its backward. Where no backward follows, it is
         gone with the forward, which counts as one. What is evicted or offloaded counts as held, since it leaves while
-        the rank goes on, and what partners evict does not; ``pipeloom.schedule.held`` counts on a clock.
+        the rank goes on, and what partners evict does not; ``pipeloom.schedule.ledger`` counts on a clock.
         """
         return tuple(int(self.held_inputs(row).max(initial=0)) for row in self.rows)
 

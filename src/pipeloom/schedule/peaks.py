@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.schedule.held import KeptBytes
 from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.schedule import Schedule
@@ -52,12 +52,13 @@ class Peaks(NamedTuple):
         both = zip(self.whole, self.pending, strict=True)
         return tuple(int((whole + pending).sum(axis=1).max()) for whole, pending in both)
 
-    def most(self, rank: int, kept: KeptBytes) -> float:
-        """The same as ``most_in_row``, of whole sequences."""
-        stages = self.placement.stages_of(rank)
-        whole = kept.whole_of(stages)
-        pending = np.array([kept.pending[stage] for stage in stages]) if len(kept.pending) else whole
-        return float((self.whole[rank] @ whole + self.pending[rank] @ pending).max())
+    def most(self, kept: KeptBytes) -> list[float]:
+        """The same as ``most_in_rows``, of whole sequences."""
+        whole = kept.whole_of(range(self.placement.num_stages))
+        pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else whole
+        own = (list(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks))
+        both = zip(self.whole, self.pending, own, strict=True)
+        return [float((counts @ whole[mine] + waiting @ pending[mine]).max()) for counts, waiting, mine in both]
 
 
 def _states(row: Row, stages: Sequence[int]) -> tuple[Counts, Counts]:

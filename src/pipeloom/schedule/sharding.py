@@ -1,6 +1,6 @@
 """What a row says about sharded weights and gradients: which stages are gathered, which gradients are not reduced.
 
-The passes (``lower_sharding``), the rules (``verify_sharding``) and the dependency relation (``depend``) read it here.
+The passes (``lower_sharding``), the dependency relation (``facts``) and the ledger read it here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -94,17 +94,6 @@ def arrivals(
 
 def _size_of(sizes: Sequence[int] | None) -> Callable[[int], int]:
     return (lambda _: 1) if sizes is None else sizes.__getitem__
-
-
-def gathered_counts(row: Row) -> Iterator[tuple[int, int]]:
-    """(slot, number of stages gathered or being gathered from there on) for each ``UNSHARD`` of a row."""
-    gathered: set[int] = set()
-    for slot, kind, stage in _find(row, Kind.UNSHARD, Kind.RESHARD):
-        if kind is Kind.UNSHARD:
-            gathered.add(stage)
-            yield slot, len(gathered)
-        else:
-            gathered.discard(stage)
 
 
 def unreduced_counts(row: Row) -> Iterator[tuple[int, int]]:

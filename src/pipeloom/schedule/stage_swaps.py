@@ -1,6 +1,6 @@
 """What a row says about stages that live in the memory of the host and visit the device.
 
-The pass (``lower_stage_swaps``), the rules (``verify_stage_swaps``), the dependency relation (``graph``), the
+The pass (``lower_stage_swaps``), the rules (``rules.stages``), the dependency relation (``facts``), the
 simulator, the report and the executor read it here.
 """
 
@@ -93,8 +93,8 @@ def refuse_large(sizes: Sequence[int], budget: int) -> None:
     if large:
         least = max(map(sum, pairwise(sizes)), default=max(sizes))
         raise UserError(
-            f"schedule.device_budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
-            "optimizer state; use more layout.loops, a layout.partition with smaller stages there, or a budget of at "
+            f"the device budget is {format_bytes(budget)}, but {', '.join(large)} with weights, gradient and "
+            "optimizer state; use more loops, a partition with smaller stages there, or a device budget of at "
             f"least {format_bytes(least, rounds_up=True)}, so that each stage is brought while the one before computes"
         )
 

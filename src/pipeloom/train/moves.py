@@ -19,7 +19,7 @@ from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import Single
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.train.stages import stage_of

@@ -60,7 +60,7 @@ class Turn:
         return self._pending
 
     def close(self) -> None:
-        """End a rank that will not be asked again."""
+        """End a rank that will not be resumed."""
         self._is_left = True
         self._go.release()
         self._thread.join()

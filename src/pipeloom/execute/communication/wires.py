@@ -31,11 +31,11 @@ class Wire(Protocol):
     """One end of a wire. Numbers are ``int64`` on the CPU, tensors ``uint8`` on the device."""
 
     def announce(self, numbers: Tensor) -> Finish:
-        """Say something, as the rank that evicts."""
+        """Send an announcement, as the rank that evicts."""
         ...
 
     def expect(self, numbers: Tensor) -> Finish:
-        """Hear it, as its partner."""
+        """Receive it, as its partner."""
         ...
 
     def send(self, tensor: Tensor) -> Finish:
@@ -141,7 +141,7 @@ def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[
     connected lazily. A wire has a group of its own, on CUDA a second one for what is announced, which is for hosts.
 
     Args:
-        schedule: tells who evicts.
+        schedule: contains the evictions.
         rank: of this process in its pipeline.
         world: this process among the others.
         pipelines: for each replica of the pipeline its processes.
@@ -218,13 +218,13 @@ class GroupWire:
         self._said: deque[tuple[dist.Work, Tensor]] = deque()
 
     def announce(self, numbers: Tensor) -> Finish:
-        """Say it; on CUDA, where the host goes on meanwhile, it is kept until it has been heard."""
+        """Send it; on CUDA, where the host goes on meanwhile, it is kept until it has been received."""
         work = _posted(lambda: dist.isend(numbers, group=self._numbers, group_dst=self._peer))
         if self.device.type != "cuda":
             return _end_of(work)
         self._said.append((work, numbers))
         if len(self._said) > _SAID:
-            self._said.popleft()[0].wait()  # long heard
+            self._said.popleft()[0].wait()  # received long ago
         return already_done
 
     def expect(self, numbers: Tensor) -> Finish:

@@ -38,7 +38,7 @@ class GradientBuffers:
     Args:
         count: buffers.
         size: elements of each.
-        like: tells type and device.
+        like: has the type and the device.
         reuses: whether a buffer is taken again in the same step, the one that was given back first before the others.
             Reductions end in the order of the row, so that is the buffer whose reduction the dependency relation makes
             the backward wait for. Without such waits a buffer rests until the next step.
@@ -91,7 +91,7 @@ class DataParallel(Part):
     """The stages of one rank among those of its data-parallel group.
 
     Args:
-        schedule: that trains; tells how often gradients are reduced and how many buffers there are for them.
+        schedule: that trains; contains the reductions of gradients, and how many buffers there are for them.
         modules: this rank's stages by index, with their first weights; taken over one after the other.
         level: what is sharded.
         groups: the other ranks.

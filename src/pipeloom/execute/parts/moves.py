@@ -21,7 +21,7 @@ class ActivationMoves(Part, Keeper):
     """The moves of one rank.
 
     Args:
-        schedule: tells what moves, and who evicts to whom.
+        schedule: contains the moves, and who evicts to whom.
         rank: the pipeline rank.
         lanes: what they run on.
         wires: this rank's ends of wires, by the rank that evicts.
@@ -165,7 +165,7 @@ class ActivationMoves(Part, Keeper):
             del message
             yield sending
             del sending
-        # Nothing is kept here: it tells the load that the eviction has ended.
+        # Nothing is kept here: the load waits for this mark of the eviction's end.
         self._away.put(key_of(action), torch.empty(0), self._device)
 
     def _load(self, action: Action, parcel: Parcel) -> Job:

@@ -44,7 +44,7 @@ class Vault:
         self._num_begun = 0
 
     def begin(self) -> None:
-        """Before a step, or after one that failed: who still waits for something of that is told so."""
+        """Before a step, or after one that failed: who still waits for something of that gets an error."""
         with self._changed:
             self._kept.clear()
             self._error = None

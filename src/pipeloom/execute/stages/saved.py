@@ -89,9 +89,9 @@ class Packing:
 class Parcel:
     """What autograd saves for one part, as far as nobody else holds it.
 
-    Whether somebody does is told by the storage's count of references when the forward has ended: parameters, borrowed
-    and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free nothing. The
-    stage's own input and output are in use for a moment longer and move all the same.
+    Whether somebody does is decided by the storage's count of references when the forward has ended: parameters,
+    borrowed and cached tensors, casts that are kept elsewhere, and the batch have others. Moving them would free
+    nothing. The stage's own input and output are in use for a moment longer and move all the same.
 
     Args:
         owns_input: whether nobody needs the stage's input after its forward, as with one that was received.
@@ -153,7 +153,7 @@ class Parcel:
         """The messages of the packing, ``uint8[n]``; the parcel lets go of what is in them.
 
         Args:
-            count: is told by how many bytes more or, where negative, fewer there are; of a message that was made,
+            count: called with the bytes that are more or, where negative, fewer; of a message that was made,
                 that it is gone when the next one is asked for.
         """
         for (begin, end), (first, behind) in zip(self.packing.messages, self.packing.members, strict=True):

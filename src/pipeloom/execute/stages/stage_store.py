@@ -63,7 +63,7 @@ class _Home:
 
     @property
     def address(self) -> int:
-        """What tells this storage from others."""
+        """A key that no other storage has."""
         return self._storage._cdata  # noqa: SLF001
 
     def bring(self, *, with_values: bool) -> None:

@@ -100,7 +100,7 @@ def verify(facts: Facts) -> None:
         fault = rule(facts)
         if fault is not None:
             message, rank, slot, count = fault
-            # One place is enough to act on; the number tells whether it is a slip or a mistake of the whole order.
+            # One place is enough to act on; the number shows whether it is a slip or a mistake of the whole order.
             more = f" (and {count - 1} more like it)" if count > 1 else ""
             view = window(facts.rows, rank, slot) if rank is not None else ""
             raise ScheduleError(rule_name(rule), message + more, rank=rank, slot=slot, window=view)

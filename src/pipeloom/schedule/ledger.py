@@ -1,0 +1,336 @@
+"""The ledger of memory: entries of bytes that ranks hold from the start or the end of an action on.
+
+Entries are made once from a schedule and the sizes of things. On a clock, simulated or measured, they give what each
+rank holds over time; in the order of the rows they give what it holds at most whatever the seconds are.
+
+What is evicted is on its rank until the eviction ends and on the partner from when it starts; it is on the partner
+until the load ends and on its rank from when it starts. So what is under way counts at both ends. What is offloaded is
+on the host, which is not counted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.schedule.facts import Facts, Seconds
+from pipeloom.schedule.kinds import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
+from pipeloom.schedule.row import Bools, Ints
+from pipeloom.schedule.schedule import Schedule
+from pipeloom.schedule.sharding import unreduced_counts
+from pipeloom.schedule.stage_swaps import Amounts, stage_stays
+
+Bytes = NDArray[np.float64]
+
+PARTS = (
+    "always",
+    "stage inputs",
+    "accepted",
+    "working",
+    "gathered weights",
+    "gradients",
+    "receive buffers",
+    "resident stages",
+)
+"""What the bytes of a rank are made of; accepted is what a partner evicted to it."""
+
+
+class KeptBytes(NamedTuple):
+    """For each stage what it keeps of a micro-batch, in bytes or any other unit.
+
+    Attributes:
+        whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
+        pending: between the halves of the backward; empty for as much as before. It never moves.
+        recomputed: from the forward until it is recomputed, where it is; empty for nothing.
+        shares: of each token slice in that; empty where they are alike.
+    """
+
+    whole: Sequence[float] = ()
+    pending: Sequence[float] = ()
+    recomputed: Sequence[float] = ()
+    shares: Sequence[float] = ()
+
+    def whole_of(self, stages: Sequence[int]) -> Bytes:
+        """For some stages what they keep of a micro-batch that is neither recomputed nor between two halves."""
+        return np.array([self.whole[stage] for stage in stages] if len(self.whole) else [1.0] * len(stages), np.float64)
+
+    def slice_shares(self, schedule: Schedule) -> Bytes:
+        """Of each token slice; equal ones where none are given."""
+        equal = [1 / schedule.num_slices] * schedule.num_slices
+        return np.asarray(self.shares if len(self.shares) else equal, np.float64)
+
+    def moved(self, schedule: Schedule) -> Bytes:
+        """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
+        left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
+        whole = self.whole_of(range(schedule.num_stages))[:, None, None]
+        return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """How large the things are that a rank holds.
+
+    Attributes:
+        always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
+        kept: what stages keep of micro-batches, from the start of a forward on; its shares of slices are also those in
+            what a micro-batch is and needs.
+        working_bytes: for each stage what a compute action needs while it runs, beside that; empty for nothing, as
+            below.
+        gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
+            among ``always_bytes``.
+        gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
+            its reduction; 0 where it is among ``always_bytes``.
+        message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
+        stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
+            in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
+    """
+
+    always_bytes: tuple[float, ...]
+    kept: KeptBytes
+    working_bytes: tuple[float, ...] = ()
+    gathered_bytes: tuple[float, ...] = ()
+    gradient_bytes: tuple[float, ...] = ()
+    message_bytes: float = 0.0
+    stages: tuple[Amounts, ...] = ()
+
+
+def peak_of(times: Seconds, more: Bytes) -> float:
+    """The most bytes of changes in any order; at one time, what goes goes first."""
+    return float(np.cumsum(more[np.lexsort((more, times))]).max(initial=0.0))
+
+
+class Balance(NamedTuple):
+    """Entries of all ranks on a clock: by rank, then by time; at one time what goes comes before what is added.
+
+    Attributes:
+        first: for each rank the number of its first entry; behind them the number of all.
+        part: numbers in ``PARTS``.
+        times: from which the change holds, in seconds.
+        more: bytes, negative where they are fewer.
+    """
+
+    first: NDArray[np.intp]
+    part: Ints
+    times: Seconds
+    more: Bytes
+
+    def entries_of(self, rank: int) -> tuple[Ints, Seconds, Bytes]:
+        """Part, time and bytes of one rank's entries."""
+        own = slice(*self.first[rank : rank + 2])
+        return self.part[own], self.times[own], self.more[own]
+
+    def of(self, rank: int) -> tuple[Seconds, Bytes]:
+        """Times and bytes of one rank's entries."""
+        return self.entries_of(rank)[1:]
+
+    def peak(self, rank: int) -> float:
+        """The most bytes of the entries of a rank."""
+        return float(np.cumsum(self.of(rank)[1]).max(initial=0.0))
+
+
+class Ledger(NamedTuple):
+    """Entries: a rank holds more or fewer bytes of a part from an action on.
+
+    Attributes:
+        rank: who.
+        part: of what, numbers in ``PARTS``.
+        node: the action; -1 for the step itself.
+        at_end: whether from its end on, else from its start.
+        more: bytes, negative where they are fewer.
+    """
+
+    rank: Ints
+    part: Ints
+    node: Ints
+    at_end: Bools
+    more: Bytes
+
+    @classmethod
+    def of(cls, schedule: Schedule, held: HeldBytes) -> "Ledger":
+        """All entries of a schedule."""
+        entries = _Entries(schedule)
+        entries.add_kept(held.kept)
+        entries.add_accepted(held.kept)
+        entries.add_working(held)
+        entries.add_gathered(held)
+        entries.add_gradients(held)
+        entries.add_resident(held)
+        entries.add_messages(held)
+        return entries.ledger()
+
+    @classmethod
+    def of_kept(cls, schedule: Schedule, kept: KeptBytes) -> "Ledger":
+        """What is kept between forward and backward alone: own inputs, and what partners evicted to a rank."""
+        entries = _Entries(schedule)
+        entries.add_kept(kept)
+        entries.add_accepted(kept)
+        return entries.ledger()
+
+    def on(self, num_ranks: int, start_s: Seconds, end_s: Seconds, span_s: tuple[float, float] = (0.0, 0.0)) -> Balance:
+        """The entries on a clock.
+
+        Args:
+            num_ranks: of the schedule.
+            start_s: of every action, row after row.
+            end_s: the same.
+            span_s: when the step begins and ends.
+        """
+        # the step itself stands behind all actions, where -1 finds it
+        starts, ends = np.append(start_s, span_s[0]), np.append(end_s, span_s[1])
+        times = np.where(self.at_end, ends[self.node], starts[self.node])
+        order = np.lexsort((self.more, times, self.rank))
+        first = np.searchsorted(self.rank[order], np.arange(num_ranks + 1))
+        return Balance(first, self.part[order], times[order], self.more[order])
+
+
+def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
+    """For each rank the most that its row holds at once of what micro-batches keep between forward and backward.
+
+    Without a clock: what is evicted or offloaded counts as held, since it leaves while the rank goes on.
+    """
+    entries = _Entries(schedule)
+    entries.add_kept(kept, has_moves=False)
+    _, _, node, at_end, more = entries.ledger()
+    change = np.bincount(2 * node.astype(np.int64) + at_end, more, 2 * schedule.num_actions)
+    bounds = (2 * schedule.facts.columns.first).tolist()
+    # a sum for each row of its own, so that no row's rounding depends on the rows before it
+    return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(bounds)]
+
+
+class _Entries:
+    """Collects the entries of a schedule, part by part."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._facts = schedule, schedule.facts
+        self._found: list[Ledger] = []
+
+    def ledger(self) -> Ledger:
+        """What was added."""
+        return Ledger(*(np.concatenate(columns) for columns in zip(*self._found, strict=True)))
+
+    def _add(self, part: str, node: Ints, at_end: bool, more: Bytes, rank: Ints | None = None) -> None:
+        ranks = self._facts.ranks[node] if rank is None else rank
+        parts = np.full(len(node), PARTS.index(part), np.int32)
+        self._found.append(Ledger(ranks, parts, node, np.full(len(node), at_end), np.broadcast_to(more, len(node))))
+
+    def add_kept(self, kept: KeptBytes, *, has_moves: bool = True) -> None:
+        """What forwards keep until their backwards, on the rank that does both."""
+        facts, each = self._facts, _Each(self._schedule, kept)
+        forward, again, half = (facts.where(kind) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT))
+        whole, other = facts.where(Kind.BACKWARD), facts.where(Kind.BACKWARD_WEIGHT)
+        self._add("stage inputs", forward, False, each.moved(forward))
+        self._add("stage inputs", again, False, each.whole(again) - each.moved(again))
+        self._add("stage inputs", whole, True, -each.whole(whole))
+        self._add("stage inputs", half, True, each.pending(half) - each.whole(half))
+        self._add("stage inputs", other, True, -each.pending(other))
+        # a stage that runs no backward keeps nothing behind its forward
+        frozen = forward[facts.columns.stage[forward] < facts.first_backward_stage]
+        self._add("stage inputs", frozen, True, -each.moved(frozen))
+        if has_moves:
+            back, out = facts.where(*OUT_OF), facts.where(*LOAD_OF)
+            self._add("stage inputs", back, False, each.moved(back))
+            self._add("stage inputs", out, True, -each.moved(out))
+
+    def add_accepted(self, kept: KeptBytes) -> None:
+        """What ranks hold for their partners; nothing where the schedule names no partners."""
+        if self._schedule.partners is None:
+            return
+        holder, each = np.asarray(self._schedule.partners, np.int32), _Each(self._schedule, kept)
+        out, back = self._facts.where(Kind.EVICT), self._facts.where(Kind.LOAD)
+        self._add("accepted", out, False, each.moved(out), holder[self._facts.ranks[out]])
+        self._add("accepted", back, True, -each.moved(back), holder[self._facts.ranks[back]])
+
+    def add_working(self, held: HeldBytes) -> None:
+        """What compute needs while it runs."""
+        if held.working_bytes:
+            _, stage, _, part, _ = self._facts.columns
+            node = self._facts.where(*COMPUTE_KINDS)
+            needed = np.asarray(held.working_bytes)[stage[node]] * held.kept.slice_shares(self._schedule)[part[node]]
+            self._add("working", node, False, needed)
+            self._add("working", node, True, -needed)
+
+    def add_gathered(self, held: HeldBytes) -> None:
+        """Gathered weights, from the start of the gather until they are dropped."""
+        if held.gathered_bytes:
+            gathers, drops = self._facts.where(Kind.UNSHARD), self._facts.where(Kind.RESHARD)
+            self._until("gathered weights", gathers, drops, held.gathered_bytes)
+
+    def add_gradients(self, held: HeldBytes) -> None:
+        """Unreduced gradients, from the first backward that adds to them to the end of their reduction."""
+        if held.gradient_bytes:
+            firsts = self._facts.columns.first.tolist()
+            rows = zip(self._facts.rows, firsts, strict=False)
+            begins = [first + slot for row, first in rows for slot, _ in unreduced_counts(row)]
+            reductions = self._facts.where(Kind.REDUCE_GRAD)
+            self._until("gradients", np.array(begins, np.int32), reductions, held.gradient_bytes)
+
+    def _until(self, part: str, begins: Ints, ends: Ints, by_stage: Sequence[float]) -> None:
+        """From the start of some actions to the end of others on the same stages; what is left, to the step's end."""
+        stage, sizes = self._facts.columns.stage, np.asarray(by_stage, np.float64)
+        self._add(part, begins, False, sizes[stage[begins]])
+        self._add(part, ends, True, -sizes[stage[ends]])
+        taken, given = (np.bincount(stage[nodes], minlength=len(sizes)) for nodes in (begins, ends))
+        left = np.flatnonzero(taken - given)
+        step = np.full(len(left), -1, np.int32)
+        self._add(part, step, True, -(sizes * (taken - given))[left], self._facts.owner[left])
+
+    def add_resident(self, held: HeldBytes) -> None:
+        """Stages on the device, from the start of their swap in to the end of their swap out."""
+        if not held.stages:
+            return
+        for row, first in zip(self._facts.rows, self._facts.columns.first.tolist(), strict=False):
+            stays = stage_stays(row)
+            sizes = np.array([held.stages[stay.stage].of(stay.held) for stay in stays], np.float64)
+            self._add("resident stages", first + np.array([stay.first for stay in stays], np.int32), False, sizes)
+            self._add("resident stages", first + np.array([stay.last for stay in stays], np.int32), True, -sizes)
+
+    def add_messages(self, held: HeldBytes) -> None:
+        """Received tensors, from the posting of the receive, at its place in the row, to the end of what uses them."""
+        if not held.message_bytes:
+            return
+        facts, node = self._facts, self._facts.where(*RECEIVE_KINDS)
+        _, stage, microbatch, part, first = facts.columns
+        computes = facts.where(*COMPUTE_KINDS)
+        number = np.searchsorted(computes, node) - 1
+        before = np.where(number >= 0, computes[number], -1)
+        is_own = before >= first[facts.ranks[node]]
+        place = stage[node], microbatch[node], part[node]
+        forward = facts.columns.kind[node] == Kind.RECV_F.code
+        user = np.where(forward, facts.node_of[Kind.FORWARD.code][place], facts.input_gradients[place])
+        size = held.message_bytes * held.kept.slice_shares(self._schedule)[part[node]]
+        # posted when the compute action before it in its row has ended, at first when the step begins
+        self._add("receive buffers", before[is_own], True, size[is_own])
+        step = np.full(int((~is_own).sum()), -1, np.int32)
+        self._add("receive buffers", step, False, size[~is_own], facts.ranks[node][~is_own])
+        self._add("receive buffers", user, True, -size)
+
+
+class _Each:
+    """For actions that name a micro-batch what their stage keeps of it."""
+
+    def __init__(self, schedule: Schedule, kept: KeptBytes) -> None:
+        self._facts: Facts = schedule.facts
+        self._shares = kept.slice_shares(schedule)
+        self._whole = kept.whole_of(range(schedule.num_stages))
+        self._pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else self._whole
+        self._moved = kept.moved(schedule) if self._facts.has(Kind.RECOMPUTE) else None
+
+    def whole(self, node: Ints) -> Bytes:
+        """From the forward, or from where it runs again, to the end of the backward or of its first half."""
+        return self._of_stage(self._whole, node)
+
+    def pending(self, node: Ints) -> Bytes:
+        """Between the halves of the backward."""
+        return self._of_stage(self._pending, node)
+
+    def moved(self, node: Ints) -> Bytes:
+        """From the forward until it runs again, if it does."""
+        _, stage, microbatch, part, _ = self._facts.columns
+        return self.whole(node) if self._moved is None else self._moved[stage[node], microbatch[node], part[node]]
+
+    def _of_stage(self, each: Bytes, node: Ints) -> Bytes:
+        _, stage, _, part, _ = self._facts.columns
+        return each[stage[node]] * self._shares[part[node]]
