@@ -10,6 +10,8 @@ from dataclasses import fields
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import pipeloom
 from pipeloom.schedule.kinds import Kind
 from pipeloom.workload.layout import Layout
@@ -87,6 +89,12 @@ def test_the_newest_kind_touches_few_files():
     print(NEWEST, *files, sep="\n  ")  # noqa: T201  pytest -s shows it
     assert len(files) <= MOST_NEW_KIND
     assert "schedule/kinds.py" in files
+
+
+@pytest.mark.parametrize("module", ["execute/executor.py", "execute/drive.py", "simulate.py", "schedule/row.py"])
+def test_what_runs_every_kind_names_none(module):
+    assert (SOURCE / module).exists()
+    assert [kind.name for kind in Kind if module in files_that_name()[kind.name]] == []
 
 
 def test_a_bound_is_of_something_that_there_is():

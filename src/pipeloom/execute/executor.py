@@ -85,6 +85,8 @@ class Executor:
         self._run_ahead = run_ahead
         self._row = RankRow(schedule, rank, transport)
         self._actions = self._row.actions
+        assert len(part_of) == sum(len(part.kinds) for part in parts), "two parts run one kind"
+        # By slot, not by kind: a step looks nothing up that the row has decided.
         self._part_at = [part_of[action.kind] for action in self._actions]
         self._computes = [lane == COMPUTE_LANE for lane in self._row.lanes]
         for part in parts:
@@ -156,6 +158,8 @@ class Executor:
                 # Each action that is issued holds memory on the device: without a
                 # limit a host that is ahead would fill it.
                 self._clock.wait(self._marks[-self._run_ahead][2])
+            # Behind this mark, so that what parts do for an action, such as to clear
+            # the buffer of a gradient, is part of its span.
             begin = self._clock.mark() if computes else None
             for do in row.before[slot]:
                 do()
@@ -171,6 +175,8 @@ class Executor:
 
     def _take(self, slot: int) -> None:
         """Use what the action of an earlier slot brought, which has ended."""
+        # It has let go of its tensor and stays for its times: most traces are never
+        # made, so that nothing is written down here.
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
 

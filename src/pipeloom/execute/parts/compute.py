@@ -112,6 +112,7 @@ class Compute(Part):
             tensor = row.inputs[portion.number(self._num_slices)]
         objective = row.objective if index == self._last else None
         trains = index >= self._first_that_trains
+        # Without a backward autograd saves nothing, so that there is nothing to follow.
         parcel = self._keeper.parcel(action, owns_input=owns_input) if trains else None
         if slot in self._runs_again:
             output = stage.forward_once(portion, tensor, objective, parcel)
@@ -165,6 +166,7 @@ class Compute(Part):
         """Note what is held now, after a forward that keeps it or after the first half of a backward."""
         stages = self.stages.values()
         now = (
+            # In micro-batches, rounded up: the first slice of one takes its room.
             -(-sum(stage.num_held for stage in stages) // self._num_slices),
             sum(stage.held_bytes for stage in stages),
             sum(stage.num_pending for stage in stages),

@@ -167,6 +167,8 @@ class DataParallel(Part):
 
     def bind(self, row: RankRow) -> None:
         """Find a buffer for the gradient that a backward begins, before that."""
+        # At all of them, though most find one open: a stage that is reduced early
+        # begins a second gradient in the same step.
         for slot in row.slots_of(*ADDS_TO_GRADIENT):
             row.before[slot].append(partial(self.before_backward, row.actions[slot].stage))
 

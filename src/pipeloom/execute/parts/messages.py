@@ -36,5 +36,5 @@ class Messages(MessagePart):
 
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
         """Keep what was received for the action that takes it."""
-        if tensor is not None:
+        if tensor is not None:  # a send brings nothing
             row.values[row.actions[slot]] = tensor

@@ -91,6 +91,8 @@ class RankRow:
         self.before: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self.after: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self._transport = transport
+        # Found once: the relation is asked in numbers, which takes longer than an
+        # action without compute.
         self._sources = [_source_of(action, schedule) for action in self.actions]
         self.begin((), None)
 
@@ -108,6 +110,7 @@ class RankRow:
         """The slots of this row that the action of a slot waits for, by the dependency relation."""
         first = int(self.schedule.facts.columns.first[self.rank])
         found = [node - first for node in self.schedule.graph.needed(first + slot)]
+        # A receive needs a send, which is on another rank, before or behind this row.
         return [other for other in found if 0 <= other < len(self.actions)]
 
     def input(self, slot: int) -> Tensor | None:
