@@ -15,7 +15,7 @@ from pipeloom.config import find_problems
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
-from pipeloom.predict.step import sizes_in_training
+from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
 from pipeloom.system.files import parse_toml

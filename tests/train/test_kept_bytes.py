@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeloom.config import DataConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.model import stage_pieces
-from pipeloom.predict.step import sizes_in_training
+from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build
 from pipeloom.train.moves import StageSizes, saved_bytes
 from pipeloom.train.stages import stage_of

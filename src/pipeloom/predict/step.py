@@ -7,8 +7,6 @@ from statistics import fmean
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
-from pipeloom.catalog import load_software
-from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
@@ -21,12 +19,12 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.describe import described_run
 from pipeloom.predict.links import shared_links
-from pipeloom.predict.memory import held_bytes, kept_with_loss, memory_by_rank
+from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
+from pipeloom.predict.sizes import ClosedSizes
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
 from pipeloom.recipe import (
     Recipe,
     build,
@@ -39,11 +37,8 @@ from pipeloom.recipe import (
 )
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.facts import Graph
-from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
-from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run
 
@@ -429,48 +424,6 @@ def compute_schedule(choice: Choice) -> Schedule:
         UserError: the schedule cannot be made.
     """
     return communicating(Recipe(start=choice, receive_buffers=None))
-
-
-@dataclass(frozen=True)
-class ClosedSizes:
-    """Closed forms of the bytes of a run's stages.
-
-    Attributes:
-        run: what is trained.
-        software: with what.
-        is_gpu: whether devices are GPUs, where a norm of this program is one kernel, whatever the run says.
-    """
-
-    run: Run
-    software: Software
-    is_gpu: bool
-
-    def kept(self, _schedule: Schedule) -> KeptBytes:
-        """What stages keep of micro-batches for their backwards."""
-        run = replace(self.run, fused_norm=self.is_gpu) if self.software.has_lanes else self.run
-        return kept_with_loss(run, self.software)
-
-    def stages(self) -> tuple[Amounts, ...]:
-        """For each stage the bytes of its weights, gradient and state."""
-        return swapped_amounts(self.run, self.software)
-
-
-def sizes_in_training(config: RunConfig) -> ClosedSizes:
-    """Closed forms of the bytes of the stages of a run, as ``pipeloom train`` executes it on any machine.
-
-    Args:
-        config: without problems, its model's sizes in place.
-
-    Raises:
-        UserError: there are none for its type.
-    """
-    precision = precision_of(config.training.known_dtype)
-    if precision is None:
-        raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
-    software = load_software("pipeloom")
-    run = described_run(config, precision)
-    run = run if config.schedule.budget_bytes is None else with_alike_stages(run, software)
-    return ClosedSizes(run, software, config.training.device == "cuda")
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
