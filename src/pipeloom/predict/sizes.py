@@ -10,7 +10,7 @@ from pipeloom.predict.describe import described_run
 from pipeloom.predict.memory import kept_with_loss
 from pipeloom.predict.stage_swaps import swapped_amounts, with_alike_stages
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.held import KeptBytes
+from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run
