@@ -55,9 +55,23 @@ SHORT = ("--training.steps", "4", "--training.no-predict", "--training.validatio
 SHORT = (*SHORT, "--training.sample-tokens", "0", "--layout.microbatch-size", "1", "--checkpoint.final", "none")
 
 
+@pytest.mark.timeout(300)  # three runs over processes
 def test_an_optimizer(answer, site, tmp_path):
+    (tmp_path / "here" / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 99)
+
     def losses(folder, *words):
-        answer("train", *TINY, *SHORT, "--optimizer.name", "lion", "--output.folder", folder, *words)
+        answer(
+            "train",
+            *TINY,
+            *SHORT,
+            "--data.path",
+            "text.txt",
+            "--optimizer.name",
+            "lion",
+            "--output.folder",
+            folder,
+            *words,
+        )
         lines = (tmp_path / "here" / folder / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
@@ -98,3 +112,15 @@ def test_a_family_of_models(answer, tmp_path):
     assert planned["question"]["model"]["mlp"] == "relu2"
     assert planned["layouts"]
     assert "torchrun" in answer("launch", "run.toml", "--out", "start", "--to", "torchrun")
+
+
+def test_a_strategy(answer, tmp_path):
+    question = "--model llama-13b --cluster dgx-1-v100 --devices 16 --global-batch 32 --seq 2048 --pp 16 --loops 1"
+    question = [*question.split(), "--families", "1f1b", "--recompute", "none", "--no-explain"]
+    plain = answer("plan", *question, "--ways", "none", "keep-one", "--out", "plan", "--json")
+    assert plain["question"]["limits"]["ways"] == ["none", "keep-one"]
+    assert plain["layouts"][0]["keep"] == [1] * 16
+    assert plain["counts"]["tried"] > 0
+    (tmp_path / "here" / "plan" / "schedule.txt").unlink(missing_ok=True)
+    again = answer("simulate", "plan/run.toml", "--json")
+    assert again["step_time_s"] == pytest.approx(plain["layouts"][0]["step_time_s"])

@@ -281,7 +281,7 @@ def load_software(name_or_path: str) -> Software:
         sets=reader.texts("sets"),
         attentions=reader.texts("attentions"),
         families=reader.texts("families", among=tuple(FAMILIES)),
-        ways=cast("tuple[Way, ...]", reader.texts("ways", among=get_args(Way))),
+        ways=reader.texts("ways", among=get_args(Way)),
         shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
         **plain,
     )

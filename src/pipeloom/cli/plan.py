@@ -20,11 +20,12 @@ from pipeloom.planner.causes import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
+from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
 from pipeloom.workload.dtypes import Dtype, dtype_of
-from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import shape_of
 from pipeloom.workload.run import Attention
 
@@ -78,10 +79,11 @@ class Options:
     """What data parallelism shares out."""
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
-    ways: tuple[Literal["none"] | Way, ...] = ()
+    ways: tuple[str, ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
     ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
-    host), or sequences are cut (slices). none: layouts without, printed as well where the others lead to no layout."""
+    host), or sequences are cut (slices); or strategies of other distributions (docs/extending.md). none: layouts
+    without, printed as well where the others lead to no layout."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
@@ -238,7 +240,7 @@ def _request(options: Options) -> Request:
     if shape is None and config is not None and model_name is None and not problems:
         shape = shape_of(config.model.resolve(config.data.vocab_size))
     cluster = load_or_note(load_cluster, cluster_name, problems) if cluster_name else None
-    software = load_or_note(load_software, software_name, problems)
+    software = load_or_note(lambda name: with_strategies(load_software(name)), software_name, problems)
     if problems or shape is None or cluster is None or software is None:
         raise ConfigError(list(dict.fromkeys(problems)), "the question")  # a run file and its model name one problem
     layout, known = (config.layout, config.data) if config is not None else (None, None)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.layout import Shard
 from pipeloom.workload.optimizers import OPTIMIZERS, Optimizer
 
 Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
@@ -131,7 +131,7 @@ class Software:
     attentions: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     shards: tuple[Shard, ...] = ()
-    ways: tuple[Way, ...] = ()
+    ways: tuple[str, ...] = ()
     partition: Division = "even"
     dropout: bool = False
     gradient_bytes: float = 4

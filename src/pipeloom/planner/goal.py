@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 from heapq import heappush, nsmallest
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits
 from pipeloom.planner.space import Arrangement, Cut, Leaf
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.layout import Way
 from pipeloom.workload.run import Run
 
 
@@ -34,19 +33,6 @@ def kind_of(run: Run, family: str, way: str = "none") -> Kind:
     # Which layers they are is found by memory alone, so two such layouts differ in nothing that anybody chose.
     recompute = "some" if run.recompute_layers else run.recompute
     return Kind(run.tp, run.pp, run.dp, run.micro_batch, family, recompute, run.sequence_parallel, way)
-
-
-def way_of(step: SimulatedStep) -> Way | Literal["none"]:
-    """In which way a step makes room, or cuts sequences."""
-    order = step.order
-    # A layout has one way at most: the search never joins two (``planner/ways.py``).
-    if order.choice.keep is not None:
-        return "keep"
-    if order.choice.num_slices > 1:
-        return "slices"
-    if order.swapping is not None:
-        return "swap"
-    return "balance" if order.moving.balance else "offload" if order.moving.offload else "none"
 
 
 SAME = 1e-8

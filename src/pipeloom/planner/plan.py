@@ -9,13 +9,12 @@ from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.planner.advice import Closest, closest, no_layout, ways_out
 from pipeloom.planner.causes import causes, differences
 from pipeloom.planner.error_bar import ErrorBar, error_bar
-from pipeloom.planner.goal import Rank, way_of
+from pipeloom.planner.goal import Rank
 from pipeloom.planner.question import Limits, Question, divisors
 from pipeloom.planner.search import Counts, Found, Progress, Search, search
-from pipeloom.planner.swap_ways import hint
+from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.system.stopping import Reason, Stop
-from pipeloom.workload.layout import Way
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ class _Draft:
                 self._explain(searching, found.best, deadline)
 
     def _find_ways_out(self) -> None:
-        self.advice = tuple(filter(None, [hint(self.question)]))
+        self.advice = tuple(filter(None, (one.hint(self.question) for one in STRATEGIES.values())))
         self.near = closest(self.question)
         for way in ways_out(self.question, self.near):
             self.near = replace(self.near, ways_out=(*self.near.ways_out, way))
@@ -228,8 +227,8 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield f"tp other than {run.tp}", Limits(tp=others)
     if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
         yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
-    if (way := way_of(best)) != "none" and limits.allows(ways="none"):
-        yield WITHOUT[way], Limits(ways=("none",))
+    if (way := strategy_of(best)) != "none" and limits.allows(ways="none"):
+        yield STRATEGIES[way].without, Limits(ways=("none",))
     if run.recompute_kinds != ("none",) and "none" in question.recompute:
         yield "nothing recomputed", Limits(recompute=("none",))
     if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
@@ -238,14 +237,6 @@ def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limit
         yield "nothing shared out", Limits(shards=("none",))
 
 
-WITHOUT: dict[Way, str] = {
-    "keep": "no micro-batch recomputed by itself",
-    "balance": "no activations moved to partners",
-    "offload": "no activations moved to the host",
-    "swap": "all stages on the device",
-    "slices": "whole sequences",
-}
-"""Titles of the rivals without what the best layout does."""
 ALONE = " alone"
 """How the titles of rivals end that use one kind of nodes."""
 
@@ -346,7 +337,7 @@ def _advice_on_plain(
     searching: Search, question: Question, best: SimulatedStep, deadline: float | None
 ) -> Iterator[str]:
     """A faster layout that the limits leave out since it makes no room and cuts no sequences."""
-    way = way_of(best)
+    way = strategy_of(best)
     if way == "none" or question.limits.allows(ways="none"):
         return
     plain = searching.best(1, Limits(ways=("none",)), budget_s=_left_s(deadline)).best
@@ -362,9 +353,10 @@ def _advice_on_plain(
 
 def _advice_on_ways(question: Question, best: SimulatedStep) -> Iterator[str]:
     ways = question.limits.ways
-    if ways is not None and way_of(best) not in ways:
+    if ways is not None and strategy_of(best) not in ways:
         wanted = " or ".join(ways)
-        alone = " (stages are swapped through one device alone)" if "swap" in ways and question.num_devices > 1 else ""
+        limits = [found for way in ways if way != "none" and (found := STRATEGIES[way].limit(question)) is not None]
+        alone = f" ({'; '.join(limits)})" if limits else ""
         yield f"None of these layouts has {wanted}: nothing needs it, or it does not help{alone}."
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.hardware import Cluster
@@ -14,7 +14,7 @@ from pipeloom.planner.bounds import Bounds
 from pipeloom.predict.describe import dtype_problem
 from pipeloom.terminal.words import did_you_mean
 from pipeloom.workload.dtypes import Precision, dtype_of
-from pipeloom.workload.layout import Recompute, Shard, Way
+from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Attention, Run
 
@@ -44,7 +44,7 @@ class Limits:
     shards: tuple[Shard, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     sequence_parallel: tuple[bool, ...] | None = None
-    ways: tuple[Way | Literal["none"], ...] | None = None
+    ways: tuple[str, ...] | None = None
 
     def allows(self, **values: Any) -> bool:
         """Whether each value is one that may be chosen."""
@@ -149,7 +149,7 @@ class Question:
         return tuple(level for level in LEVELS if level in among)
 
     @cached_property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[str, ...]:
         """In which room may be made for activations or stages, or sequences be cut."""
         return tuple(way for way in self.software.ways if self.limits.allows(ways=way))
 

@@ -16,12 +16,9 @@ from pipeloom.planner.dive import first_of, likely
 from pipeloom.planner.goal import Entry, Goal, Kind, Node, Rank, Settled, admits, settled_kind
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.settle import cut_again, settle, settled_bound_s, unsent_bound_s
-from pipeloom.planner.slice_ways import Sliced, cut_by_programme, sliceable
 from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
-from pipeloom.planner.swap_ways import Swapped, swappable
-from pipeloom.planner.ways import Relief, reliefs
+from pipeloom.planner.strategies import STRATEGIES, Attempt, Left
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.layout import Way
 
 Progress = Callable[[int, int], None]
 """Callback ``(decided, total)``, in layouts."""
@@ -86,8 +83,6 @@ DIVING = 0.3
 """Part of a time limit in which layouts are simulated before bounds have ruled out others."""
 _OFTEN = 256
 """Arrangements between two reports of progress."""
-Attempt = Relief | Sliced | Swapped
-"""Layouts without a bound, tried with the best that bounds leave."""
 
 
 def search(question: Question, count: int = 10, *, budget_s: float | None = None, prunes: bool = True) -> Found:
@@ -308,12 +303,10 @@ class Search:
             if goal.allows(way):
                 self._attempt(goal, self._attempts(goal, way), deadline)
 
-    def _attempts(self, goal: Goal, way: Way) -> Iterator[Attempt]:
-        if way in ("slices", "swap"):
-            found = (a for a in self._arrangements if goal.may_be(a))
-            cut = swappable(found) if way == "swap" else sliceable(found, goal.first_s)
-            return (one for one in cut if goal.may_be(one.leaf))
-        return (one for leaf in self._short if goal.may_be(leaf) for one in reliefs(leaf, way))
+    def _attempts(self, goal: Goal, way: str) -> Iterator[Attempt]:
+        arrangements = (one for one in self._arrangements if goal.may_be(one))
+        left = Left(arrangements, [leaf for leaf in self._short if goal.may_be(leaf)], goal.first_s)
+        return (one for one in STRATEGIES[way].attempts(left) if goal.may_be(one.leaf))
 
     def _attempt(self, goal: Goal, attempts: Iterator[Attempt], deadline: float | None) -> None:
         """Try those that promise most, until nothing promises to be the best."""
@@ -334,7 +327,7 @@ class Search:
             return
         self._tried.add(attempt.leaf)
         self._counts.tried += 1
-        candidate = attempt.settle()
+        candidate = attempt.build()
         if candidate is not None:
             self._add(goal, Settled(attempt.leaf, candidate))
 
@@ -347,6 +340,6 @@ def _finished(settled: Settled, known: SimulatedStep | None) -> SimulatedStep:
     """The step of one of the best; with stages cut by what layers recompute, or slices of other lengths, if faster."""
     step, again = known or settled.simulate(), cut_again(settled.leaf, settled.candidate)
     others = [] if again is None else [replace(settled, candidate=again).simulate()]
-    if settled.leaf.way == "slices" and (other := cut_by_programme(settled.candidate)) is not None:
-        others.append(other)
+    if settled.leaf.way != "none":
+        others += STRATEGIES[settled.leaf.way].refine(settled.candidate)
     return min(step, *others, key=Rank.of) if others else step

@@ -29,7 +29,7 @@ from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
 from pipeloom.schedule import Placement
-from pipeloom.workload.layout import Shard, Way
+from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
 Kept = Literal["none", "selective", "some", "full"]
@@ -344,7 +344,7 @@ class Leaf:
     cut: Cut
     sharding: Sharding
     choice: Choice
-    way: Way | Literal["none"] = "none"
+    way: str = "none"
 
     @property
     def count(self) -> int:

@@ -4,7 +4,7 @@ What a step takes is not bounded, only estimated: as long as its compute, or as 
 few layouts that come first by that.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,13 +17,13 @@ from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
-from pipeloom.planner.space import Arrangement, Leaf
+from pipeloom.planner.space import Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
+from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.memory import kept_logits
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
 from pipeloom.schedule.stage_swaps import NOTHING, Content
-from pipeloom.workload.layout import Way
 
 FAMILY = "breadth-first"
 """The order that visits each stage twice a step, however many micro-batches there are."""
@@ -36,13 +36,12 @@ class Swapped:
     """A leaf on one device that is too small for its model, with stages that visit it.
 
     Attributes:
-        leaf: its way ``swap``.
+        leaf: its way is ``swap``.
         num_stages: as many as are asked for; ``None`` for any number, whatever that of the leaf is.
     """
 
     leaf: Leaf
     num_stages: int | None
-    way: Way = "swap"
 
     @cached_property
     def estimate_s(self) -> float:
@@ -78,7 +77,7 @@ class Swapped:
         whole = sum(one.total for one in self._question.pieces)
         return float((memory.rooms - held).min()) + whole - logits
 
-    def settle(self) -> Candidate | None:
+    def build(self) -> Candidate | None:
         """With the cut that is fastest in the bytes that activations leave; ``None`` if they leave too few."""
         budget = self._room
         for _ in range(_MOST_BUDGETS):
@@ -111,9 +110,9 @@ class Swapped:
         return Candidate(self.leaf.placed("none").of(run), order)
 
 
-def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
+def _swappable(left: Left) -> Iterator[Swapped]:
     """Leaves on one device that do not fit it, whatever is recomputed, and may be swapped through it."""
-    for arrangement in arrangements:
+    for arrangement in left.arrangements:
         run, question = arrangement.run, arrangement.question
         # Only a run on one device can swap its stages.
         is_alone = run.num_devices == 1 and FAMILY in question.families and arrangement.cluster.host is not None
@@ -128,7 +127,7 @@ def swappable(arrangements: Iterable[Arrangement]) -> Iterator[Swapped]:
                 yield Swapped(replace(leaf, choice=choice, way="swap"), loops if is_asked else None)
 
 
-def hint(question: Question) -> str | None:
+def _hint(question: Question) -> str | None:
     """What somebody whose model does not fit one device may want to know of swapping; ``None`` with several devices."""
     if question.num_devices > 1 or "swap" not in question.software.ways:
         return None
@@ -143,3 +142,20 @@ def hint(question: Question) -> str | None:
         "Stages that visit the device one after the other do not fit either, beside what all sequences of a step keep: "
         "a smaller batch, shorter sequences or more recomputation need less."
     )
+
+
+def _limit(question: Question) -> str | None:
+    return "stages are swapped through one device alone" if question.num_devices > 1 else None
+
+
+STRATEGIES.add(
+    "swap",
+    Strategy(
+        summary="on one device, stages wait at the host until their turn",
+        without="all stages on the device",
+        attempts=_swappable,
+        is_in=lambda step: step.order.swapping is not None,
+        hint=_hint,
+        limit=_limit,
+    ),
+)

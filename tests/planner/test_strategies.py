@@ -12,11 +12,10 @@ from pipeloom.cost.hardware import Link
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import ConfigError
 from pipeloom.planner.causes import causes
-from pipeloom.planner.goal import way_of
-from pipeloom.planner.plan import WITHOUT, make_plan
+from pipeloom.planner.plan import make_plan
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
-from pipeloom.planner.swap_ways import hint
+from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import simulate_step
@@ -63,8 +62,8 @@ def test_the_search_finds_the_way_that_is_fastest(deep, way):
     limits, changes = CASES[way]
     question = deep(limits, **changes)
     best, without = search(question, 1).best, search(question.limited(ways=("none",)), 1).best
-    assert way_of(best) == way
-    assert way_of(without) == "none"
+    assert strategy_of(best) == way
+    assert strategy_of(without) == "none"
     assert best.prediction.step_time_s < 0.97 * without.prediction.step_time_s
     assert best.prediction.fits
 
@@ -104,8 +103,8 @@ def test_partners_stand_beside_each_other_where_the_network_is_slow(deep):
 def test_a_plan_says_what_the_way_is_worth(deep):
     limits, changes = CASES["keep"]
     plan = make_plan(deep(limits, **changes), budget_s=60)
-    (rival,) = [one for one in plan.rivals if one.kind == WITHOUT["keep"]]
-    assert way_of(rival.step) == "none"
+    (rival,) = [one for one in plan.rivals if one.kind == STRATEGIES["keep"].without]
+    assert strategy_of(rival.step) == "none"
     assert sum(rival.more_s.values()) > 0
     told = causes(plan.best)
     assert told["recompute_s"] > 0
@@ -120,14 +119,14 @@ def test_a_way_that_the_program_does_not_have_is_refused(ask):
 def test_only_a_way_may_be_asked_for(deep):
     limits, changes = CASES["balance"]
     steps = search(deep(limits | {"ways": ("balance",)}, **changes), 5).steps
-    assert {way_of(step) for step in steps} == {"balance"}
+    assert {strategy_of(step) for step in steps} == {"balance"}
 
 
 @pytest.mark.parametrize("way", ["keep", "balance", "slices"])
 def test_layouts_without_a_way_are_told_where_nothing_needs_it(deep, way):
     limits = ONE_BY_ONE | {"ways": (way,)}
     plan = make_plan(deep(limits), budget_s=60)
-    assert way_of(plan.best) == "none"
+    assert strategy_of(plan.best) == "none"
     assert plan.closest is None
     assert any(f"None of these layouts has {way}" in sentence for sentence in plan.advice)
     assert plan.best == search(deep(ONE_BY_ONE | {"ways": ("none",)}), 1).best
@@ -138,7 +137,7 @@ def test_a_plain_layout_that_is_faster_than_the_named_way_is_advised(deep):
     for explains in (False, True):
         plan = make_plan(deep(limits | {"ways": ("keep",)}, **changes), 1, explains=explains)
         plain = search(deep(limits | {"ways": ("none",)}, **changes), 1).best
-        assert way_of(plan.best) == "keep"
+        assert strategy_of(plan.best) == "keep"
         (sentence,) = (one for one in plan.advice if "plain layout is faster" in one)
         less = 1 - plain.prediction.step_time_s / plan.best.prediction.step_time_s
         assert less > 0
@@ -150,7 +149,7 @@ def test_a_plain_layout_that_is_faster_than_the_named_way_is_advised(deep):
 def test_room_is_not_made_where_everything_fits(deep):
     found = search(deep(ONE_BY_ONE | {"ways": ("none", "keep", "balance", "offload")}), 3)
     assert found.counts.tried == 0
-    assert way_of(found.best) == "none"
+    assert strategy_of(found.best) == "none"
 
 
 ALONE = {"num_devices": 1, "global_batch": 4, "seq": 512}
@@ -161,7 +160,7 @@ def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
     cluster = with_memory(2.4)
     question = deep({}, cluster=cluster, **ALONE)
     found = search(question, 3)
-    assert {way_of(step) for step in found.steps} == {"swap"}
+    assert {strategy_of(step) for step in found.steps} == {"swap"}
     assert search(question.limited(ways=("none",)), 1).best is None
     best = found.best
     amounts = swapped_amounts(best.run, best.software)
@@ -190,7 +189,7 @@ def test_the_schedule_of_a_swapped_model_is_the_one_that_trains(deep, precision,
     cluster = load_cluster("dgx-h100")
     cluster = replace(cluster, device=replace(cluster.device, memory_bytes=2.13e9))
     step = search(deep({}, cluster=cluster, precision=precision, **ALONE), 1).best
-    assert way_of(step) == "swap"
+    assert strategy_of(step) == "swap"
     config = run_config(step, None, "dgx-h100", "pipeloom")
     assert config.training.dtype == dtype
     config = replace(config, model=config.model.resolve(DEEP.vocab))
@@ -212,7 +211,7 @@ def test_more_memory_never_makes_a_swapped_model_slower(deep):
     for gigabytes in (2.0, 2.05, 2.1, 2.15, 2.2, 2.3, 2.4, 2.6, 2.8):
         limits = {"micro_batch": (1,), "recompute": ("full",)}
         best = search(deep(limits, cluster=with_memory(gigabytes), **ALONE), 1).best
-        assert way_of(best) == "swap"
+        assert strategy_of(best) == "swap"
         seconds.append(best.prediction.step_time_s)
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < 0.9 * seconds[0]
@@ -240,7 +239,7 @@ def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):
 
 
 def test_several_devices_share_the_stages_instead(deep):
-    assert hint(deep({})) is None
+    assert STRATEGIES["swap"].hint(deep({})) is None
     plan = make_plan(deep({"ways": ("swap",)}), budget_s=60, explains=True)
     assert any("stages are swapped through one device alone" in line for line in plan.advice)
 
@@ -248,12 +247,12 @@ def test_several_devices_share_the_stages_instead(deep):
 def test_what_fits_is_not_swapped(deep):
     steps = search(deep({}, cluster=with_memory(16.0), **ALONE), 5).steps
     assert steps
-    assert "swap" not in {way_of(step) for step in steps}
+    assert "swap" not in {strategy_of(step) for step in steps}
 
 
 def test_a_plan_of_a_swapped_model_says_so(deep):
     plan = make_plan(deep({}, cluster=with_memory(2.4), **ALONE), budget_s=60)
-    assert [rival.step for rival in plan.rivals if rival.kind == WITHOUT["swap"]] == [None]
+    assert [rival.step for rival in plan.rivals if rival.kind == STRATEGIES["swap"].without] == [None]
     assert sum(causes(plan.best).values()) == pytest.approx(plan.best.prediction.step_time_s, rel=1e-9)
 
 
@@ -261,5 +260,5 @@ def test_the_stages_of_a_swapped_model_may_be_asked_for(deep):
     question = deep({"loops": (5, 9, 16)}, cluster=with_memory(2.4), **ALONE)
     steps = search(question, 5).steps
     assert {step.run.loops for step in steps} <= {5, 9, 16}
-    assert {way_of(step) for step in steps} == {"swap"}
+    assert {strategy_of(step) for step in steps} == {"swap"}
     assert steps[0].prediction.fits

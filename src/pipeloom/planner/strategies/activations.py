@@ -1,4 +1,4 @@
-"""Ways to make room in a layout whose ranks are short of memory for activations.
+"""Strategies that make room in a layout whose ranks are short of memory for activations: keep, balance, offload.
 
 Beside recomputing layers of every micro-batch (``planner/settle.py``), a rank may recompute whole stages of as many
 micro-batches as it has no room for (``keep``), evict what is needed last to a rank that has room (``balance``), or move
@@ -8,7 +8,7 @@ to make: a search tries the few layouts that come first by the estimate.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from pipeloom.planner.bounds import Floats
 from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import TRIES, free_bytes, orders_of
 from pipeloom.planner.space import Leaf
+from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
 from pipeloom.predict.step import Order, compute_schedule
 from pipeloom.workload.layout import Way, paired_order
@@ -105,7 +106,7 @@ class Relief:
         held = (self.leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
         return np.array(evict_seconds(cut.run, cluster, software, pair_ranks(held), sizes))
 
-    def settle(self) -> Candidate | None:
+    def build(self) -> Candidate | None:
         """The leaf with everything decided; ``None`` if it does not fit in this way, or fits without it."""
         (shard,) = self.leaf.sharding.levels
         order = _leanest(orders_of(self.leaf.choice, shard))
@@ -165,11 +166,12 @@ class Relief:
         return prediction.step_time_s if prediction.fits else float("inf")
 
 
-def reliefs(leaf: Leaf, way: Way) -> Iterator[Relief]:
-    """A leaf that is too large with room made in a way, with every level of sharding by itself."""
-    if leaf.stage_inputs is not None and leaf.cut.arrangement.kept != "some" and _is_possible(leaf, way):
-        for level in leaf.sharding.levels:
-            yield Relief(replace(leaf, sharding=leaf.sharding._replace(levels=(level,)), way=way), way)
+def _reliefs(left: Left, way: Way) -> Iterator[Relief]:
+    """Leaves that are too large with room made in a way, with every level of sharding by itself."""
+    for leaf in left.too_large:
+        if leaf.stage_inputs is not None and leaf.cut.arrangement.kept != "some" and _is_possible(leaf, way):
+            for level in leaf.sharding.levels:
+                yield Relief(replace(leaf, sharding=leaf.sharding._replace(levels=(level,)), way=way), way)
 
 
 def _is_possible(leaf: Leaf, way: Way) -> bool:
@@ -198,3 +200,32 @@ def _activation_room(chosen: Candidate, leaf: Leaf) -> list[float]:
 
 def _kept(choice: Choice, keep: list[int]) -> Choice:
     return replace(choice, keep=tuple(keep))
+
+
+STRATEGIES.add(
+    "keep",
+    Strategy(
+        summary="recompute the micro-batches that a rank has no room for",
+        without="no micro-batch recomputed by itself",
+        attempts=partial(_reliefs, way="keep"),
+        is_in=lambda step: step.order.choice.keep is not None,
+    ),
+)
+STRATEGIES.add(
+    "balance",
+    Strategy(
+        summary="move activations to ranks that have room",
+        without="no activations moved to partners",
+        attempts=partial(_reliefs, way="balance"),
+        is_in=lambda step: step.order.moving.balance,
+    ),
+)
+STRATEGIES.add(
+    "offload",
+    Strategy(
+        summary="move activations to the memory of the host",
+        without="no activations moved to the host",
+        attempts=partial(_reliefs, way="offload"),
+        is_in=lambda step: step.order.moving.offload and not step.order.moving.balance,
+    ),
+)

@@ -12,9 +12,9 @@ from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import settle
 from pipeloom.planner.slice_lengths import best_slices, default_unit
 from pipeloom.planner.slice_plan import modelled_table
-from pipeloom.planner.space import Arrangement, Leaf
+from pipeloom.planner.space import Leaf
+from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.workload.layout import Way
 
 NUMBERS = (2, 4, 8)
 """Even slices that are tried."""
@@ -30,11 +30,10 @@ class Sliced:
     """A leaf whose sequences are cut.
 
     Attributes:
-        leaf: with whole sequences, its way ``slices``.
+        leaf: with whole sequences; its way is ``slices``.
     """
 
     leaf: Leaf
-    way: Way = "slices"
 
     @property
     def _numbers(self) -> tuple[int, ...]:
@@ -49,7 +48,7 @@ class Sliced:
         time = self.leaf.cut.time.sharded(sharding.levels[0], sharding.replicate)
         return time.sliced_s(max(numbers)) if numbers else float("inf")
 
-    def settle(self) -> Candidate | None:
+    def build(self) -> Candidate | None:
         """The leaf with everything decided, in the number of even slices that is fastest; ``None`` if none fits."""
         whole = settle(replace(self.leaf, way="none"))
         if whole is None:
@@ -70,8 +69,8 @@ def _fastest(candidates: Iterable[Candidate]) -> Candidate | None:
     return steps[min(fitting)[1]][1] if fitting else None
 
 
-def cut_by_programme(chosen: Candidate) -> SimulatedStep | None:
-    """The step with slices whose lengths TeraPipe's dynamic programme finds; ``None`` if it does not fit.
+def _cut_by_programme(chosen: Candidate) -> Iterator[SimulatedStep]:
+    """The step with slices whose lengths TeraPipe's dynamic programme finds, if it fits.
 
     For a few candidates: the programme takes longer than a simulation.
     """
@@ -81,21 +80,29 @@ def cut_by_programme(chosen: Candidate) -> SimulatedStep | None:
     lengths = best_slices(table, run.pp, run.num_microbatches * run.loops).lengths
     # One slice is the whole sequence, which is simulated already.
     if len(lengths) < 2 or 2 * run.num_stages * run.num_microbatches * len(lengths) > MOST_ACTIONS:
-        return None
+        return
     step = _cut(chosen.of(replace(run, slices=lengths)), len(lengths)).simulate()
-    return step if step.prediction.fits else None
+    if step.prediction.fits:
+        yield step
 
 
-def sliceable(arrangements: Iterable[Arrangement], limit_s: float) -> Iterator[Sliced]:
-    """Leaves whose sequences may be cut, of which nothing rules out that they are fast enough then.
-
-    Args:
-        arrangements: of the question.
-        limit_s: seconds of a step that are too many.
-    """
-    for arrangement in arrangements:
+def _sliceable(left: Left) -> Iterator[Sliced]:
+    """Leaves whose sequences may be cut, of which nothing rules out that they are fast enough then."""
+    for arrangement in left.arrangements:
         run = arrangement.run
         is_short = run.pp > 1 and run.num_microbatches < FEW * run.pp
-        if is_short and not arrangement.splits and arrangement.kept != "some" and arrangement.busy_s <= limit_s:
+        if is_short and not arrangement.splits and arrangement.kept != "some" and arrangement.busy_s <= left.limit_s:
             for cut in arrangement.cuts():
                 yield from (Sliced(replace(leaf, way="slices")) for leaf in cut.leaves())
+
+
+STRATEGIES.add(
+    "slices",
+    Strategy(
+        summary="cut sequences into token slices, where there are few micro-batches",
+        without="whole sequences",
+        attempts=_sliceable,
+        is_in=lambda step: step.order.choice.num_slices > 1,
+        refine=_cut_by_programme,
+    ),
+)
