@@ -367,5 +367,6 @@ def _plain(text: str) -> str:
 def _save(figure: "Figure", file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
+        figure.set_layout_engine("none")  # it has placed everything; a second file needs it no more
     except OSError as error:
         raise UserError(f"cannot write the picture {file}: {error.strerror}") from error
