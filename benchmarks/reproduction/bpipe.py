@@ -10,7 +10,7 @@ from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.flops import shape_model_flops
-from pipeloom.cost.memory import layer_activation_bytes
+from pipeloom.cost.foreign import layer_activation_bytes
 from pipeloom.cost.moves import evict_seconds
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError

@@ -140,7 +140,7 @@ def run_recipe(
 class Sizes(Protocol):
     """Bytes of a run's stages: closed forms, or counted on stages."""
 
-    def kept(self, schedule: Schedule) -> KeptBytes:
+    def kept(self, schedule: Schedule, /) -> KeptBytes:
         """What stages keep of micro-batches for their backwards."""
         ...
 

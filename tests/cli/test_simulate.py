@@ -278,7 +278,7 @@ def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkey
 
 
 def test_a_rank_that_does_not_fit_its_own_kind_of_nodes_is_the_one_that_is_told(capsys, monkeypatch):
-    words = [*ON_BOTH, "--layout.microbatch-size", "6", "--data.seq-len", "1000"]
+    words = [*ON_BOTH, "--layout.microbatch-size", "8", "--data.seq-len", "1000"]
     found = answer(capsys, *words, status=1)
     totals = [memory["total_bytes"] for memory in found["memory"]]
     fullest = found["fullest_rank"]

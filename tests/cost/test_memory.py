@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_model
-from pipeloom.cost.memory import layer_activation_bytes, stage_input_bytes, state_bytes
+from pipeloom.cost.foreign import layer_activation_bytes, stage_input_bytes
+from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.software import Software
 from pipeloom.workload.run import Run
 

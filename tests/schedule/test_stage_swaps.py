@@ -52,7 +52,8 @@ def test_depth_first_swaps_for_every_micro_batch():
 def test_the_order_of_a_small_step():
     schedule = add_stage_swaps(add_updates(one_rank(3, 1), "at once"), 2)
     first = "0SWAP_IN 1SWAP_IN 0F0 0SWAP_OUT 2SWAP_IN 1F0 2F0 2B0 2UPDATE 2SWAP_OUT 0SWAP_IN 1B0"
-    assert format_schedule(schedule) == f"{first} 1UPDATE 1SWAP_OUT 0B0 0UPDATE 0SWAP_OUT\n"
+    (*_, row) = format_schedule(schedule).splitlines()  # behind the promises
+    assert row == f"{first} 1UPDATE 1SWAP_OUT 0B0 0UPDATE 0SWAP_OUT"
     at_end = add_stage_swaps(add_updates(one_rank(3, 1), "at the end"), 2)
     last = "1B0 0B0 0UPDATE 0SWAP_OUT 2SWAP_IN 1UPDATE 1SWAP_OUT 2UPDATE 2SWAP_OUT"
     assert format_schedule(at_end).endswith(f" {last}\n")

@@ -6,7 +6,8 @@ from statistics import median_high
 from typing import NamedTuple
 
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
+from pipeloom.cost.foreign import layer_pending_bytes
+from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError

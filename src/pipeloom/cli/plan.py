@@ -151,16 +151,19 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
     config = run_config(best, request.model, _cluster_file(options, request, best), request.software)
     if request.config is not None:
         config = _over(request.config, config, has_model=options.model is not None)
+    folder = options.out or options.export
+    moves = best.software.has_lanes and best.order.moving.is_any
+    if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
+        config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
+    if folder is not None and best.software.has_lanes and (moves or options.out is not None):
+        _write_text(folder / SCHEDULE, best.schedule_text)
     if options.out is not None:
-        texts = {RUN_FILE: format_run(config)}
-        if best.software.has_lanes:
-            texts[SCHEDULE] = best.schedule_text
-        _write_texts(options.out, texts)
+        _write_text(options.out / RUN_FILE, format_run(config))
         if not options.json:
             from pipeloom.cli.launch import print_run
 
             print_run(config, best.cluster, options.out / RUN_FILE)
-            if SCHEDULE in texts:
+            if best.software.has_lanes:
                 print(f"\nschedule: {options.out / SCHEDULE}; pipeloom train takes it as --schedule.file")
     if options.export is not None:
         from pipeloom.cli.launch import print_handed_over
@@ -172,13 +175,12 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
-def _write_texts(folder: Path, texts: dict[str, str]) -> None:
+def _write_text(file: Path, text: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write the run to the folder {folder}: {error.strerror}") from error
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:

@@ -24,7 +24,7 @@ from pipeloom.passes import Moves, add_slices
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.predict.describe import with_model_sizes
-from pipeloom.predict.step import sizes_in_training
+from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal, schedule_text
 from pipeloom.schedule import Kind, Schedule, format_schedule, read_schedule
 from pipeloom.schedule.ledger import KeptBytes, Ledger

@@ -36,6 +36,9 @@ class Options(RunConfig):
     """Write the trace to this file, as a measured one is written; ui.perfetto.dev opens it."""
     schedule_out: Path | None = None
     """Write the schedule to this file, which `pipeloom train` executes as --schedule.file."""
+    by_seconds: bool = False
+    """Place what schedule.balance and schedule.offload move by the seconds that are predicted, not by nominal ones;
+    `pipeloom train` executes that with the file of --schedule-out."""
     lanes: bool = False
     """Also print every lane of communication; --json always has them."""
     swap_plan: bool = False
@@ -50,9 +53,13 @@ def run(words: list[str]) -> int:
     swapping = _swapping(options)
     if options.swap_plan and swapping is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
+    if options.by_seconds and not (options.schedule.balance or options.schedule.offload):
+        raise UserError("--by-seconds has no effect without schedule.balance or schedule.offload; leave it out")
+    if options.by_seconds and options.schedule.file is not None:
+        raise UserError("--by-seconds has no effect with schedule.file, whose moves have their places; leave one out")
     plan = make_swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
     try:
-        step = simulate_config(options)
+        step = simulate_config(options, by_seconds=options.by_seconds)
     # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
     except UserError as error:
         if plan is None:
@@ -93,18 +100,23 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> 
             print(f"{what:<18}{file}")
 
 
-def simulate_config(config: RunConfig) -> SimulatedStep:
+def simulate_config(config: RunConfig, *, by_seconds: bool = False) -> SimulatedStep:
     """The step of a configuration without problems.
+
+    Args:
+        config: of the run.
+        by_seconds: whether what moves is placed by predicted seconds.
 
     Raises:
         ConfigError: cluster or program are unknown or wrong.
     """
-    placed, order = describe(config), order_of(config)
+    placed = describe(config)
+    order = order_of(config, by_seconds=by_seconds or not placed.software.has_lanes)
     return plan_slices(placed, order).step if config.layout.token_slices == "auto" else simulate_step(placed, order)
 
 
-def order_of(config: RunConfig) -> Order:
-    """Which schedule a configuration runs, and how it is lowered."""
+def order_of(config: RunConfig, *, by_seconds: bool = False) -> Order:
+    """Which schedule a configuration runs, and how it is lowered; ``by_seconds`` as in ``Order``."""
     schedule, recipe = config.schedule, config.recipe()
     return Order(
         choice=config.choice(),
@@ -115,6 +127,7 @@ def order_of(config: RunConfig) -> Order:
         swapping=_swapping(config),
         moving=recipe.moves,
         given=recipe.given,
+        by_seconds=by_seconds,
     )
 
 

@@ -1,34 +1,21 @@
-"""Bytes on the fullest device: state of the weights, activations in flight, logits, buffers.
+"""Bytes on the devices of a run: state of the weights, what micro-batches keep, logits.
 
-Activations of a layer follow arXiv 2205.05198, section 4, generalized to SwiGLU, grouped queries, flash kernels,
-fused norms and runs without dropout. For each token, with element size e, hidden size H, key width G, inner width F,
-a heads, s tokens in a sequence, t tensor-parallel ranks:
-
-    whole            inputs and outputs of two norms 4 e H; unfused norms keep single-precision copies;
-                     masks of two dropouts 2 H
-    split over t     queries, keys, values, and attention's output e (2 H + 2 G);
-                     GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
-    scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels keep a
-                     single-precision copy more; flash and selective recomputation keep none
-
-With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s / (H t)). Sequence parallelism divides
-the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again;
-where sequences are cut into token slices, also keys and values, which later slices attend to.
+What micro-batches keep is exact for this program (``pipeloom.cost.kept``), and as published for others
+(``pipeloom.cost.foreign``).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeloom.cost.analytic import kinds_of, layers_by_recompute, stage_layers
+from pipeloom.cost.analytic import layers_by_recompute, stage_layers
+from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
+from pipeloom.cost.kept import Kept
 from pipeloom.cost.software import Software
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
-NORM_COPY_BYTES = 8.0
-"""An unfused norm keeps its input and its normalized value in single precision, for each element."""
-
-GATHERED_COPIES = 4
-"""Copies of each logit that gathering over tensor-parallel ranks makes: pieces and the whole, with their gradients."""
+_KEPT_LOGIT_BYTES = 4.0
+"""Bytes of each logit that the loss of other programs keeps for its backward: probabilities in single precision."""
 
 
 @dataclass(frozen=True)
@@ -77,37 +64,6 @@ class Memory:
         return state + working + self.reserve_bytes + self.fragmentation_bytes
 
 
-def layer_activation_bytes(
-    run: Run, *, dropout: bool, keeps_gathered: bool = False, norm_copies: float = NORM_COPY_BYTES
-) -> float:
-    """Bytes that one layer keeps for the backward of one micro-batch without full recomputation.
-
-    Args:
-        run: what is trained.
-        dropout: whether masks are kept.
-        keeps_gathered: whether the two inputs that sequence parallelism gathers are kept whole.
-        norm_copies: bytes that an unfused norm keeps for each element.
-    """
-    shape, size = run.shape, run.element_bytes
-    whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
-    inner = shape.family.inner_kept * size * shape.ffn
-    split = size * (2 * shape.hidden + 2 * shape.kv_width) + inner
-    scores = 0.0
-    if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
-        per_score = size + (size + 1 if dropout else 0) + (4 if run.effective_attention == "plain" else 0)
-        scores = per_score * shape.heads * run.seq
-    gathered = 0.0
-    if run.sequence_parallel:
-        whole /= run.tp
-        gathered = 2 * size * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
-    return run.tokens * (whole + gathered + (split + scores) / run.tp)
-
-
-def stage_input_bytes(run: Run) -> float:
-    """Bytes of one layer's input for one micro-batch, which full recomputation keeps."""
-    return run.tokens * run.shape.hidden * run.element_bytes / (run.tp if run.sequence_parallel else 1)
-
-
 def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> State:
     """Bytes of weights, gradients and optimizer state of a device that holds ``parameters``.
 
@@ -145,57 +101,73 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
 
 def kept_bytes(run: Run, software: Software) -> float:
     """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
-    if run.recompute != "full":
-        return _whole_bytes(run, software)
-    return stage_input_bytes(run) + (key_value_bytes(run) if run.slices else 0.0)
+    own = Kept(run).layer(run.recompute) if software.has_lanes else layer_kept_bytes(run, software)
+    return own + (key_value_bytes(run) if run.slices and run.recompute == "full" else 0.0)
 
 
 def key_value_bytes(run: Run) -> float:
     """Bytes of one layer's keys and values of one micro-batch, which later token slices need."""
-    return 2 * run.tokens * run.shape.kv_width * run.element_bytes / run.tp
+    return Kept(run).key_values()
 
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes that its layers keep of one micro-batch from forward to backward."""
-    if run.recompute_layers is None:
-        all_alike = kept_bytes(run, software)
-        return [count * all_alike for count in stage_layers(run, software)[0]]
-    stages = layers_by_recompute(run, software)
-    each = {kind: kept_bytes(alike, software) for kind, alike in kinds_of(stages).items()}
-    return [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
+    """For each stage the bytes that it keeps of one micro-batch from forward to backward, the loss left out."""
+    stages, own = layers_by_recompute(run, software), Kept(run)
+    each = {alike.recompute: kept_bytes(alike, software) for stage in stages for alike, _ in stage}
+    kept = [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
+    if not software.has_lanes:
+        kept[0] += stage_input_bytes(run)
+        return kept
+    for number, stage in enumerate(stages):
+        kept[number] += own.positions([alike.recompute for alike, count in stage if count])
+    kept[0] += own.embedding()
+    kept[stage_layers(run, software)[1]] += own.head_norm()
+    return kept
 
 
-def layer_pending_bytes(run: Run) -> float:
-    """Bytes that one layer keeps of one micro-batch between the two halves of a split backward.
+def message_bytes(run: Run, software: Software) -> float:
+    """Bytes of a message between two stages, on one device."""
+    return Kept(run).stage_input() if software.has_lanes else stage_input_bytes(run)
 
-    The inputs of its matrix products and the gradients of their outputs: 32 s b H in half precision, without grouped
-    queries and with F = 4 H (arXiv 2401.10241, table 1).
+
+def stage_recomputed_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
+
+    Where sequences are cut into slices, also the keys and values of its layers. Tokens are the batch's.
     """
-    shape, size = run.shape, run.element_bytes
-    whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
-    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + shape.family.gates) * shape.ffn) / run.tp
-    return run.tokens * (whole + split)
+    counts, _ = stage_layers(run, software)
+    each = key_value_bytes(run) if run.slices else 0.0
+    if not software.has_lanes:
+        return [stage_input_bytes(run) + count * each for count in counts]
+    return [(Kept(run).stage_input() if stage else 0.0) + count * each for stage, count in enumerate(counts)]
 
 
 def stage_pending_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes that its layers keep of one micro-batch between the two halves of a split backward."""
-    each = layer_pending_bytes(run)
-    return [each * count for count in stage_layers(run, software)[0]]
-
-
-def _whole_bytes(run: Run, software: Software) -> float:
-    return layer_activation_bytes(
-        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
-    )
+    """For each stage the bytes that it keeps of one micro-batch between the two halves of a split backward."""
+    (counts, head), own = stage_layers(run, software), Kept(run)
+    if not software.has_lanes:
+        each = layer_pending_bytes(run)
+        return [each * count for count in counts]
+    pending = [float(own.pending_layer() * count) for count in counts]
+    pending[0] += own.pending_embedding()
+    pending[head] += own.pending_head()
+    return pending
 
 
 def working_bytes(run: Run, software: Software) -> float:
     """Bytes of the layer that is being recomputed; 0 without full recomputation."""
-    return _whole_bytes(run, software) if "full" in run.recompute_kinds else 0.0
+    return kept_bytes(replace(run, recompute="none"), software) if "full" in run.recompute_kinds else 0.0
+
+
+def kept_logits(run: Run, software: Software) -> float:
+    """Bytes that the loss of a micro-batch keeps for its backward."""
+    return Kept(run).loss() if software.has_lanes else num_logits(run, software) * _KEPT_LOGIT_BYTES
 
 
 def num_logits(run: Run, software: Software) -> float:
     """Logits of one micro-batch on one device."""
+    if software.has_lanes:
+        return Kept(run).num_logits()
     is_gathered = software.gathers_logits and run.tp > 1
     return run.tokens * run.shape.vocab / (1 if is_gathered else run.tp)
 

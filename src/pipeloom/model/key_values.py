@@ -39,6 +39,11 @@ class KeyValueCache:
         begin, self.begin = self.begin, self.begin + num_tokens
         return begin
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(one.nbytes for pair in self._kept.values() for one in pair)
+
     def earlier(self, layer: str, begin: int) -> "EarlierTokens":
         """What the attention of a layer takes for a slice that begins at a position."""
         return EarlierTokens(*self._kept[layer], begin)
@@ -77,6 +82,11 @@ class _Kept:
         self._num_tokens = num_tokens
         self._whole_BTKD: Tensor | None = None
         self._gradient_BKSD: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes for the whole sequence; 0 before the first slice."""
+        return 0 if self._whole_BTKD is None else self._whole_BTKD.nbytes
 
     def write(self, own_BKTD: Tensor, begin: int) -> Tensor:
         """Add the slice's own; all up to its end, a view."""

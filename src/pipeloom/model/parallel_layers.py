@@ -19,6 +19,9 @@ class Split:
 
     splits: dict[str, tuple[int, int, int]]
 
+    def reset_parameters(self) -> None:
+        """Nothing: ``build_stage`` draws all values by name, and PyTorch's own draws take seconds on meta tensors."""
+
     def slice_of(self, name: str, parameter: Tensor) -> TensorSlice:
         """Where one of the module's parameters lies in the whole one."""
         whole, begin = list(parameter.shape), [0] * parameter.ndim
@@ -27,7 +30,7 @@ class Split:
         return TensorSlice(tuple(whole), tuple(begin))
 
 
-class RowSplitLinear(nn.Linear, Split, Defers):
+class RowSplitLinear(Split, nn.Linear, Defers):
     """A linear layer whose rank computes some of the outputs, from whole inputs.
 
     Args:
@@ -62,7 +65,7 @@ def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
     return functional.linear(x, weight)
 
 
-class ColumnSplitLinear(nn.Linear, Split, Defers):
+class ColumnSplitLinear(Split, nn.Linear, Defers):
     """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
 
     Args:
@@ -95,7 +98,7 @@ class Lookup(nn.Embedding, Defers):
         return lookup(input, self.weight) if self.defers and torch.is_grad_enabled() else super().forward(input)
 
 
-class SplitEmbedding(Lookup, Split):
+class SplitEmbedding(Split, Lookup):
     """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks.
 
     Args:

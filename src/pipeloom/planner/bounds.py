@@ -19,6 +19,7 @@ from pipeloom.cost.memory import (
     kept_bytes,
     lent_bytes,
     logits_bytes,
+    stage_kept_bytes,
     stage_pending_bytes,
     state_bytes,
     working_bytes,
@@ -26,7 +27,6 @@ from pipeloom.cost.memory import (
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.ranks import rank_parts, recompute_s
 from pipeloom.cost.software import Software
-from pipeloom.predict.memory import input_bytes as stage_input_bytes
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
@@ -184,7 +184,7 @@ class Bounds:
 
         Where backwards are split, the least that it keeps until the second half.
         """
-        kept = np.array(stage_input_bytes(self.run, self.software))
+        kept = np.array(stage_kept_bytes(self.run, self.software))
         if self.splits:
             kept = np.minimum(kept, stage_pending_bytes(self.run, self.software))
         return kept[self.stages]

@@ -5,19 +5,18 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import numpy as np
-
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
-    key_value_bytes,
+    kept_logits,
     lent_bytes,
     logits_bytes,
+    message_bytes,
     num_logits,
-    stage_input_bytes,
     stage_kept_bytes,
     stage_pending_bytes,
+    stage_recomputed_bytes,
     state_bytes,
     working_bytes,
 )
@@ -31,9 +30,6 @@ from pipeloom.schedule.peaks import Peaks
 from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 from pipeloom.workload.run import Run
-
-_KEPT_LOGIT_BYTES = 4.0
-"""Bytes of each logit that the loss keeps for its backward: probabilities in single precision."""
 
 
 def memory_by_rank(
@@ -101,9 +97,9 @@ def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list
 
 
 def _kept(run: Run, software: Software) -> KeptBytes:
-    """What micro-batches keep, logits left out."""
-    pending, again = stage_pending_bytes(run, software), recomputed_bytes(run, software)
-    return KeptBytes(input_bytes(run, software), pending, again, run.slice_shares)
+    """What micro-batches keep, the loss left out."""
+    pending, again = stage_pending_bytes(run, software), stage_recomputed_bytes(run, software)
+    return KeptBytes(stage_kept_bytes(run, software), pending, again, run.slice_shares)
 
 
 def _kept_of_head(run: Run, software: Software, num_stages: int, head: int) -> KeptBytes:
@@ -117,12 +113,17 @@ def _kept_of_head(run: Run, software: Software, num_stages: int, head: int) -> K
     )
 
 
+def kept_with_loss(run: Run, software: Software) -> KeptBytes:
+    """What micro-batches keep, with what the loss does."""
+    kept = _kept(run, software)
+    loss = _kept_of_head(run, software, run.num_stages, stage_layers(run, software)[1])
+    whole, pending = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(kept[:2], loss[:2], strict=True))
+    return kept._replace(whole=whole, pending=pending)
+
+
 def kept_by_stage(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
-    _, head = stage_layers(run, software)
-    inputs = input_bytes(run, software)
-    inputs[head] += kept_logits(run, software)
-    return inputs
+    return list(kept_with_loss(run, software).whole)
 
 
 def _memory(
@@ -165,7 +166,7 @@ def _memory(
                 head_bytes=logits,
                 buffers_bytes=_num_peers(placement, stages)
                 * room.receive_buffers
-                * stage_input_bytes(run)
+                * message_bytes(run, software)
                 * max(shares),
                 reserve_bytes=software.reserve_bytes,
                 fragmentation_bytes=software.fragmentation * (activations + logits),
@@ -179,33 +180,11 @@ def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> f
     return sum(sorted((by_stage[stage] for stage in stages), reverse=True)[:number])
 
 
-def input_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage what a micro-batch keeps there from forward to backward, logits left out."""
-    inputs = stage_kept_bytes(run, software)
-    inputs[0] += stage_input_bytes(run)
-    return inputs
-
-
 def _most_unreduced(schedule: Schedule, rank: int) -> int:
     """Whole gradients at once: those of the row, and one more that is being reduced while the next one begins."""
     counts = [count for _, count in unreduced_counts(schedule.rows[rank])]
     room = schedule.gradient_buffers or len(schedule.placement.stages_of(rank))
     return min(max(counts, default=0) + 1, room)
-
-
-def kept_logits(run: Run, software: Software) -> float:
-    """Bytes that the loss of a micro-batch keeps for its backward."""
-    return num_logits(run, software) * _KEPT_LOGIT_BYTES
-
-
-def recomputed_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
-
-    Where sequences are cut into slices, also the keys and values of its layers.
-    """
-    counts, _ = stage_layers(run, software)
-    each, own = key_value_bytes(run) if run.slices else 0.0, stage_input_bytes(run)
-    return [own + count * each for count in counts]
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -249,10 +228,9 @@ def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
     _, head = stage_layers(run, software)
-    kept, stages = _kept(run, software), layers_by_recompute(run, software)
+    stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
-    pending = np.add(kept.pending, _kept_of_head(run, software, schedule.num_stages, head).pending).tolist()
     gathered, unreduced = _whole_bytes(run, software)
     by_stage = stage_parameters(run, software)
     always = [
@@ -264,9 +242,9 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     ]
     return HeldBytes(
         always_bytes=tuple(always),
-        kept=kept._replace(whole=kept_by_stage(run, software), pending=pending),
+        kept=kept_with_loss(run, software),
         working_bytes=tuple(working),
         gathered_bytes=tuple(gathered) if software.has_reduction_lane else (),
         gradient_bytes=tuple(unreduced),
-        message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else stage_input_bytes(run),
+        message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else message_bytes(run, software),
     )

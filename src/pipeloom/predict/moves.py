@@ -1,6 +1,6 @@
 """What a described run moves away between forward and backward: to partners, to the host."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipeloom.config import RunConfig
@@ -9,7 +9,7 @@ from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
-from pipeloom.recipe import PlacedBy
+from pipeloom.recipe import PlacedBy, Timing
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import KeptBytes
 
@@ -17,49 +17,49 @@ from pipeloom.schedule.ledger import KeptBytes
 def why_schedules_may_differ(config: RunConfig) -> str | None:
     """Why ``train`` may run another schedule than ``simulate``; ``None`` where both make the same one.
 
-    Everything else of a schedule comes from the configuration alone (``tests/train/test_same_schedule.py``).
+    Everything else of a schedule comes from the configuration alone (``tests/conformance/test_every_command.py``).
     """
-    schedule = config.schedule
-    moved = [f"schedule.{name}" for name in ("balance", "offload") if getattr(schedule, name)]
-    reasons: list[str] = []
-    if moved:
-        reasons.append(
-            f"with {' and '.join(moved)} train counts the bytes that PyTorch keeps and has no seconds, simulate "
-            "takes both from closed forms"
-        )
-    if config.layout.token_slices == "auto":
-        reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
-    return f"the trained schedule may differ from the simulated one: {'; '.join(reasons)}" if reasons else None
+    if config.layout.token_slices != "auto":
+        return None
+    reason = "with layout.token_slices auto train measures slices, simulate predicts them"
+    return f"the trained schedule may differ from the simulated one: {reason}"
 
 
-class MovePrices:
-    """Seconds by which moves are placed, with those of the moves themselves.
+def with_moves(
+    costs: StageCosts, placed: Placed, moves: Moves, partners: Sequence[int] | None, kept: KeptBytes
+) -> StageCosts:
+    """Costs with the seconds of moving what stages keep.
 
     Args:
-        placed: what is trained; which links moves take depends on where ranks stand.
         costs: of everything else, of whole micro-batches.
-        price: from them those of the schedule's actions, which may be of token slices.
+        placed: what is trained; which links moves take depends on where ranks stand.
         moves: what moves.
+        partners: who evicts to whom, if anybody does.
+        kept: what stages keep.
+
+    Raises:
+        UserError: the cluster does not say how fast a device reaches its host.
+    """
+    run, cluster, software = placed.run, placed.cluster, placed.software
+    if partners is not None:
+        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
+    if moves.offload and moves.budget_bytes is not None:
+        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.whole))
+    return costs
+
+
+def by_seconds(costs: StageCosts, placed: Placed, moves: Moves, price: Callable[[StageCosts], Costs]) -> Timing:
+    """What moves are placed by: the seconds of a described step.
+
+    Args:
+        costs: see ``with_moves``.
+        placed: see ``with_moves``.
+        moves: see ``with_moves``.
+        price: from costs those of the schedule's actions, which may be of token slices.
     """
 
-    def __init__(self, placed: Placed, costs: StageCosts, price: Callable[[StageCosts], Costs], moves: Moves) -> None:
-        self._placed, self._price, self._moves = placed, price, moves
-        self.costs = costs
-        """Of whole micro-batches; with those of moving them once ``place`` was called."""
+    def place(schedule: Schedule, kept: KeptBytes) -> PlacedBy:
+        partners = find_partners(schedule, kept, seconds_of=price(costs).seconds) if moves.balance else None
+        return PlacedBy(price(with_moves(costs, placed, moves, partners, kept)).seconds, partners)
 
-    def place(self, schedule: Schedule, kept: KeptBytes) -> PlacedBy:
-        """Seconds of every action, and who evicts to whom.
-
-        Raises:
-            UserError: the cluster does not say how fast a device reaches its host.
-        """
-        run, cluster, software = self._placed.run, self._placed.cluster, self._placed.software
-        partners = None
-        if self._moves.balance:
-            partners = find_partners(schedule, kept, seconds_of=self._price(self.costs).seconds)
-            seconds = evict_seconds(run, cluster, software, partners, kept.whole)
-            # Kept, since the step is simulated with the prices by which its moves were placed.
-            self.costs = replace(self.costs, evict_s=seconds)
-        if self._moves.offload and self._moves.budget_bytes is not None:
-            self.costs = replace(self.costs, offload_s=offload_seconds(run, cluster, kept.whole))
-        return PlacedBy(self._price(self.costs).seconds, partners)
+    return place

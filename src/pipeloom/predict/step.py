@@ -7,8 +7,6 @@ from statistics import fmean
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
-from pipeloom.catalog import load_software
-from pipeloom.config import RunConfig
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
@@ -21,20 +19,26 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.describe import described_run
 from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
-from pipeloom.predict.moves import MovePrices
+from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory, with_alike_stages
-from pipeloom.recipe import Recipe, build, communicating, run_recipe, schedule_text, shared_state, without_messages
+from pipeloom.predict.sizes import ClosedSizes
+from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
+from pipeloom.recipe import (
+    Recipe,
+    build,
+    communicating,
+    nominal,
+    run_recipe,
+    schedule_text,
+    shared_state,
+    without_messages,
+)
 from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
 from pipeloom.schedule.facts import Graph
-from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
-from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run
 
@@ -54,6 +58,8 @@ class Order:
         found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
             makes it.
         given: the schedule itself, if it is not made.
+        by_seconds: whether what moves is placed by the seconds of the step, which only a schedule file brings to
+            ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
     """
 
     choice: Choice
@@ -65,6 +71,7 @@ class Order:
     moving: Moves = field(default_factory=Moves)
     found: Schedule | None = None
     given: ScheduleFile | None = None
+    by_seconds: bool = True
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,7 @@ class SimulatedStep:
     def schedule_text(self) -> str:
         """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
         recipe = recipe_of(self.run, self.software, self.order)
-        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software))
+        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software, self.cluster.device.is_gpu))
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
@@ -297,9 +304,10 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     terms = step_terms(run, cluster, software, max(costs.backward_s))
     price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
-    prices = MovePrices(placed, costs, price, how.moves)
-    schedule = build(how, ClosedSizes(run, software), prices.place)
-    costs = prices.costs
+    sizes = ClosedSizes(run, software, cluster.device.is_gpu)
+    schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
+    if how.moves.is_any:
+        costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if order.swapping is not None:
         costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
         # Updates are actions of the schedule then, and in its time already.
@@ -416,39 +424,6 @@ def compute_schedule(choice: Choice) -> Schedule:
         UserError: the schedule cannot be made.
     """
     return communicating(Recipe(start=choice, receive_buffers=None))
-
-
-@dataclass(frozen=True)
-class ClosedSizes:
-    """Closed forms of the bytes of a run's stages."""
-
-    run: Run
-    software: Software
-
-    def kept(self, schedule: Schedule) -> KeptBytes:
-        """What stages keep of micro-batches for their backwards."""
-        return held_bytes(self.run, self.software, schedule).kept
-
-    def stages(self) -> tuple[Amounts, ...]:
-        """For each stage the bytes of its weights, gradient and state."""
-        return swapped_amounts(self.run, self.software)
-
-
-def sizes_in_training(config: RunConfig) -> ClosedSizes:
-    """Closed forms of the bytes of the stages of a run, as ``pipeloom train`` executes it on any machine.
-
-    Args:
-        config: without problems, its model's sizes in place.
-
-    Raises:
-        UserError: there are none for its type.
-    """
-    precision = precision_of(config.training.known_dtype)
-    if precision is None:
-        raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
-    software = load_software("pipeloom")
-    run = described_run(config, precision)
-    return ClosedSizes(run if config.schedule.budget_bytes is None else with_alike_stages(run, software), software)
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A schedule from a file, and whether it is one of those that a run can execute."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -59,7 +59,8 @@ class ScheduleFile:
             problems += self._row_problems(made)
         if problems:
             raise ConfigError(problems, f"{self.name}, which does not fit the run,")
-        return self.schedule
+        # rows of one rank do not show whether tensors would be sent
+        return self.schedule if self.schedule.level is made.level else replace(self.schedule, level=made.level)
 
     def _recipe_problems(self, recipe: Mapping[str, str]) -> list[str]:
         return [
@@ -81,7 +82,8 @@ class ScheduleFile:
         if not problems and own.placement != made.placement:
             found, wanted = own.placement.rank_by_stage, made.placement.rank_by_stage
             problems = [_differs("the rank of each stage", _text(found), _text(wanted))]
-        if own.level is Level.COMPUTE and made.level is not Level.COMPUTE:
+        lacks_messages = own.level is Level.COMPUTE and made.level is not Level.COMPUTE
+        if lacks_messages and any(map(own.placement.crosses, range(own.num_stages))):
             problems.append(
                 "its rows have no messages between ranks; `pipeloom schedule FILE --communication --format text` "
                 "prints them with messages"

@@ -1,11 +1,14 @@
 """Bytes of a run's stages, by which its schedule moves activations and swaps stages."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from pipeloom.config import RunConfig
+from pipeloom.config import RunConfig, ScheduleConfig
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
@@ -13,12 +16,14 @@ from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
+from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import Single
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.train.stage_swaps import stage_amounts
 from pipeloom.train.stages import stage_of
+from pipeloom.workload.layout import Recompute
 
 
 def moves_anything(config: RunConfig) -> bool:
@@ -52,8 +57,8 @@ class SavedBytes(NamedTuple):
     """For each stage what it keeps of a micro-batch.
 
     Attributes:
-        whole: what autograd saves and nobody else holds.
-        inputs: the input alone.
+        whole: what autograd saves and nobody else holds, and keys and values for later token slices.
+        inputs: what is left where the forward runs again: the input, and those keys and values.
         pending: what waits for the second half of a backward that is split; empty where none is.
     """
 
@@ -63,45 +68,107 @@ class SavedBytes(NamedTuple):
 
 
 def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
-    """What stages keep.
+    """What stages keep, on the tensor-parallel rank that keeps most.
 
-    Every stage runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is in it.
-    There attention is written out, so where a device has a kernel for it that is not recomputed, it saves less.
+    A stage of each kind runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is
+    in it.
 
     Args:
         config: resolved.
         splits: whether backwards run in two halves.
     """
-    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
-    parallel = TensorParallel(_Rank(layout.tp), layout.sequence_parallel)
-    tensor = TensorSpec((layout.microbatch_size, config.data.seq_len), torch.int64).empty("meta")
-    found = SavedBytes([], [], [])
-    for number, pieces in enumerate(stage_pieces(layout.partition)):
-        module = stage_of(config, pieces, "meta", parallel=parallel)
-        module.set_recompute(layout.recompute_by_layer(config.model.num_layers))
-        if splits:
-            defer(module)
-        parcel = Parcel(owns_input=number > 0)
-        # Tokens have no gradient; what comes from another stage has one, or autograd would save less.
-        given = tensor.detach().requires_grad_(tensor.is_floating_point())
+    by_layer = layout.recompute_by_layer(num_layers)
+    same = replace(config, schedule=ScheduleConfig())  # runs with other schedules share what was counted
+    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], tuple[int, int, int]] = {}
+    by_stage: list[tuple[int, int, int]] = []
+    for pieces in stage_pieces(layout.partition):
+        layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
+        kind = (0 in pieces, num_layers + 1 in pieces, tuple(by_layer[layer] for layer in layers))
+        if kind not in alike:
+            alike[kind] = _count(same, pieces, by_layer, splits=splits)
+        by_stage.append(alike[kind])
+    whole, inputs, pending = zip(*by_stage, strict=True)
+    return SavedBytes(list(whole), list(inputs), list(pending) if splits else [])
+
+
+@lru_cache(maxsize=256)
+def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> tuple[int, int, int]:
+    """One stage's part of ``SavedBytes``."""
+    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    sizes = layout.microbatch_size, config.data.seq_len
+    module = stage_of(config, pieces, "meta", parallel=TensorParallel(_LastRank(layout.tp), layout.sequence_parallel))
+    module.set_recompute(by_layer)
+    if splits:
+        defer(module)
+    tokens = TensorSpec(sizes, torch.int64).empty("meta")
+    given = tokens
+    if not module.has_embedding:
+        own_tokens = sizes[1] // layout.tp  # messages between stages carry a rank's own
+        given = TensorSpec((sizes[0], own_tokens, config.model.hidden_size), dtype).empty("meta").requires_grad_()
+    targets = tokens.flatten()  # the batch's, so that no stage owns them
+    cache = KeyValueCache(config.data.seq_len) if layout.num_slices > 1 else None
+    parcel, pending = Parcel(owns_input=not module.has_embedding), 0
+    with _Kernels(is_gpu=config.training.device == "cuda"):
         with parcel.saving():
-            output = module(given)
+            output = module(given, cache)
             if module.has_head:
-                wide = output.flatten(0, 1).to(master_dtype(dtype))
-                # Targets of any value: on meta tensors nothing is looked up, and only what the loss saves counts.
-                output = summed_cross_entropy(wide, torch.zeros(len(wide), dtype=torch.int64, device="meta"))
+                output = summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
         parcel.close(given, output)
-        found.whole.append(parcel.nbytes)
-        found.inputs.append(given.nbytes if number > 0 else 0)
         if splits:
-            found.pending.append(split_backward_of(module, given, output, torch.ones_like(output))[1].size)
-        tensor = output
-    return found
+            pending = split_backward_of(module, given, output, torch.ones_like(output))[1].size
+    earlier = 0 if cache is None else cache.nbytes
+    left = 0 if module.has_embedding else given.nbytes
+    return parcel.nbytes + earlier, left + earlier, pending
 
 
-class _Rank(Single):
-    """The first of some tensor-parallel ranks, which exchange nothing of meta tensors."""
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  has no public name
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what PyTorch's one kernel of an RMS norm does: its input, and a deviation for each token."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, tensor, weight = args
+        deviation = tensor[..., :1].to(master_dtype(tensor.dtype))
+        ctx.save_for_backward(tensor, deviation.contiguous().clone(), weight)
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004  bytes do not depend on them
+        tensor, _, weight = ctx.saved_tensors
+        return torch.empty_like(tensor), torch.empty_like(weight)
+
+
+class _Kernels(TorchFunctionMode):
+    """The kernels of a device in place of those of meta tensors, which write attention and RMS norms out.
+
+    Attention is one kernel on every device, which keeps a number for each row of scores; an RMS norm on GPUs.
+
+    Args:
+        is_gpu: which devices.
+    """
+
+    def __init__(self, *, is_gpu: bool) -> None:
+        super().__init__()
+        self._is_gpu = is_gpu
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            settings = {name: kwargs[name] for name in ("attn_mask", "is_causal")}  # it takes grouped queries as it is
+            return _ATTENTION(*args, **settings)[0]
+        if func is functional.rms_norm and self._is_gpu:
+            return _FusedNorm.apply(args[0], kwargs["weight"])
+        return func(*args, **kwargs)
+
+
+class _LastRank(Single):
+    """The last of some tensor-parallel ranks, which has the largest share, and exchanges nothing of meta tensors."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.index = size, size - 1

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from pipeloom.cost.memory import stage_recomputed_bytes
 from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
@@ -22,7 +23,7 @@ from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.settle import TRIES, free_bytes, orders_of
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
-from pipeloom.predict.memory import held_for_backwards, kept_by_stage, recomputed_bytes
+from pipeloom.predict.memory import held_for_backwards, kept_by_stage
 from pipeloom.predict.step import Order, compute_schedule
 from pipeloom.workload.layout import Way, paired_order
 
@@ -118,7 +119,7 @@ class Relief:
     def _keeping(self, plain: Candidate) -> Candidate | None:
         """With as many stage inputs kept whole on each rank as it has room for."""
         run, schedule = plain.run, compute_schedule(plain.order.choice)
-        kept, left = kept_by_stage(run, plain.software), recomputed_bytes(run, plain.software)
+        kept, left = kept_by_stage(run, plain.software), stage_recomputed_bytes(run, plain.software)
         most, keep = list(schedule.peak_stage_inputs), list[int]()
         for rank, room in enumerate(_activation_room(plain, self.leaf)):
             stages = schedule.placement.stages_of(rank)

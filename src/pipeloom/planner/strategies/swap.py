@@ -12,6 +12,7 @@ import numpy as np
 
 from pipeloom.config import OptimizerConfig
 from pipeloom.cost.analytic import layers_of_pieces
+from pipeloom.cost.memory import kept_logits
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
@@ -20,7 +21,6 @@ from pipeloom.planner.question import Question
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
-from pipeloom.predict.memory import kept_logits
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order
 from pipeloom.schedule.stage_swaps import NOTHING, Content

@@ -1,0 +1,77 @@
+"""Bytes of activations of other programs than this one, such as Megatron-LM.
+
+Activations of a layer follow arXiv 2205.05198, section 4, generalized to SwiGLU, grouped queries, flash kernels,
+fused norms and runs without dropout. For each token, with element size e, hidden size H, key width G, inner width F,
+a heads, s tokens in a sequence, t tensor-parallel ranks:
+
+    whole            inputs and outputs of two norms 4 e H; unfused norms keep single-precision copies;
+                     masks of two dropouts 2 H
+    split over t     queries, keys, values, and attention's output e (2 H + 2 G);
+                     GELU's input and output 2 e F, or SwiGLU's gate, up, activated gate and product 4 e F
+    scores           softmax's output e a s, with dropout its mask and output e a s + a s; plain kernels keep a
+                     single-precision copy more; flash and selective recomputation keep none
+
+With e = 2, F = 4 H and dropout that is the paper's s b H (10 + 24 / t + 5 a s / (H t)). Sequence parallelism divides
+the first line by t as well. Full recomputation keeps each layer's input, and one whole layer while it is done again.
+"""
+
+from pipeloom.cost.software import Software
+from pipeloom.workload.run import Run
+
+NORM_COPY_BYTES = 8.0
+"""An unfused norm keeps its input and its normalized value in single precision, for each element."""
+
+GATHERED_COPIES = 4
+"""Copies of each logit that gathering over tensor-parallel ranks makes: pieces and the whole, with their gradients."""
+
+
+def layer_activation_bytes(
+    run: Run, *, dropout: bool, keeps_gathered: bool = False, norm_copies: float = NORM_COPY_BYTES
+) -> float:
+    """Bytes that one layer keeps for the backward of one micro-batch without full recomputation.
+
+    Args:
+        run: what is trained.
+        dropout: whether masks are kept.
+        keeps_gathered: whether the two inputs that sequence parallelism gathers are kept whole.
+        norm_copies: bytes that an unfused norm keeps for each element.
+    """
+    shape, size = run.shape, run.element_bytes
+    whole = shape.hidden * (4 * size + (2 if dropout else 0) + (0 if run.fused_norm else 2 * norm_copies))
+    inner = shape.family.inner_kept * size * shape.ffn
+    split = size * (2 * shape.hidden + 2 * shape.kv_width) + inner
+    scores = 0.0
+    if run.attention in ("plain", "fused-softmax") and run.recompute != "selective":
+        per_score = size + (size + 1 if dropout else 0) + (4 if run.effective_attention == "plain" else 0)
+        scores = per_score * shape.heads * run.seq
+    gathered = 0.0
+    if run.sequence_parallel:
+        whole /= run.tp
+        gathered = 2 * size * shape.hidden * (1 - 1 / run.tp) if keeps_gathered else 0.0
+    return run.tokens * (whole + gathered + (split + scores) / run.tp)
+
+
+def stage_input_bytes(run: Run) -> float:
+    """Bytes of one layer's input for one micro-batch, which full recomputation keeps."""
+    return run.tokens * run.shape.hidden * run.element_bytes / (run.tp if run.sequence_parallel else 1)
+
+
+def layer_pending_bytes(run: Run) -> float:
+    """Bytes that one layer keeps of one micro-batch between the two halves of a split backward.
+
+    The inputs of its matrix products and the gradients of their outputs: 32 s b H in half precision, without grouped
+    queries and with F = 4 H (arXiv 2401.10241, table 1).
+    """
+    shape, size = run.shape, run.element_bytes
+    whole = 4 * size * shape.hidden / (run.tp if run.sequence_parallel else 1)
+    split = size * (2 * shape.hidden + 2 * shape.kv_width + (1 + shape.family.gates) * shape.ffn) / run.tp
+    return run.tokens * (whole + split)
+
+
+def layer_kept_bytes(run: Run, software: Software) -> float:
+    """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
+    if run.recompute == "full":
+        return stage_input_bytes(run)
+    return layer_activation_bytes(
+        run, dropout=software.dropout, keeps_gathered=software.keeps_gathered, norm_copies=software.norm_copy_bytes
+    )

@@ -1,0 +1,130 @@
+"""Bytes that stages of this program keep of a micro-batch for its backward: exact closed forms.
+
+They are what autograd saves and nobody else holds, tensor by tensor, of the modules in ``pipeloom.model``, on the
+tensor-parallel rank with the largest share. With element size e, e' = max(e, 4) (norms and the loss compute in single
+precision at least), hidden size H, key width G, inner width F, heads a, vocabulary V, s tokens in a sequence, n in a
+micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
+
+    each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m;
+                         RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the input and the
+                         normalized value in single precision, 2 e' H m + e' m
+    attention            queries, keys, values and output e (2 H + 2 G) n / t; a sum for each row of scores, 4 a n / t,
+                         unless its core is recomputed
+    GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
+    rotary positions     cosines and sines of a sequence, e' s H / a, once a stage, if no layer recomputes as a whole
+    embedding            learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are its own
+    head                 a norm as above; the loss e' V n / t + e'
+
+A layer that is recomputed as a whole keeps its input, e H m. Between the halves of a split backward a stage keeps, for
+each matrix, its input and the gradient of its output, and the gradients of all that is no matrix.
+``tests/train/test_kept_bytes.py`` compares all of it with stages on meta tensors.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeloom.workload.layout import Recompute
+from pipeloom.workload.run import Run
+
+_INDEX_BYTES = 8
+"""Of an index, such as a token's, on which PyTorch counts in int64."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one device keeps of a run's micro-batches, piece by piece.
+
+    Attributes:
+        run: what is trained. Attention is one kernel, whatever it says of that.
+    """
+
+    run: Run
+
+    @property
+    def _wide(self) -> int:
+        return max(self.run.element_bytes, 4)
+
+    @property
+    def _residual_tokens(self) -> int:
+        """Tokens of the residual stream that a device has."""
+        return self.run.tokens // (self.run.tp if self.run.sequence_parallel else 1)
+
+    def _share(self, whole: int) -> int:
+        """The largest part of as many rows that a tensor-parallel rank has."""
+        return -(-whole // self.run.tp)
+
+    def _norm(self) -> int:
+        shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
+        output = size * shape.hidden * self.run.tokens
+        if shape.family.norms_have_biases:
+            return output + (size * shape.hidden + 2 * self._wide) * tokens
+        if self.run.fused_norm:
+            return output + (size * shape.hidden + self._wide) * tokens
+        return output + (2 * self._wide * shape.hidden + self._wide) * tokens
+
+    def layer(self, kind: Recompute) -> int:
+        """Bytes of one layer with what it recomputes."""
+        shape, size = self.run.shape, self.run.element_bytes
+        if kind == "full":
+            return size * shape.hidden * self._residual_tokens
+        split = 2 * self._share(shape.hidden) + 2 * self._share(shape.kv_width)
+        split += int(shape.family.inner_kept * self._share(shape.ffn))
+        scores = 0 if kind == "selective" else 4 * self._share(shape.heads)
+        return 2 * self._norm() + (size * split + scores) * self.run.tokens
+
+    def positions(self, kinds: Sequence[Recompute]) -> int:
+        """Bytes of the rotary angles of a stage whose layers recompute these kinds.
+
+        A layer that is recomputed as a whole holds them itself, so that they cannot move with what autograd saves.
+        """
+        shape = self.run.shape
+        is_kept = shape.family.is_rotary and len(kinds) > 0 and "full" not in kinds
+        return self._wide * self.run.seq * (shape.hidden // shape.heads) if is_kept else 0
+
+    def embedding(self) -> int:
+        """Bytes of the embedding; the tokens are the batch's."""
+        own = (_INDEX_BYTES + 1) * self.run.tokens if self.run.tp > 1 else 0
+        return own + (0 if self.run.shape.family.is_rotary else _INDEX_BYTES * self.run.seq)
+
+    def head_norm(self) -> int:
+        """Bytes of the norm before the head."""
+        return self._norm()
+
+    def num_logits(self) -> int:
+        """Logits of a micro-batch."""
+        return self._share(self.run.shape.vocab) * self.run.tokens
+
+    def loss(self) -> int:
+        """Bytes of the loss: a probability for each logit, and the number of tokens that count."""
+        return self._wide * (self.num_logits() + 1)
+
+    def stage_input(self) -> int:
+        """Bytes of a stage's input, which carries a tensor-parallel rank's own tokens."""
+        return self.run.element_bytes * self.run.shape.hidden * (self.run.tokens // self.run.tp)
+
+    def key_values(self) -> int:
+        """Bytes of one layer's keys and values, which later token slices need."""
+        return 2 * self.run.element_bytes * self._share(self.run.shape.kv_width) * self.run.tokens
+
+    def pending_layer(self) -> int:
+        """Bytes of one layer between the halves of a split backward."""
+        shape, size = self.run.shape, self.run.element_bytes
+        hidden, keys, inner = self._share(shape.hidden), self._share(shape.kv_width), self._share(shape.ffn)
+        family = shape.family
+        split = 2 * hidden + 2 * keys + (1 + family.gates) * inner
+        vectors = 2 * family.norm_vectors * shape.hidden
+        if family.has_biases:
+            vectors += hidden + 2 * keys + family.gates * inner + 2 * shape.hidden
+        return size * ((4 * shape.hidden + split) * self.run.tokens + vectors)
+
+    def pending_embedding(self) -> int:
+        """Bytes of the embedding between the halves: the gradient of what it looks up."""
+        shape, size = self.run.shape, self.run.element_bytes
+        own = self.run.seq // (self.run.tp if self.run.sequence_parallel else 1)
+        return size * shape.hidden * (self.run.tokens + (0 if shape.family.is_rotary else own))
+
+    def pending_head(self) -> int:
+        """Bytes of the head between the halves, the gradient of the logits left out."""
+        shape, size = self.run.shape, self.run.element_bytes
+        vectors = shape.family.norm_vectors * shape.hidden
+        return size * (shape.hidden * self.run.tokens + vectors)

@@ -1,0 +1,77 @@
+"""Run files drawn at random over every knob of their schedule."""
+
+from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.families import FAMILIES
+from pipeloom.workload.layout import Layout
+
+LAYERS = 10
+TRAINED = [name for name, one in FAMILIES.items() if one.has_backward and not one.is_found]
+
+
+def any_run(draw):
+    """A small run; some have problems, such as a budget that cannot be kept."""
+    family = draw.choice(TRAINED)
+    pp, loops, tp = draw.choice((1, 2, 4)), FAMILIES[family].loops or draw.choice((1, 2, 3)), draw.choice((1, 1, 2))
+    dp = draw.choice((1, 2)) if pp * tp < 8 else 1
+    swaps = pp * tp * dp == 1 and loops > 1
+    balance, offload = pp > 1 and draw.random() < 0.3, not swaps and draw.random() < 0.4
+    return RunConfig(
+        model=_model(draw, tp),
+        data=DataConfig(seq_len=draw.choice((16, 32))),
+        layout=_layout(draw, pp, loops, tp, dp, cuts=not swaps),
+        schedule=ScheduleConfig(
+            family=family,
+            group_size=draw.choice((None, None, 4)) if FAMILIES[family].is_grouped else None,
+            receive_buffers=draw.choice((1, 2, 3)),
+            keep=(draw.choice((1, 2, 5)),) * pp if draw.random() < 0.15 else None,
+            balance=balance,
+            offload=offload,
+            activation_budget=f"{draw.choice((50, 150, 300, 800, 3000))}KB" if offload else None,
+            device_budget=f"{draw.choice((300, 700, 1500, 6000))}KB" if swaps else None,
+        ),
+        training=TrainingConfig(dtype=draw.choice(("float32", "bfloat16"))),
+        machine=MachineConfig(cluster="laptop"),
+    )
+
+
+def _model(draw, tp):
+    return ModelConfig(
+        family=draw.choice(("llama", "gpt2")),
+        num_layers=LAYERS,
+        hidden_size=draw.choice((16, 32)),
+        num_heads=4,
+        num_kv_heads=draw.choice((None, tp)),
+        tied=draw.random() < 0.4,
+    )
+
+
+def _layout(draw, pp, loops, tp, dp, *, cuts):
+    recompute = draw.choice(("none", "none", "selective", "full"))
+    by_layer = tuple(draw.choice(("none", "selective", "full")) for _ in range(LAYERS))
+    is_by_layer = recompute == "none" and draw.random() < 0.3
+    return Layout(
+        pp=pp,
+        loops=loops,
+        num_microbatches=draw.choice((2, 4, 7)),
+        microbatch_size=draw.choice((1, 2)),
+        tp=tp,
+        dp=dp,
+        shard=draw.choice(("none", "optimizer", "gradients", "full")) if dp > 1 else "none",
+        sequence_parallel=tp > 1 and draw.random() < 0.5,
+        recompute=recompute,
+        recompute_layers=by_layer if is_by_layer else None,
+        token_slices=draw.choice((None, None, 2, 4)) if cuts else None,
+    )
+
+
+def with_sharding(draw, config):
+    """The run with knobs of its gathers and reductions."""
+    from dataclasses import replace
+
+    shard = config.layout.shard
+    knobs = {
+        "residency": draw.choice((None, 1, 2)) if shard == "full" else None,
+        "prefetch": draw.choice((None, 0, 1)) if shard != "none" else None,
+        "gradient_buffers": draw.choice((None, 1, 2)) if shard in ("gradients", "full") else None,
+    }
+    return replace(config, schedule=replace(config.schedule, **knobs))
