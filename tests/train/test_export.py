@@ -272,5 +272,5 @@ def test_a_checkpoint_that_would_run_code_is_refused(trained, tmp_path, capsys):
     without_hashes(path)
     (path / ".metadata").write_bytes(b"cos\nmkdir\n(V" + str(tmp_path / "made").encode() + b"\ntR.")
     assert main(["export", str(path), str(tmp_path / "out")]) == 2
-    assert ".metadata asks for os.mkdir, which no checkpoint needs" in capsys.readouterr().err
+    assert ".metadata names os.mkdir, which no checkpoint needs" in capsys.readouterr().err
     assert sorted(file.name for file in tmp_path.iterdir()) == ["copy"]

@@ -72,7 +72,7 @@ def test_an_extension_code_is_a_name_like_any_other(tmp_path):
     copyreg.add_extension("os", "system", 77)
     try:
         write(tmp_path, b"\x80\x02\x82\x4d.")
-        with pytest.raises(UserError, match=r"asks for os\.system"):
+        with pytest.raises(UserError, match=r"names os\.system"):
             CheckpointReader(tmp_path).read_metadata()
     finally:
         copyreg.remove_extension("os", "system", 77)
