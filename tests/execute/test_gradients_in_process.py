@@ -149,14 +149,14 @@ def test_a_received_tensor_is_freed_with_its_backward():
     received, alive = [], []
     modules, post = toy.modules(), Post()
     executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
-    forward = executors[1]._stages[1].forward
+    forward = executors[1].parts[0].stages[1].forward
 
     def watch(microbatch, tensor, *arguments, **options):
         received.append(weakref.ref(tensor))
         alive.append(sum(seen() is not None for seen in received))
         return forward(microbatch, tensor, *arguments, **options)
 
-    executors[1]._stages[1].forward = watch
+    executors[1].parts[0].stages[1].forward = watch
     run_in_process(executors, toy.inputs(), objective)
     assert len(received) == 12
     assert max(alive) <= 2
