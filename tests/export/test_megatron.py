@@ -3,6 +3,7 @@
 import pytest
 from launch_runs import command_of, reasons_of, run_of, values_of, written_for
 
+from pipeloom.export import text
 from pipeloom.export.megatron import layer_layout
 from pipeloom.export.megatron_order import is_megatrons
 from pipeloom.families import make_schedule
@@ -230,3 +231,11 @@ def test_all_reasons_come_at_once(tmp_path):
     layout = {"dp": 2, "shard": "full", "num_microbatches": 10, "recompute_layers": ["selective"] * 5 + ["full"] * 5}
     found = reasons_of("megatron", tmp_path, layout=layout, schedule={"placement": "v"}, training={"dtype": "float64"})
     assert len(found) == 5
+
+
+def test_flags_have_every_digit_of_a_number():
+    assert [text.flag("lr", value).values for value in (3e-4, 1.0, 0.00012345678)] == [
+        ("0.0003",),
+        ("1",),
+        ("0.00012345678",),
+    ]

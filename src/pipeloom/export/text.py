@@ -24,7 +24,13 @@ class Flag(NamedTuple):
 
 def flag(name: str, *values: object) -> Flag:
     """A flag with its values as text."""
-    return Flag(name, tuple(f"{value:g}" if isinstance(value, float) else str(value) for value in values))
+    return Flag(name, tuple(_number(value) if isinstance(value, float) else str(value) for value in values))
+
+
+def _number(value: float) -> str:
+    """The short form if it is exact; a rounded learning rate would be another training."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def given(setting: str, name: str, value: object, missing: Collection[str]) -> list[Flag]:
