@@ -6,7 +6,7 @@ import pytest
 
 from pipeloom.catalog import load_software, names
 from pipeloom.cost.flops import hardware_flops
-from reproduction import batch, cost_time, facts, kept, loops, tables
+from reproduction import batch, cost_time, facts, kept, loops, sensitivity, tables
 from reproduction.fastest import fastest, loop_counts
 from reproduction.machine import MEGATRON, MODELS, OWN, base_run, candidate
 
@@ -100,7 +100,7 @@ def test_on_a_slow_network_every_loop_of_depth_first_is_a_loss_from_sixteen_micr
 @pytest.mark.parametrize("model", MODELS)
 def test_breadth_first_is_ahead_of_megatron_above_the_smallest_batch_and_even_there(model, messages):
     gains = tables.gains(DATA["batch"], model, messages)
-    assert len(gains) == len(batch.BATCHES)
+    assert set(batch.BATCHES) - set(gains) == ({512} if model == "gpt-52b" else set())  # where it does not fit
     assert min(gain for sequences, (gain, _) in gains.items() if sequences > 8) > 0
     assert abs(gains[8][0]) < 0.1
 
@@ -116,7 +116,7 @@ def test_with_slow_collectives_breadth_first_is_still_ahead_at_the_largest_batch
     found = [
         float(row["gain"])
         for row in DATA["sensitivity"]
-        if row["change"].startswith("data-parallel bandwidth: 0.2") and row["batch"] == str(batch.BATCHES[-1])
+        if row["change"].startswith("data-parallel bandwidth: 0.2") and row["batch"] == str(sensitivity.LARGEST)
     ]
     assert len(found) == 2
     assert min(found) > 0
@@ -222,14 +222,14 @@ def test_without_recomputation_1f1b_passes_depth_first_and_at_last_breadth_first
     }
     passes = [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("depth-first", 1)]
     assert passes == [size for size in found if size >= 2]
-    assert [size for size, mfu in found.items() if mfu["1F1B"] > mfu["breadth-first"]] == [8]
+    assert [size for size, mfu in found.items() if mfu["1F1B"] > mfu.get("breadth-first", 0)] == [8]
     assert [size for size, mfu in found.items() if max(mfu, key=mfu.get) == "no pipeline"] == [3, 4, 6, 8]
     again = {
         row["batch_per_device"]: row["recompute"]
         for row in DATA["kept"]
         if row["model"] == "gpt-52b" and row["method"] == "breadth-first"
     }
-    assert [float(size) for size, kind in again.items() if kind == "full"] == [size for size in found if size >= 0.5]
+    assert [float(size) for size, kind in again.items() if kind == "full"] == [0.75, 1, 1.5, 2, 3, 4, 6]
 
 
 # ------------------------------------------------------------------------------------------ the fastest of candidates

@@ -252,7 +252,7 @@ def test_a_stage_that_does_not_fit_is_named_with_what_helps(tmp_path):
         training_schedule(small)
     words = str(refused.value)
     assert f"stage {sizes.index(max(sizes))} takes" in words
-    assert "use more layout.loops" in words
+    assert "use more loops" in words
     assert "Traceback" not in words
 
 
