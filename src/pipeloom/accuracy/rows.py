@@ -163,8 +163,8 @@ def _filled(line: dict[str, str]) -> dict[str, str]:
     return filled
 
 
-def _row(told: dict[str, str], where: str, problems: list[str]) -> Row | None:
-    before, line = len(problems), _filled(told)
+def _row(cells: dict[str, str], where: str, problems: list[str]) -> Row | None:
+    before, line = len(problems), _filled(cells)
 
     def cell(name: str, convert: Callable[[str], Any], wanted: str) -> Any:
         try:
@@ -218,10 +218,10 @@ def _positive(text: str) -> float | None:
 
 def _make(line: dict[str, str], values: dict[str, Any]) -> Row:
     shape = ModelShape(name=line["model"], **{name: values[name] for name in (*_SHAPE_COUNTS, "mlp", "tied")})
-    told = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
+    of_run = {name: values[name] for name in (*_RUN_COUNTS, *_RUN_CHOICES, *_RUN_FLAGS)}
     return Row(
         set_name=line["set"],
-        run=Run(shape=shape, **told),
+        run=Run(shape=shape, **of_run),
         schedule=line["schedule"],
         device=line["device"],
         is_ok=line["status"] == "ok",

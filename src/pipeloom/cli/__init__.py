@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_USAGE)
-        # Help that was asked for is an answer; no command at all is wrong input.
+        # --help is a correct call; no command at all is wrong input.
         return 0 if words else 2
     if words[0] == "--version":
         from importlib.metadata import version

@@ -176,7 +176,7 @@ class MixedCluster(Cluster):
         """Whether it makes no difference to change the places of two groups."""
         groups = [self.groups[index] for index in (one, other)]
         plain = [replace(group, cluster=replace(group.cluster, name="")) for group in groups]
-        # Between the two of them the link is the same in both directions, so only third groups can tell them apart.
+        # Between the two of them the link is the same in both directions, so only links to third groups can differ.
         thirds = set(range(len(self.groups))) - {one, other}
         return plain[0] == plain[1] and all(self._link(one, third) == self._link(other, third) for third in thirds)
 

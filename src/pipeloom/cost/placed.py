@@ -71,3 +71,29 @@ class Placed:
             UserError: more stages than pieces, or the cluster has not so many devices.
         """
         return self.of(with_own_layers(self.run, self.cluster, self.software))
+
+
+@dataclass(frozen=True)
+class OfPlaced:
+    """Base of values about a placed run.
+
+    Attributes:
+        placed: the run.
+    """
+
+    placed: Placed
+
+    @property
+    def run(self) -> Run:
+        """What is trained, and how it is laid out."""
+        return self.placed.run
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where."""
+        return self.placed.cluster
+
+    @property
+    def software(self) -> Software:
+        """With what."""
+        return self.placed.software

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from pipeloom.cost.analytic import gathered_parameters, stage_layers, step_terms
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.data_parallel import gather_s, reduce_s
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import (
     kept_bytes,
     lent_bytes,
@@ -24,9 +23,8 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.placed import Placed
+from pipeloom.cost.placed import OfPlaced
 from pipeloom.cost.ranks import rank_parts, recompute_s
-from pipeloom.cost.software import Software
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
@@ -45,7 +43,7 @@ def stages_by_rank(placement: Placement) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, eq=False)
-class Bounds:
+class Bounds(OfPlaced):
     """Bounds of all steps that cut the model into the same stages, for any schedule and any sharding.
 
     Attributes:
@@ -53,23 +51,7 @@ class Bounds:
         splits: whether schedules run the two halves of backwards apart; gradients of weights keep nobody waiting.
     """
 
-    placed: Placed
     splits: bool = False
-
-    @property
-    def run(self) -> Run:
-        """With its stages."""
-        return self.placed.run
-
-    @property
-    def cluster(self) -> Cluster:
-        """Where."""
-        return self.placed.cluster
-
-    @property
-    def software(self) -> Software:
-        """With what."""
-        return self.placed.software
 
     @property
     def placement(self) -> Placement:

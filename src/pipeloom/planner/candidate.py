@@ -3,15 +3,14 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from pipeloom.cost.placed import Placed
-from pipeloom.cost.software import Software
+from pipeloom.cost.placed import OfPlaced
 from pipeloom.predict.step import Order, SimulatedStep, lowered, simulate_step
 from pipeloom.schedule import Schedule
 from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(OfPlaced):
     """One thing that may be chosen.
 
     Attributes:
@@ -19,18 +18,7 @@ class Candidate:
         order: in which schedule.
     """
 
-    placed: Placed
     order: Order
-
-    @property
-    def run(self) -> Run:
-        """What is trained, and how it is laid out."""
-        return self.placed.run
-
-    @property
-    def software(self) -> Software:
-        """With what."""
-        return self.placed.software
 
     def of(self, run: Run) -> "Candidate":
         """Another run in the same place and order."""

@@ -10,9 +10,8 @@ from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory
-from pipeloom.cost.placed import Placed
+from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.ranks import rank_pieces
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
@@ -146,7 +145,7 @@ class StepAccount:
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
+class SimulatedStep(OfPlaced):
     """A step as it is expected, with everything that the expectation rests on.
 
     Attributes:
@@ -158,27 +157,11 @@ class SimulatedStep:
         drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
     """
 
-    placed: Placed
     order: Order
     schedule: Schedule
     trace: Trace
     prediction: Prediction
     drain_s: float
-
-    @property
-    def run(self) -> Run:
-        """What is trained."""
-        return self.placed.run
-
-    @property
-    def cluster(self) -> Cluster:
-        """Where."""
-        return self.placed.cluster
-
-    @property
-    def software(self) -> Software:
-        """With what."""
-        return self.placed.software
 
     @property
     def tokens_per_s(self) -> float:

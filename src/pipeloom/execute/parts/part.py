@@ -91,7 +91,7 @@ class RankRow:
         self.before: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self.after: list[list[Callable[[], None]]] = [[] for _ in self.actions]
         self._transport = transport
-        # Found once: the relation is asked in numbers, which takes longer than an
+        # Computed once: the relation works on numbers, which takes longer than an
         # action without compute.
         self._sources = [_source_of(action, schedule) for action in self.actions]
         self.begin((), None)
