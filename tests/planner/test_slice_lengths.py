@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.planner.slice_lengths import LatencyTable, best_batches, best_slices, judged_slices, trade_offs
+from pipeloom.planner.slice_lengths import LatencyTable, best_slices, judged_slices, trade_offs
+from reproduction.terapipe import best_batches
 
 
 def compositions(total):

@@ -8,7 +8,7 @@ from pipeloom.cli.figures import told_dtype, unit_bytes
 from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
-from pipeloom.planner.slice_plan import SlicePlan, plan_slices
+from pipeloom.planner.slice_lengths import SlicePlan, plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import count
