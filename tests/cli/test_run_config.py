@@ -88,6 +88,14 @@ def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
     assert parse_run_config(["--data.path=~/text"], "train", "Train.").data.path == tmp_path / "text"
 
 
+@pytest.mark.parametrize("words", [("--data.path", "."), ("--data.path=./",)])
+def test_a_dot_is_the_current_folder_and_no_empty_path(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert parse_run_config(list(words), "train", "Train.").data.path == tmp_path
+    with pytest.raises(ConfigError, match="data.path must be a text file or a folder, found nothing;"):
+        parse_run_config(["--data.path", ""], "train", "Train.")
+
+
 def there(monkeypatch, size_bytes):
     """Let a host have so much memory; the module's name is also that of a function in its package."""
     module = import_module("pipeloom.families.family")

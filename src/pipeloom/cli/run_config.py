@@ -13,6 +13,7 @@ from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import machine_problems, with_model_sizes
+from pipeloom.workload.dtypes import dtype_of
 
 _Config = TypeVar("_Config", bound=RunConfig)
 _CONFIG = (
@@ -55,6 +56,8 @@ def parse_config(
         sections, problems = read_run_file(Path(words[0]), _run_part(config))
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
+    # Path(".") is also how an empty path reads; a shell's "here" gets its name.
+    words = [_named(word) for word in words]
     if words:
         refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
@@ -121,6 +124,11 @@ def _unused_flags(words: list[str], command: str) -> list[str]:
     ]
 
 
+def dtype_words(precision: str, *, is_default: bool) -> str:
+    """A run's type of weights and activations, and whether nobody chose it."""
+    return dtype_of(precision) + (" (the devices' default)" if is_default else "")
+
+
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:
     """The words without values of flags that take none, and a sentence for each of these."""
     is_given = [_is_truth(flag, word, config) for flag, word in pairwise(["", *words])]
@@ -130,6 +138,12 @@ def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], lis
         if is_followed
     ]
     return [word for word, is_extra in zip(words, is_given, strict=True) if not is_extra], problems
+
+
+def _named(word: str) -> str:
+    """A word, or ``--flag=word``, with the current folder by its name."""
+    flag, is_joined, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag}{is_joined}{Path.cwd()}" if value and Path(value) == Path() else word
 
 
 def _is_truth(flag: str, word: str, config: RunConfig) -> bool:

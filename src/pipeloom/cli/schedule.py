@@ -31,7 +31,7 @@ from pipeloom.schedule.ledger import KeptBytes, Ledger
 from pipeloom.schedule.stage_swaps import Amounts
 from pipeloom.simulate import simulate
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
-from pipeloom.terminal.words import and_finite, count, told_passes
+from pipeloom.terminal.words import and_finite, count, passes_of
 from pipeloom.trace import Trace
 
 
@@ -361,7 +361,7 @@ def _is_file(path: Path) -> bool:
 def _title(options: Options, schedule: Schedule) -> str:
     backward = f", backward {options.backward:g}" if schedule.first_backward_stage < schedule.num_stages else ""
     cut = f" of {count(schedule.num_slices, 'token slice')}" if schedule.num_slices > 1 else ""
-    passes = told_passes(options.keep, balance=options.balance, offload=options.offload)
+    passes = passes_of(options.keep, balance=options.balance, offload=options.offload)
     return (
         f"{(options.run or Path(options.family or '')).name}{passes}: {count(schedule.num_stages, 'stage')} on "
         f"{count(schedule.num_ranks, 'pipeline rank')}, {count(schedule.num_microbatches, 'micro-batch')}{cut}; "

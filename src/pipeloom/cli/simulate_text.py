@@ -8,24 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.analysis.summary import communication
-from pipeloom.cli.figures import (
-    amount,
-    print_table,
-    seconds,
-    short,
-    table,
-    told_dtype,
-    unit_bytes,
-    unit_s,
-    wide_console,
-)
+from pipeloom.cli.run_config import dtype_words
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit
 from pipeloom.schedule import Level
 from pipeloom.schedule.kinds import LOAD_OF
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
-from pipeloom.terminal.console import headed
-from pipeloom.terminal.words import count, told_passes
+from pipeloom.terminal.console import headed, print_table, table, wide_console
+from pipeloom.terminal.words import amount, count, passes_of, seconds, short, unit_bytes, unit_s
 
 _PARTS = {
     "compute_s": "compute",
@@ -81,12 +71,12 @@ def _print_headline(console: Console, step: SimulatedStep, *, has_default_dtype:
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
     order = step.order
-    passes = told_passes(order.choice.keep, balance=order.moving.balance, offload=order.moving.offload)
+    passes = passes_of(order.choice.keep, balance=order.moving.balance, offload=order.moving.offload)
     console.print(
         f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {order.choice.family}{passes}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
-        f"{told_dtype(run.precision, is_default=has_default_dtype)}{_recomputation(step)}{shard}"
+        f"{dtype_words(run.precision, is_default=has_default_dtype)}{_recomputation(step)}{shard}"
     )
     devices = " and ".join(f"{number:,} x {kind.device.name}" for kind, number in kinds)
     console.print(f"{devices} ({step.cluster.name}), trained by {step.software.name}")
