@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.run_config import parse_run_config
+from pipeloom.cli.run_config import parse_config, parse_run_config
+from pipeloom.config import RunConfig, find_problems
 from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.system.host_memory import Available
@@ -154,3 +155,14 @@ def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
     assert parse_run_config(["--model.vocab-size", "257"], "train", "Train.").model.vocab_size == 257
     bpe = ["--data.tokenizer", "bpe", "--model.vocab-size", "256"]
     assert parse_run_config(bpe, "train", "Train.").model.vocab_size == 256
+
+
+def test_a_flag_that_a_command_does_not_read_is_refused_by_name():
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(["--training.threads", "2", "--training.no-compile"], "simulate", "", RunConfig(), find_problems)
+    assert [problem.partition(";")[0] for problem in refusal.value.problems] == [
+        "--training.threads has no effect on simulate",
+        "--training.no-compile has no effect on simulate",
+    ]
+    with pytest.raises(ConfigError, match="--machine.cluster has no effect on train"):
+        parse_run_config(["--machine.cluster=laptop"], "train", "Train.")

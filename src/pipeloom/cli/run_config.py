@@ -1,5 +1,6 @@
 """``[CONFIG] [--section.field value ...]`` -> a configuration, with all of its problems at once."""
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -60,7 +61,7 @@ def parse_config(
     if words:
         refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
-        problems += found
+        problems += [*found, *_unused_flags(words, command)]
         given = config
         config = parse_flags(
             type(given),
@@ -96,6 +97,31 @@ def refuse_retired(words: list[str], retired: dict[str, str], command: str) -> N
     problems = [f"{command} has no flag {flag} any more; {what}" for flag, what in retired.items() if flag in given]
     if problems:
         raise ConfigError(problems, "the command line")
+
+
+_USED_BY = {
+    "predictions": (
+        *("model", "layout", "schedule", "machine", "data.seq-len", "data.tokenizer", "data.bpe-vocab-size"),
+        *("optimizer.name", "optimizer.clip-grad-norm", "training.dtype", "training.device"),
+    ),
+    "training": ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output"),
+}
+"""What commands do -> the settings that they read. A run file is for all commands; a flag is for one."""
+_DOES = {"simulate": "predictions", "slices": "predictions", "train": "training", "verify": "training"}
+
+
+def _unused_flags(words: list[str], command: str) -> list[str]:
+    """A sentence for each flag of a setting that the command does not read."""
+    if command not in _DOES:
+        return []
+    used = tuple(f"{name}." for name in _USED_BY[_DOES[command]])  # the dot ends a section, or the whole name
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--[\w-]+\.\w", word)]
+    names = {flag: f"{flag.removeprefix('--').replace('.no-', '.')}." for flag in flags}
+    return [
+        f"{flag} has no effect on {command}; leave it out (a run file may have the setting for other commands)"
+        for flag, name in names.items()
+        if not name.startswith(used)
+    ]
 
 
 def dtype_words(precision: str, *, is_default: bool) -> str:
