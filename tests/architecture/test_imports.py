@@ -34,7 +34,7 @@ LIGHT = [
     "pipeloom.cli.export",
     "pipeloom.export",
     "pipeloom.cli.launch",
-    "pipeloom.catalog.writing",
+    "pipeloom.catalog.cluster_files",
     "pipeloom.cli.profile",
 ]
 HEAVY = {"torch", "matplotlib"}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, names
-from pipeloom.catalog.writing import UNBREAKABLE, cluster_to_toml
+from pipeloom.catalog.cluster_files import UNBREAKABLE, cluster_to_toml
 from pipeloom.cost.hardware import CollectiveCurve, Link
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import ConfigError
