@@ -19,7 +19,7 @@ from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.registry import Registry
-from pipeloom.terminal.words import same_name
+from pipeloom.terminal.words import UNBREAKABLE, same_name
 from pipeloom.workload.dtypes import Precision
 from pipeloom.workload.layout import Recompute
 from pipeloom.workload.model import ModelShape
@@ -224,8 +224,6 @@ DIGITS = 6
 """Significant digits of a written number; a measurement has fewer."""
 WIDTH = 118
 """Columns of a comment."""
-UNBREAKABLE = "\N{NO-BREAK SPACE}"
-"""In a comment: a space at which no line ends."""
 
 Notes = dict[str, Sequence[str]]
 _Lines = dict[str, Any]

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from datetime import date
 
-from pipeloom.catalog.cluster_files import UNBREAKABLE
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
+from pipeloom.terminal.words import UNBREAKABLE
 
 _CLEAR = 1.25
 """A product this many times as long as the fixed time of a kernel has a rate; a shorter one is left out."""
