@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
-from pipeloom.execute.communication.process_collectives import make_groups, make_tensor_group
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import ProcessMoveLanes, StreamLane, ThreadLane
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
@@ -48,7 +48,7 @@ from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Schedule
 from pipeloom.train.moves import StageSizes, moves_anything, saved_bytes
-from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store
+from pipeloom.train.stage_swaps import lend_matrix, make_store
 from pipeloom.train.stages import stage_of
 
 
@@ -82,21 +82,20 @@ class Pipeline:
         layout = config.layout
         self._place = layout.coordinates(world.rank)
         self.schedule = training_schedule(config)
-        self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
+        self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
+        self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
-        is_cuda = world.device.type == "cuda"
         self._tensor_group = make_tensor_group(layout, world, _patience(config))
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.store = make_store(config)
-        self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
-            StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+            self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
             sums_replicated=layout.sequence_parallel,
             dtype=self._dtype,
@@ -116,7 +115,7 @@ class Pipeline:
         self._moves = ActivationMoves(
             self.schedule,
             self._place.pipeline,
-            ProcessMoveLanes(self._clock, world.device),
+            self._lanes,
             self._wires,
             counts=moves_anything(config) or not config.training.compile,  # hooks would compile the first use anew
         )
@@ -281,10 +280,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
-        self._moves.close()
-        self.data_parallel.close()
-        if self._host_lanes is not None:
-            self._host_lanes.close()
+        self._lanes.close()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""
@@ -378,8 +374,8 @@ class Pipeline:
         stages = self._stages(schedule, outputs, slices)
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
-        if self.store is not None and self._host_lanes is not None:
-            swaps = StageSwaps(self.store, self._host_lanes, training.stall_timeout_s)
+        if self.store is not None:
+            swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
             parts += [swaps, self.updates]  # behind the tied matrix, whose gradient belongs to what is updated
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead

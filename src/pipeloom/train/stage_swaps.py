@@ -8,9 +8,6 @@ from torch import Tensor
 
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.execute.clock import Clock
-from pipeloom.execute.lanes import StreamLane, ThreadLane, WaitingStreamLane
-from pipeloom.execute.parts.stage_swaps import HostLanes
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage_store import LentMatrix, StageStore
 from pipeloom.execute.stages.weights import master_dtype
@@ -76,14 +73,6 @@ def make_store(config: RunConfig) -> StageStore | None:
     except OSError as error:
         raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
     return StageStore(budget, folder)
-
-
-def make_host_lanes(clock: Clock, world: World) -> HostLanes:
-    """Lanes between device and host: streams on CUDA, else threads."""
-    if world.device.type == "cuda":
-        from_host = WaitingStreamLane(clock, "from host", torch.cuda.Stream(world.device))
-        return HostLanes(StreamLane(clock, world.device.index), from_host, clock)
-    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"), clock)
 
 
 def lend_matrix(
