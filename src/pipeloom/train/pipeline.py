@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
-from pipeloom.execute.communication.process_collectives import make_groups, make_tensor_group
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import ProcessMoveLanes, StreamLane, ThreadLane, WaitingStreamLane
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
-from pipeloom.execute.parts.stage_swaps import HostLanes, StageSwaps, StageUpdates
+from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
 from pipeloom.execute.parts.tied import Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
@@ -86,21 +86,20 @@ class Pipeline:
         layout = config.layout
         self._place = layout.coordinates(world.rank)
         self.schedule = training_schedule(config)
-        self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
+        self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
+        self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
-        is_cuda = world.device.type == "cuda"
         self._tensor_group = make_tensor_group(layout, world, _patience(config))
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
         self.store = _make_store(config)
-        self._host_lanes = None if self.store is None else _make_host_lanes(self._clock, world)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
-            StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+            self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
             sums_replicated=layout.sequence_parallel,
             dtype=self._dtype,
@@ -121,7 +120,7 @@ class Pipeline:
         self._moves = ActivationMoves(
             self.schedule,
             self._place.pipeline,
-            ProcessMoveLanes(self._clock, world.device),
+            self._lanes,
             self._wires,
             counts=self._moves_anything or not config.training.compile,  # hooks would compile the first use anew
         )
@@ -285,10 +284,7 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
-        self._moves.close()
-        self.data_parallel.close()
-        if self._host_lanes is not None:
-            self._host_lanes.close()
+        self._lanes.close()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""
@@ -388,8 +384,8 @@ class Pipeline:
         stages = self._stages(schedule, outputs, slices)
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
-        if self.store is not None and self._host_lanes is not None:
-            swaps = StageSwaps(self.store, self._host_lanes, training.stall_timeout_s)
+        if self.store is not None:
+            swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
             parts += [swaps, self.updates]  # behind the tied matrix, whose gradient belongs to what is updated
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead
@@ -412,13 +408,6 @@ def _make_store(config: RunConfig) -> StageStore | None:
     except OSError as error:
         raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
     return StageStore(budget, folder)
-
-
-def _make_host_lanes(clock: Clock, world: World) -> HostLanes:
-    if world.device.type == "cuda":
-        from_host = WaitingStreamLane(clock, "from host", torch.cuda.Stream(world.device))
-        return HostLanes(StreamLane(clock, world.device.index), from_host, clock)
-    return HostLanes(ThreadLane(clock, "to host"), ThreadLane(clock, "from host"), clock)
 
 
 def _patience(config: RunConfig) -> timedelta | None:
