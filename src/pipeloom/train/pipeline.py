@@ -28,12 +28,12 @@ from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
-from pipeloom.execute.parts.tied import Tied
+from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Objective, Stage
-from pipeloom.execute.stages.stage_store import LentMatrix, StageStore
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
 from pipeloom.measure.rehearsal import Times, warm_up
@@ -333,19 +333,19 @@ class Pipeline:
         stages, wide = self.data_parallel.weights, master_dtype(self._dtype)
         borrower = _transformer(stages[last].module) if last in stages else None
         matrix = self._build(self._pieces[0][:1], "meta", self._dtype).get_parameter(TIED_NAME)
-        lent = None
+        loan = None
         if self.store is not None:
             weights, gradient = (
                 torch.zeros(matrix.shape, dtype=dtype, device=self._world.device) for dtype in (matrix.dtype, wide)
             )
-            lent = LentMatrix(self.store, last, weights, gradient)
+            loan = SwappedLoan(self.store, last, weights, gradient)
         return Tied(
             TIED_NAME,
             TensorSpec.of(matrix),
             gradient_dtype=wide,
             lender=stages.get(0),
             borrower=borrower,
-            lent=lent,
+            loan=loan,
         )
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:

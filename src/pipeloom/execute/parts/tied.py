@@ -231,15 +231,12 @@ class Tied(MessagePart):
         row.before[lends_at].append(self._lend)
         if trains:
             last, reductions = row.schedule.num_stages - 1, slots(0, Kind.REDUCE_GRAD)
+            the_head = f"stage {last}, whose head shares a matrix with it"
             complete_at, head_complete_at = (slots(stage, *ADDS_TO_GRADIENT)[-1] for stage in (0, last))
             if reductions and reductions[-1] < head_complete_at:
-                raise UserError(
-                    f"the last 0REDUCE_GRAD stands before a backward of stage {last}, whose head shares a matrix with it"
-                )
+                raise UserError(f"the last 0REDUCE_GRAD stands before a backward of {the_head}")
             if updates and complete_at < head_complete_at:
-                raise UserError(
-                    f"0UPDATE follows a gradient that stage {last}, whose head shares a matrix with it, has yet to add to"
-                )
+                raise UserError(f"0UPDATE follows a gradient that {the_head}, has yet to add to")
             if updates:
                 row.after[complete_at].append(self._return_gradient)
             if reductions:
