@@ -179,13 +179,14 @@ class Exchange:
 
     Attributes:
         place: this rank's in its pipeline.
+        peers: the places of its neighbors; none in a pipeline of one rank.
     """
 
     def __init__(self, world: World, transport: Transport, spec: TensorSpec, layout: Layout) -> None:
         self.place = layout.coordinates(world.rank).pipeline
         self._world, self._transport, self._spec = world, transport, spec
         self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
-        self._peers = [peer for peer in (self.place - 1, self.place + 1) if 0 <= peer < layout.pp]
+        self.peers = [peer for peer in (self.place - 1, self.place + 1) if 0 <= peer < layout.pp]
 
     def send(self, peer: int) -> Transfer:
         """Send a tensor to a rank."""
@@ -210,9 +211,9 @@ class Exchange:
         under_way: list[Transfer] = []
         for _ in range(count):
             begin = now(self._world.device)
-            posted = [self.receive(peer) for peer in self._peers]
+            posted = [self.receive(peer) for peer in self.peers]
             run()
-            posted += [self.send(peer) for peer in self._peers]
+            posted += [self.send(peer) for peer in self.peers]
             times.append(now(self._world.device) - begin)
             # A run later, as in a step, where a message is on its way while the next micro-batch computes.
             self.finish(*under_way)

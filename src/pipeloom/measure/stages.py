@@ -87,7 +87,7 @@ def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> 
         load = _Load(world, run, sum(one))
         if len(alone) == 1:  # every boundary has the shape of the first one
             takes_part = exchange.place <= 1 and layout.coordinates(world.rank).data == 0
-            transfer_s = 0.0 if layout.pp == 1 else _time_transfer(exchange, load, takes_part=takes_part)
+            transfer_s = _time_transfer(exchange, load, takes_part=takes_part) if exchange.peers else 0.0
         # Ranks that share cores slow each other down by up to their number; half of it is taken as the likely factor.
         count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
         world.wait_for_all()
