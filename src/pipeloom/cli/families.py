@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from pipeloom.analysis.comparison import MEMORY_UNIT, Comparison, compare
-from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
 from pipeloom.schedule import Schedule
+from pipeloom.terminal.console import print_table, table, wide_console
 from pipeloom.terminal.words import count
 
 

@@ -56,7 +56,7 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
     options = parse_flags(Options, words, "profile", Options.__doc__ or "")
-    from pipeloom.catalog.writing import cluster_to_toml
+    from pipeloom.catalog.cluster_files import cluster_to_toml
     from pipeloom.execute.processes.world import is_first
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal

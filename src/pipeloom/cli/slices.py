@@ -4,14 +4,13 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.cli.figures import told_dtype, unit_bytes
-from pipeloom.cli.run_config import described_problems, parse_config
+from pipeloom.cli.run_config import described_problems, dtype_words, parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_plan import SlicePlan, plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
@@ -81,7 +80,7 @@ def _figures(step: SimulatedStep) -> dict[str, float]:
 def _text(plan: SlicePlan, is_default: bool) -> str:
     run, choice = plan.step.run, plan.step.order.choice
     batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
-    dtype = told_dtype(run.precision, is_default=is_default)
+    dtype = dtype_words(run.precision, is_default=is_default)
     where = f"{dtype}; {plan.step.cluster.name}, {plan.step.software.name}"
     unit = unit_bytes(max(step.prediction.memory.total_bytes for step in (plan.step, *(one.step for one in plan.even))))
     lines = [

@@ -12,7 +12,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, find_problems, recipe_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
-from pipeloom.terminal.words import count, format_bytes, told_passes
+from pipeloom.terminal.words import count, format_bytes, passes_of
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
@@ -235,7 +235,7 @@ def _crowd(config: RunConfig) -> str:
 
 def _passes(config: RunConfig) -> str:
     schedule = config.schedule
-    return told_passes(schedule.keep, balance=schedule.balance, offload=schedule.offload)
+    return passes_of(schedule.keep, balance=schedule.balance, offload=schedule.offload)
 
 
 def _cut(config: RunConfig) -> str:

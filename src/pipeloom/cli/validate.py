@@ -12,9 +12,9 @@ from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_s
 from pipeloom.accuracy.measures import Measures, measure, rankings
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
-from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
+from pipeloom.terminal.console import print_table, table, wide_console
 
 
 @dataclass(frozen=True, kw_only=True)

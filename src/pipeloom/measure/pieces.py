@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_collectives import make_tensor_group
-from pipeloom.execute.communication.process_group import ProcessGroupTransport
-from pipeloom.execute.communication.transport import Transfer
-from pipeloom.execute.communication.transport import finish as finish_transfer
+from pipeloom.execute.communication.collectives import make_tensor_group
+from pipeloom.execute.communication.transport import ProcessGroupTransport, Transfer, finish
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.execute.stages.batch import Batch
@@ -350,7 +348,7 @@ class _Messages:
 
     def _finish(self, transfers: list[Transfer]) -> None:
         for transfer in transfers:
-            finish_transfer(transfer, self._world.timeout.total_seconds())
+            finish(transfer, self._world.timeout.total_seconds())
 
     def close(self) -> None:
         """Let go of threads."""

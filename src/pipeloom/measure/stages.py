@@ -15,10 +15,9 @@ from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import Transfer, Transport
-from pipeloom.execute.communication.transport import finish as finish_transfer
+from pipeloom.execute.communication.transport import Transfer, Transport, finish
 from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.parts.data_parallel import DataParallel, finish
+from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Objective, Stage
 from pipeloom.measure.rehearsal import Run, Times, stage_runner
@@ -288,7 +287,7 @@ class _Exchange:
 
     def finish(self, transfer: Transfer) -> None:
         """Wait for a transfer."""
-        finish_transfer(transfer, self.world.timeout.total_seconds())
+        finish(transfer, self.world.timeout.total_seconds())
 
     def seconds(self, run: Run, alone_s: float) -> float:
         """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.

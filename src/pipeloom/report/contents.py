@@ -6,14 +6,13 @@ from typing import Any
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.summary import LaneUse, PipelineUse, communication, pipeline_use, summarize
-from pipeloom.report.curves import curves_contents, median_step_time_s, median_tokens_per_s
-from pipeloom.report.figures import ms, percent, short, tenths
+from pipeloom.report.curves import curves_contents, ink, median_step_time_s, median_tokens_per_s
 from pipeloom.report.over_time import over_time_contents
 from pipeloom.report.timeline import timeline_contents
 from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, ms, percent
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Layout
 
@@ -120,8 +119,8 @@ def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[d
     steps = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
     where = "the traced step" if step is None else f"step {step}"
     cards = [
-        _compared("step time", "median over the steps, optimizer included", steps, ms),
-        _compared("pipeline time", f"first to last action of {where}", makespans, ms),
+        _compared("step time", "median over the steps, optimizer included", steps, _with_unit),
+        _compared("pipeline time", f"first to last action of {where}", makespans, _with_unit),
         _compared("bubble fraction", f"idle share of the ranks in {where}", fractions, percent),
     ]
     return [card for card in cards if card["measured"] is not None or card["predicted"] is not None]
@@ -139,6 +138,10 @@ def _compared(name: str, note: str, values: Mapping[str, float | None], text: _T
     }
 
 
+def _with_unit(value_s: float) -> str:
+    return f"{ms(value_s)} ms"
+
+
 def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
     accounts = {name: account_bubble(schedule, trace) for name, trace in traces.items()}
     groups = [
@@ -149,8 +152,8 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     # By the sum over all ranks and both traces, so that every table has the same columns.
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
-    rows = [[label, *_cells(parts, shown, tenths)] for label, parts in groups]
-    rows.append(["all ranks", *_cells(total, shown, tenths)])
+    rows = [[label, *_cells(parts, shown, ms)] for label, parts in groups]
+    rows.append(["all ranks", *_cells(total, shown, ms)])
     shares = {name: _scaled(account, account.compute_s + account.idle_s) for name, account in total.items()}
     rows.append(["share of all ranks", *_cells(shares, shown, percent)])
     means = {name: _scaled(account, len(groups)) for name, account in total.items()}
@@ -160,8 +163,8 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
             for cause in shown
         ],
         "traces": list(traces),
-        "groups": [{"label": label, "bars": _bars(parts, shown, longest, ms)} for label, parts in groups],
-        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest, ms)},
+        "groups": [{"label": label, "bars": _bars(parts, shown, longest)} for label, parts in groups],
+        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest)},
         "rows": rows,
     }
 
@@ -176,12 +179,12 @@ def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
     return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
 
 
-def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float, text: _Text) -> list[Any]:
+def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float) -> list[Any]:
     """For each trace a bar of (share of the width, text) for each cause."""
     bars = []
     for account in accounts.values():
         values = [getattr(account, cause) for cause in shown]
-        bars.append([[short(value / whole if whole else 0.0), text(value)] for value in values])
+        bars.append([[ink(value / whole if whole else 0.0), _with_unit(value)] for value in values])
     return bars
 
 
@@ -211,13 +214,13 @@ def _pipelines(run: Run) -> list[list[str]]:
 
 
 def _pipeline_cells(use: PipelineUse) -> list[str]:
-    cells = [tenths(use.makespan_s), tenths(use.compute_s)]
+    cells = [ms(use.makespan_s), ms(use.compute_s)]
     for busy, hidden in (use.p2p, use.data_parallel):
-        cells += [tenths(busy), tenths(hidden), tenths(busy - hidden)]
+        cells += [ms(busy), ms(hidden), ms(busy - hidden)]
     return cells
 
 
 def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
     known = [use for use in uses if use is not None]
     busy, hidden = sum(use.busy_s for use in known), sum(use.hidden_s for use in known)
-    return [tenths(busy), tenths(hidden), tenths(busy - hidden), percent(hidden / busy) if busy else "-"]
+    return [ms(busy), ms(hidden), ms(busy - hidden), percent(hidden / busy) if busy else "-"]

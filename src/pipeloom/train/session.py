@@ -20,7 +20,7 @@ from pipeloom.execute.processes.world import World, is_launched, join_forked, jo
 from pipeloom.families import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.slices import with_known_slices
-from pipeloom.train.stage_swaps import piece_bytes
+from pipeloom.train.stages import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
