@@ -83,7 +83,7 @@ def earliest(state: State) -> int:
     """The rank that is free first of those that go on; -1 for none."""
     # Of equal ones argmin returns the first, so that the same input makes the same rows. It looks at every rank, which
     # for a thousand of them takes less time than a heap in Python.
-    rank = state.turn.argmin()
+    rank = int(state.turn.argmin())
     return rank if state.turn[rank] < NEVER else -1
 
 
