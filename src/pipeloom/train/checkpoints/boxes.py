@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Box(NamedTuple):
     """A box of a tensor's elements.
@@ -57,26 +59,29 @@ def _in_row(shape: tuple[int, ...], row: int, first: int, end: int) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Interval:
+class Elements:
     """The elements of a parameter that a rank holds: contiguous in its tensor-parallel part of it.
 
     Attributes:
+        values: flat, in row-major order of the part.
         whole: shape of the whole parameter.
         corner: index of the part's first element along each dim of the whole.
         part: shape of the part.
-        first: the first element that is held, counted in the part in row-major order.
-        count: how many are.
+        first: the first element that is held, counted in the part.
     """
 
+    values: Tensor
     whole: tuple[int, ...]
     corner: tuple[int, ...]
     part: tuple[int, ...]
     first: int
-    count: int
 
-    def boxes(self) -> list[Box]:
-        """As boxes of the whole parameter, in the order of the elements."""
-        return [
+    def boxes(self) -> list[tuple[Box, Tensor]]:
+        """Boxes of the whole parameter, in the order of the elements, each with a view of its values."""
+        boxes = [
             Box(tuple(map(sum, zip(self.corner, box.begin, strict=True))), box.size)
-            for box in boxes_of(self.part, self.first, self.first + self.count)
+            for box in boxes_of(self.part, self.first, self.first + len(self.values))
         ]
+        # Views: what is loaded goes straight into the weights, and what is saved is copied nowhere.
+        views = self.values.split([prod(box.size) for box in boxes])
+        return [(box, view.view(box.size)) for box, view in zip(boxes, views, strict=True)]
