@@ -86,10 +86,6 @@ class BpeTokenizer:
     """Byte-pair encoding over bytes, by the ``tokenizers`` library; any text survives a round trip.
 
     Attributes and methods are those of :class:`ByteTokenizer`. Made by :meth:`train` or :meth:`from_json`.
-
-    Args:
-        encoding: the library's tokenizer, which has the end-of-text token.
-        text: its JSON.
     """
 
     def __init__(self, encoding: "tokenizers.Tokenizer", text: str) -> None:
