@@ -71,12 +71,7 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
 
 
 class Pipeline:
-    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks.
-
-    Args:
-        config: resolved.
-        world: this process among the others.
-    """
+    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
