@@ -53,6 +53,14 @@ def test_ranks_hold_all_parameters_once():
     assert held == pytest.approx(run.shape.parameters / 2 + norms)
 
 
+def test_a_tied_matrix_is_held_once_and_never_reduced_where_embedding_and_head_are_on_one_rank():
+    tied = replace(RUN, pp=4, loops=2, shape=replace(RUN.shape, tied=True))
+    bent, looped = replace(tied, placement="v"), tied
+    more = sum(rank_parameters(looped, PROGRAM)) - sum(rank_parameters(bent, PROGRAM))
+    assert more == pytest.approx(tied.shape.embedding_parameters)
+    assert step_terms(bent, A100, PROGRAM, 0.0).tied_s == 0 < step_terms(looped, A100, PROGRAM, 0.0).tied_s
+
+
 def test_full_recomputation_adds_a_forward_to_the_backward():
     plain = Pieces(RUN, A100, PROGRAM)
     full = Pieces(replace(RUN, recompute="full"), A100, PROGRAM)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.executor import Executor
@@ -96,7 +96,7 @@ def make_executor(
         for index in schedule.placement.stages_of(rank)
     }
     parts = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices), *([moves] if moves else [])]
-    return Executor(schedule, rank, parts, transport=transport, clock=HostClock())
+    return Executor(schedule, rank, parts, transport=transport, clock=Clock())
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -14,9 +14,8 @@ from pipeloom.cost.placed import Placed
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
-from pipeloom.train.moves import _LastRank
 from pipeloom.train.pipeline import forward_schedule, training_schedule
-from pipeloom.train.stages import stage_of
+from pipeloom.train.stages import _LastRank, stage_of
 from pipeloom.workload.layout import Layout
 
 

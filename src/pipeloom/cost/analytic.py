@@ -226,17 +226,23 @@ def _is_inside(run: Run, cluster: Cluster, one: int, other: int) -> bool:
     return are_near(run, cluster, one, other)
 
 
+def tied_ranks(run: Run) -> tuple[int, int] | None:
+    """The pipeline ranks of a tied embedding and head; ``None`` where one rank has both, or nothing is tied."""
+    owner = placement_of(run).rank_by_stage
+    # On a V the first and the last stage are on the same rank, which has one matrix for both.
+    return (owner[0], owner[-1]) if run.shape.tied and owner[0] != owner[-1] else None
+
+
 def tied_message_s(run: Run, cluster: Cluster, software: Software) -> tuple[float, float]:
     """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
     Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
     the pipeline of other programs.
     """
-    if not (run.shape.tied and run.pp > 1 and software.lends_tied):
+    ends = tied_ranks(run)
+    if ends is None or not software.lends_tied:
         return 0.0, 0.0
-    owner = placement_of(run).rank_by_stage
-    route = rank_route(run, cluster, owner[0], owner[-1])
-    is_inside = _is_inside(run, cluster, owner[0], owner[-1])
+    route, is_inside = rank_route(run, cluster, *ends), _is_inside(run, cluster, *ends)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
     held = run.shape.embedding_parameters / run.tp
     weights_s, gradient_s = (
@@ -298,8 +304,7 @@ class StepTerms:
 
     Attributes:
         reduce_s: reduction of gradients that nothing hides, and gather of updated weights.
-        tied_s: reduction of the gradients of an embedding that the first and the last stage share, where it has to
-            follow the pipeline.
+        tied_s: reduction of the gradients of an embedding that two ranks hold, where it has to follow the pipeline.
         optimizer_s: update of the weights.
         fixed_s: everything that does not depend on sizes.
     """
@@ -318,7 +323,7 @@ class StepTerms:
 def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
     """Parameters of each stage that one device holds.
 
-    A tied embedding is with the first stage and with the last; with the first alone if there is one rank, or if the
+    A tied embedding is with the first stage and with the last; with the first alone if both are on one rank, or if the
     program lends it to the last one for a step.
     """
     return _parameters(run, software, stage_layers(run, software)[0])
@@ -342,7 +347,7 @@ def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[fl
     each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
     held = [count * each for count in counts]
     held[0] += shape.embedding_parameters / run.tp
-    if not (shape.tied and (run.pp == 1 or software.lends_tied)):
+    if not shape.tied or (tied_ranks(run) is not None and not software.lends_tied):
         held[head] += shape.embedding_parameters / run.tp
     return tuple(held)
 
@@ -406,9 +411,9 @@ def step_terms(run: Run, cluster: Cluster, software: Software, backward_s: float
     if not software.has_reduction_lane:
         exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
     tied_s = 0.0
-    if run.shape.tied and run.pp > 1 and not software.lends_tied:
-        # On looped placements embedding and head are at the two ends of the pipeline.
-        route = rank_route(run, cluster, 0, run.pp - 1)
+    ends = tied_ranks(run)
+    if ends is not None and not software.lends_tied:
+        route = rank_route(run, cluster, *ends)
         pair = Group(2, 2 if run.num_devices <= route.devices_per_node else 1, route.devices_per_node)
         message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
         tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)

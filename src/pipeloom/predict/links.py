@@ -6,7 +6,7 @@ from typing import NamedTuple
 from pipeloom.cost.hardware import Cluster, Group
 from pipeloom.cost.ranks import first_device, rank_parts
 from pipeloom.schedule import Action, Kind, Placement
-from pipeloom.schedule.kinds import COMPUTE_KINDS, RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
 from pipeloom.simulate import Sharing
 from pipeloom.workload.run import Run
@@ -53,7 +53,7 @@ def shared_links(
         if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
             sender = owner[other_end(action, len(owner)).stage]
             return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
-        if action.kind in SWAPS and partners is not None:
+        if action.kind in PARTNER_MOVES and partners is not None:
             return adapter[rank] if adapter[partners[rank]][0] != adapter[rank][0] else None
         return adapter[rank] if is_wide[rank] and action.kind in COLLECTIVES else None
 
@@ -77,7 +77,6 @@ class _Cores(NamedTuple):
 
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
-SWAPS = frozenset({Kind.EVICT, Kind.LOAD})
 ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
 """What processes on a CPU do with its cores; a receive stands for both ends of a message."""
 

@@ -9,6 +9,10 @@ _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enu
                             for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
 
 
+UNBREAKABLE = "\N{NO-BREAK SPACE}"
+"""In a comment of a file: a space at which no line ends."""
+
+
 def has_line_break(text: str) -> bool:
     """Whether a text would begin a new line of a message; other characters that would are escaped when printed."""
     return "\n" in text
