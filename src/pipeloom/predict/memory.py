@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeloom.analysis.matching import match_spans
-from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
     kept_logits,
@@ -21,6 +20,7 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
