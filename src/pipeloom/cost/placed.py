@@ -67,6 +67,11 @@ class Placed:
         """The first of a pipeline rank's devices; the others follow it."""
         return place_of(rank, self.run.pipeline_order) * self.run.dp * self.run.tp
 
+    @property
+    def first_devices(self) -> list[int]:
+        """That of each pipeline rank."""
+        return [self.first_device(rank) for rank in range(self.run.pp)]
+
     def are_near(self, one: int, other: int) -> bool:
         """Whether two pipeline ranks share nodes: each device of the one stands on the same node as its partner."""
         begin, end, node_of = self.first_device(one), self.first_device(other), self.cluster.node_of

@@ -131,9 +131,7 @@ class SliceModel:
         """
         owner = self._placed.placement.rank_by_stage
         both = [f + b for f, b in zip(self._whole.forward_s, self._whole.backward_s, strict=True)]
-        by_rank = [
-            sum(s for s, one in zip(both, owner, strict=True) if one == rank) for rank in range(self._placed.run.pp)
-        ]
+        by_rank = [sum(s for s, one in zip(both, owner, strict=True) if one == rank) for rank in range(max(owner) + 1)]
         slowest = by_rank.index(max(by_rank))
         stages = [stage for stage, rank in enumerate(owner) if rank == slowest]
         places = list(zip(lengths.astype(int).tolist(), before.astype(int).tolist(), strict=True))

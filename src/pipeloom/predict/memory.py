@@ -238,7 +238,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
         + (0.0 if software.has_reduction_lane else _largest(gathered, schedule.placement.stages_of(rank), 1))
         + software.reserve_bytes
-        for rank in range(run.pp)
+        for rank in range(schedule.num_ranks)
     ]
     return HeldBytes(
         always_bytes=tuple(always),

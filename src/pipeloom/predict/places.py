@@ -37,10 +37,9 @@ def rank_places(placed: Placed) -> tuple[Place, ...]:
         UserError: the cluster has not so many devices.
     """
     size, node_of = placed.run.dp * placed.run.tp, placed.cluster.node_of
-    firsts = [placed.first_device(rank) for rank in range(placed.run.pp)]
     return tuple(
         Place(part.name, node_of(first)[0], node_of(first + size - 1)[0], part.device.memory_bytes)
-        for first, part in zip(firsts, placed.parts, strict=True)
+        for first, part in zip(placed.first_devices, placed.parts, strict=True)
     )
 
 
@@ -89,12 +88,12 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
         cores of each node; ``None`` where there is nothing to share.
     """
     run, cluster, owner = placed.run, placed.cluster, placement.rank_by_stage
-    adapter = [_adapter(placed.first_device(rank), cluster) for rank in range(run.pp)]
+    adapter = [_adapter(first, cluster) for first in placed.first_devices]
     is_wide = [_is_wide(run, part) for part in placed.parts]
     pairs = {*pairwise(owner), *enumerate(partners or ())}
     crosses = any(adapter[one][0] != adapter[other][0] for one, other in pairs)
     # A rank that has its adapter for itself competes with nobody, except where its collectives leave the node as well.
-    has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < run.pp)
+    has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < len(adapter))
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not has_shared_links and not has_shared_cores:
         return None

@@ -233,7 +233,7 @@ class SimulatedStep(OfPlaced):
         run, software = self.run, self.software
         # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
         if not software.is_blocking:
-            return (0.0,) * run.pp
+            return (0.0,) * self.schedule.num_ranks
         by_stage = [0.0] * run.num_stages
         # The difference to the same program without blocking is what its exchanges add.
         for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
@@ -245,7 +245,8 @@ class SimulatedStep(OfPlaced):
                 for stage, both_s in enumerate(zip(part.forward_s, part.backward_s, strict=True)):
                     by_stage[stage] += sign * self.schedule.num_microbatches * sum(both_s)
         return tuple(
-            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank)) for rank in range(run.pp)
+            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank))
+            for rank in range(self.schedule.num_ranks)
         )
 
     @property
