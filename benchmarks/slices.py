@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
@@ -134,7 +134,7 @@ def _make(contender: Contender, world: Any) -> tuple[Executor, list[Tensor]]:
     transport = ProcessGroupTransport(rank, edges, world.device, world.timeout)
     stage = Stage(SleepingStage(), rank, outputs[rank], needs_input_gradient=rank > 0, slices=slices)
     parts = [Compute({rank: stage}, slices=slices), Messages(outputs, slices)]
-    executor = Executor(schedule, rank, parts, transport=transport, clock=HostClock())
+    executor = Executor(schedule, rank, parts, transport=transport, clock=Clock())
     whole = [torch.ones(1, TOKENS, WIDTH) for _ in range(contender.num_microbatches)]
     return executor, whole if slices is None else slices.cut(whole)
 

@@ -25,8 +25,6 @@ MOST_KIND = {
     "UNSHARD": 17,
     "REDUCE_GRAD": 17,
     "BACKWARD_WEIGHT": 16,
-    "EVICT": 12,
-    "OFFLOAD": 9,
 }
 MOST_AXIS = {
     "pp": 50,

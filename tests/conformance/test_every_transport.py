@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from in_process import Post
 from toy import WIDTH
 
 from pipeloom.errors import BoundaryError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_group import ProcessGroupTransport
-from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.transport import ProcessGroupTransport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 

@@ -17,10 +17,10 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_collectives import make_groups
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.collectives import make_groups
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
@@ -93,7 +93,7 @@ def _gather_with_nobody(rendezvous, rank, size):
     """Rank 1 never comes to the first gather."""
     world = join_forked(rendezvous, rank, size, "cpu", 30)
     layout = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2)
-    toy, clock = Toy(2, 2), HostClock()
+    toy, clock = Toy(2, 2), Clock()
     plain = lower(make_schedule("breadth-first", pp=1, loops=2, num_microbatches=2))
     schedule = add_data_parallel(plain, "full", residency=2, prefetch=1, gradient_buffers=None)
     groups, modules = make_groups(layout, world), toy.modules()

@@ -1,10 +1,10 @@
 """How far the host may be ahead of the device: a clock that tells what was waited for stands for the device."""
 
 import pytest
+from in_process import Post
 from toy import Toy, objective
 
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
@@ -13,7 +13,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 
 
-class Watched(HostClock):
+class Watched(Clock):
     """Marks are numbers, taken before and behind every compute action."""
 
     def __init__(self):

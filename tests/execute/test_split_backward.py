@@ -9,6 +9,7 @@ from families import fitting
 from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
+from in_process import Post, run_in_process
 from replicas import Cluster
 from small_run import small_run, write_text
 from toy import Toy, make_executor, objective, reference, worst_difference
@@ -17,8 +18,6 @@ from transformers import TransformerCluster, complete, differences
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import run_in_process
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, lower, split_backward
 from pipeloom.runs import run_folder

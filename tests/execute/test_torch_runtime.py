@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from toy import Toy, make_executor, worst_difference
 
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.drive import run_rank
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked

@@ -21,7 +21,7 @@ from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.stage_swaps import stage_amounts
+from pipeloom.train.stages import stage_amounts
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape
 

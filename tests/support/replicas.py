@@ -1,15 +1,13 @@
 """All ranks of a data-parallel layout over toy pipelines, in one process."""
 
 import torch
+from in_process import Neighborhood, Post, groups_in_process, play_in_process
 from toy import Toy, objective
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.collectives import Groups, InProcessGroups
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import play_in_process
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
@@ -33,7 +31,7 @@ class Cluster:
             own = self.schedule.placement.stages_of(place.pipeline)
             modules = {index: module for index, module in enumerate(self.toy.modules()) if index in own}
             groups = Groups(shards[rank], copies[rank])
-            lane = lanes.lane(HostClock())
+            lane = lanes.lane(Clock())
             parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lane, dtype=dtype)
             stages = {
                 index: Stage(
@@ -52,7 +50,7 @@ class Cluster:
                     place.pipeline,
                     [Compute(stages), Messages(self.toy.outputs()), parallel],
                     transport=posts[place.data].transport(place.pipeline),
-                    clock=HostClock(),
+                    clock=Clock(),
                 )
             )
         self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
@@ -96,16 +94,6 @@ def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residen
         gradient_buffers=gradient_buffers,
     )
     return Cluster(layout, schedule, dtype)
-
-
-def groups_in_process(lists):
-    """By rank its group among lists of ranks."""
-    return {
-        rank: shared.group(index)
-        for ranks in lists
-        for shared in [InProcessGroups(len(ranks))]
-        for index, rank in enumerate(ranks)
-    }
 
 
 def adamw(decayed, plain):

@@ -9,14 +9,13 @@ from small_run import small_run
 from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
-from pipeloom.cost.analytic import replicated_parameters
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import replicated_parameters
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
-from pipeloom.train.moves import _LastRank
 from pipeloom.train.pipeline import forward_schedule, training_schedule
-from pipeloom.train.stages import stage_of
+from pipeloom.train.stages import _LastRank, stage_of
 from pipeloom.workload.layout import Layout
 
 

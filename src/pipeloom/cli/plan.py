@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig

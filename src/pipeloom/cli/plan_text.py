@@ -3,17 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import (
-    amount,
-    print_table,
-    seconds,
-    short,
-    table,
-    told_dtype,
-    unit_bytes,
-    unit_s,
-    wide_console,
-)
+from pipeloom.cli.run_config import dtype_words
 from pipeloom.planner.comparison import CAUSES, Change, Rival, causes
 from pipeloom.planner.no_answer import MOST_DOUBLINGS, Closest
 from pipeloom.planner.plan import Plan
@@ -21,8 +11,8 @@ from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.console import headed
-from pipeloom.terminal.words import count, format_bytes
+from pipeloom.terminal.console import headed, print_table, table, wide_console
+from pipeloom.terminal.words import amount, count, format_bytes, seconds, short, unit_bytes, unit_s
 
 _SHARED = {
     "none": "nothing",
@@ -66,7 +56,7 @@ def _print_question(console: Console, plan: Plan) -> None:
     console.print(
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
-        f"{told_dtype(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
+        f"{dtype_words(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
         f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
     )
     proof = "nothing else can be among the best"

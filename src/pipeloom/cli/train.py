@@ -12,7 +12,7 @@ from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, find_problems, recipe_problems
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.schedule import Kind
-from pipeloom.terminal.words import count, format_bytes, told_passes
+from pipeloom.terminal.words import count, format_bytes, passes_of
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
@@ -52,7 +52,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
     from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
-    from pipeloom.train.checkpoints.safe_steps import safe_steps
+    from pipeloom.train.checkpoints.saving import safe_steps
     from pipeloom.train.session import load_text, resolve, run_on_all_ranks
 
     choice = _choose_checkpoint(config, path)
@@ -235,7 +235,7 @@ def _crowd(config: RunConfig) -> str:
 
 def _passes(config: RunConfig) -> str:
     schedule = config.schedule
-    return told_passes(schedule.keep, balance=schedule.balance, offload=schedule.offload)
+    return passes_of(schedule.keep, balance=schedule.balance, offload=schedule.offload)
 
 
 def _cut(config: RunConfig) -> str:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from datetime import date
 
-from pipeloom.catalog.writing import UNBREAKABLE
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
 from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
+from pipeloom.terminal.words import UNBREAKABLE
 
 _CLEAR = 1.25
 """A product this many times as long as the fixed time of a kernel has a rate; a shorter one is left out."""
@@ -24,7 +24,7 @@ _OTHERS = ("MIG", "PCIe", "PCIE", "NVL", "GH200")
 
 
 def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
-    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.writing``).
+    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.cluster_files``).
 
     Args:
         name: of the cluster.

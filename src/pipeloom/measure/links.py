@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
-from pipeloom.execute.communication.collectives import Finish, Group
-from pipeloom.execute.communication.process_collectives import GlooGroup, NcclGroup
+from pipeloom.execute.communication.collectives import Finish, GlooGroup, Group, NcclGroup
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Collectives, Messages, Timing
 from pipeloom.measure.host import num_devices

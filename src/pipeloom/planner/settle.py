@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
 from pipeloom.cost.placed import OfPlaced, Placed
+from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
@@ -182,7 +182,7 @@ def cut_again(chosen: Candidate) -> Candidate | None:
     """
     if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
         return None
-    again = chosen.of(with_fastest_layers(chosen.run, chosen.cluster, chosen.software))
+    again = chosen.of(chosen.placed.with_fastest_layers().run)
     return again if again.run.layers_by_stage != chosen.run.layers_by_stage and again.fits else None
 
 

@@ -61,10 +61,6 @@ class Slicing:
         """Seconds of a step, by the formula above."""
         return rounds * self.sum_s + (num_ranks - 1) * max(self.through_s)
 
-    def bubble_overhead(self, num_ranks: int, rounds: int = 1) -> float:
-        """Idle time by the time in which a rank computes."""
-        return (num_ranks - 1) * max(self.through_s) / (rounds * self.sum_s)
-
 
 def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
     """The fewest tokens, a multiple of a number, of which a sequence has at most so many; else all of it."""
@@ -229,7 +225,7 @@ def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
     Raises:
         UserError: the cluster has not so many devices.
     """
-    run, model = placed.run, SliceModel(placed.run, placed.cluster, placed.software)
+    run, model = placed.run, SliceModel(placed)
     return LatencyTable(model.seconds, run.seq, unit or default_unit(run.seq, run.tp, _MOST_UNITS), model.through_s)
 
 

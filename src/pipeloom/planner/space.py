@@ -18,13 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.layers import PieceSeconds
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import OfPlaced, Placed
-from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
+from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
@@ -60,17 +59,13 @@ class Arrangement(OfPlaced):
     kept: Kept
     splits: bool = False
 
-    @cached_property
-    def _pieces(self) -> PieceSeconds:
-        return fastest_pieces(self.run, self.cluster, self.software)
-
     @property
     def bound_s(self) -> float:
         """Seconds of the step at least: the work of the mean rank, and its way behind the stages before it.
 
         As if all ranks were as fast as the fastest.
         """
-        run, pieces = self.run, self._pieces
+        run, pieces = self.run, self.placed.fastest_pieces
         if run.pp == 1 or self.software.overlaps_steps:
             return self.busy_s
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
@@ -81,7 +76,7 @@ class Arrangement(OfPlaced):
     @property
     def busy_s(self) -> float:
         """Seconds of the step at least, however soon every rank begins: the work of the mean rank."""
-        pieces, fixed_s = self._pieces, self.software.efficiency.microbatch_s
+        pieces, fixed_s = self.placed.fastest_pieces, self.software.efficiency.microbatch_s
         whole_s = sum(pieces.embedding) + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
         return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
 
@@ -96,7 +91,7 @@ class Arrangement(OfPlaced):
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
         # The largest device: a bound holds for every way to divide layers.
-        return least - max(rank_device_bytes(run, self.cluster))
+        return least - max(self.placed.device_bytes)
 
     @cached_property
     def count(self) -> int:
@@ -131,8 +126,8 @@ class Arrangement(OfPlaced):
 
     def _cut(self, run: Run) -> "Cut":
         if self.software.partition == "balanced":
-            slowness = rank_slowness(self.run, self.cluster, self.software)
-            layers = _layers_by_stage(self._pieces, run.shape.layers, placement_of(run), slowness)
+            pieces, slowness = self.placed.fastest_pieces, self.placed.slowness
+            layers = _layers_by_stage(pieces, run.shape.layers, placement_of(run), slowness)
             run = replace(run, layers_by_stage=layers)
         return Cut(self.placed.of(run), self)
 

@@ -8,7 +8,7 @@ from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
-from pipeloom.report.figures import short
+from pipeloom.report.curves import ink
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import HeldBytes
@@ -62,7 +62,7 @@ def _chart(
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     ranks: list[dict[str, Any]] = []
     for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
-        curves = [[[short(time_s * 1e3), short(held)] for time_s, held in curve] for curve in by_trace]
+        curves = [[[ink(time_s * 1e3), ink(held)] for time_s, held in curve] for curve in by_trace]
         most = max(held for curve in by_trace for _, held in curve)
         ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak.format(most)})
     most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
@@ -71,6 +71,6 @@ def _chart(
         "note": note,
         "traces": list(traces),
         "ranks": ranks,
-        "end": short(longest * 1e3),
+        "end": ink(longest * 1e3),
         "most": most,
     }

@@ -20,7 +20,7 @@ from pipeloom.execute.processes.world import World, is_launched, join_forked, jo
 from pipeloom.families import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.slices import with_known_slices
-from pipeloom.train.stage_swaps import piece_bytes
+from pipeloom.train.stages import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
@@ -108,10 +108,6 @@ def load_text(config: RunConfig) -> Data:
 
 def resolve(config: RunConfig, data: Data) -> RunConfig:
     """The configuration with everything derived filled in: sizes of the model, partition, group size.
-
-    Args:
-        config: of the run file and flags.
-        data: has the tokenizer's size.
 
     Raises:
         UserError: the model has fewer tokens than the tokenizer.

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import StallError
 from pipeloom.execute.communication.collectives import Groups, Job
+from pipeloom.execute.communication.transport import finish
 from pipeloom.execute.lanes import JobUnderWay, Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
@@ -18,18 +18,6 @@ from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.layout import Shard
-
-
-def finish(collective: JobUnderWay, timeout_s: float) -> None:
-    """Wait for a collective outside a step.
-
-    Raises:
-        PeerLostError: another rank went away.
-        StallError: it did not come in time.
-    """
-    if not collective.is_done() and not collective.wait(timeout_s):
-        raise StallError(f"waited {timeout_s:g} s in vain for the other data-parallel ranks")
-    collective.take()
 
 
 class GradientBuffers:
@@ -285,10 +273,6 @@ class DataParallel(Part):
         self._close_all()
         for buffers in self._buffers.values():
             buffers.forget()
-
-    def close(self) -> None:
-        """Let go of the lane."""
-        self._lane.close()
 
     def _close_all(self) -> None:
         for stage in self._open:

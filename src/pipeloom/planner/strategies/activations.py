@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.memory import stage_recomputed_bytes
-from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.passes import Moves
 from pipeloom.passes.balance import pair_ranks
@@ -97,9 +97,9 @@ def _way_s(leaf: Leaf) -> Floats:
     assert leaf.stage_inputs is not None
     sizes = kept_by_stage(cut.run, cut.software)
     if leaf.way == "offload":
-        return np.array(offload_seconds(cut.run, cut.cluster, sizes))
+        return np.array(offload_seconds(cut.placed, sizes))
     held = (leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
-    return np.array(evict_seconds(cut.run, cut.cluster, cut.software, pair_ranks(held), sizes))
+    return np.array(evict_seconds(cut.placed, pair_ranks(held), sizes))
 
 
 def _plain(leaf: Leaf) -> Candidate | None:

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.memory import kept_logits
+from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.planner.question import Question
