@@ -13,8 +13,9 @@ from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
+from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, Times, most_held
+from pipeloom.measure.stages import Profile, most_held
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS

@@ -52,7 +52,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
     from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
-    from pipeloom.train.checkpoints.safe_steps import safe_steps
+    from pipeloom.train.checkpoints.saving import safe_steps
     from pipeloom.train.session import load_text, long_start, resolve, run_on_all_ranks
 
     choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)

@@ -7,7 +7,7 @@ to all. Of the rounds the lower quartile counts, since what disturbs a measureme
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -16,17 +16,18 @@ from statistics import quantiles
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_tensor_group
-from pipeloom.execute.communication.transport import ProcessGroupTransport, Transfer, finish
+from pipeloom.execute.communication.transport import ProcessGroupTransport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Portion, Stage
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.measure.rehearsal import Exchange, StageRun, Times
 from pipeloom.measure.stopwatch import Now, now
 from pipeloom.measure.update import MakeOptimizer, Update
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
@@ -118,32 +119,19 @@ _PARTS = ("one layer", "layers", "first", "last")
 
 @dataclass
 class _Subject:
-    """A stage that is timed with micro-batches of one size.
+    """A stage that is timed with micro-batches of one size: with its gradients in one buffer, as in a run.
 
     Attributes:
-        stage: with its parameters' gradients in one buffer, as in a run.
-        tensor: its input.
-        gradient: of its output; ``None`` on the last stage.
-        objective: of the last stage.
+        run: forward and backward.
         times: of each round.
     """
 
-    stage: Stage
-    tensor: Tensor
-    gradient: Tensor | None
-    objective: Callable[[Tensor, int], Tensor] | None
-    times: list[Both] = field(default_factory=list)
-
-    def run(self, clock: Now) -> Both:
-        begin_s = clock()
-        self.stage.forward(Portion(0), self.tensor, self.objective, trains=True)
-        middle_s = clock()
-        self.stage.backward(Portion(0), self.gradient)
-        return middle_s - begin_s, clock() - middle_s
+    run: StageRun
+    times: list[Times] = field(default_factory=list)
 
     @property
     def seconds(self) -> Both:
-        return undisturbed([f for f, _ in self.times]), undisturbed([b for _, b in self.times])
+        return undisturbed([one.forward_s for one in self.times]), undisturbed([one.backward_s for one in self.times])
 
 
 Setting = tuple[int, Recompute, int]
@@ -189,9 +177,10 @@ class _Measurement:
         stage = Stage(module, int(part != "first"), output, needs_input_gradient=part != "first")
         if part != "last":
             # Small, since all rounds add to the same gradients.
-            return _Subject(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None)
+            return _Subject(StageRun(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None))
         vocabulary = SplitVocabulary(parallel, request.model.vocab_size or 0)
-        return _Subject(stage, tensor, None, partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy))
+        loss = partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy)
+        return _Subject(StageRun(stage, tensor, None, loss))
 
     def _module(self, tp: int, recompute: Recompute, part: str) -> nn.Module:
         known = self._weights.get((tp, recompute, part))
@@ -253,7 +242,7 @@ class _Measurement:
             # Messages have the same size whatever is recomputed.
             if messages is not None and recompute == self._request.recompute[0]:
                 load = self._subjects[self._request.tp[0], recompute, size]["one layer"]
-                messages.measure(load, is_counted=is_counted)
+                messages.measure(load.run, is_counted=is_counted)
         for update, times in self._updates:
             self._world.wait_for_all()
             begin_s = self._clock()
@@ -316,39 +305,25 @@ class _Messages:
 
     def __init__(self, world: World, tp: int, spec: TensorSpec) -> None:
         layout = Layout(pp=world.size // tp, loops=1, tp=tp, dp=1)
-        self._world, self._spec, self._layout = world, spec, layout
-        self._place = layout.coordinates(world.rank).pipeline
         edges = sorted(edge for a in range(layout.pp - 1) for edge in ((a, a + 1), (a + 1, a)))
-        self._transport = ProcessGroupTransport(
-            self._place, {edge: [spec] for edge in edges}, world.device, world.timeout, layout.pipelines()
-        )
-        self._peers = [peer for peer in (self._place - 1, self._place + 1) if 0 <= peer < layout.pp]
-        self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+        place = layout.coordinates(world.rank).pipeline
+        specs = {edge: [spec] for edge in edges}
+        self._world, self._layout = world, layout
+        self._transport = ProcessGroupTransport(place, specs, world.device, world.timeout, layout.pipelines())
+        self._exchange = Exchange(world, self._transport, spec, layout)
         self.seconds: list[float] = []
 
-    def measure(self, load: _Subject, *, is_counted: bool) -> None:
+    def measure(self, load: StageRun, *, is_counted: bool) -> None:
         """CPU seconds of each message: those of the process without those of computing on its main thread."""
-        computed_s = 0.0
+        computed_s: list[float] = []
         self._world.wait_for_all()
         begin_s = time.process_time()
-        under_way: list[Transfer] = []
-        for _ in range(_MESSAGES):
-            posted = [self._transport.receive(self._spec, peer) for peer in self._peers]
-            # The clock of this thread alone: those that carry messages are what is measured.
-            computed_s += sum(load.run(time.thread_time))
-            # Receives first, then compute, then sends, as a row of 1F1B has them.
-            posted += [self._transport.send(self._tensor, peer) for peer in self._peers]
-            self._finish(under_way)
-            under_way = posted
-        self._finish(under_way)
-        own_s = time.process_time() - begin_s - computed_s
+        # The clock of this thread alone: those that carry messages are what is measured.
+        self._exchange.around(lambda: computed_s.append(sum(load(time.thread_time))), _MESSAGES)
+        own_s = time.process_time() - begin_s - sum(computed_s)
         (total_s,) = self._world.sum([own_s])
         if is_counted:
             self.seconds.append(total_s / (_MESSAGES * 2 * (self._layout.pp - 1) * self._layout.tp))
-
-    def _finish(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            finish(transfer, self._world.timeout.total_seconds())
 
     def close(self) -> None:
         """Let go of threads."""

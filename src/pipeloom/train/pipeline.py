@@ -1,6 +1,7 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -28,17 +29,17 @@ from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
-from pipeloom.execute.parts.tied import Tied
+from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Objective, Stage
-from pipeloom.execute.stages.stage_store import LentMatrix, StageStore
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
-from pipeloom.measure.rehearsal import Times, warm_up
+from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
-from pipeloom.measure.stages import Collectives, Profile, profile_stages
+from pipeloom.measure.stages import Profile, profile_stages
 from pipeloom.model import (
     TIED_NAME,
     SplitVocabulary,
@@ -70,12 +71,7 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
 
 
 class Pipeline:
-    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks.
-
-    Args:
-        config: resolved.
-        world: this process among the others.
-    """
+    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
@@ -206,39 +202,17 @@ class Pipeline:
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
         self._warm_up(batch)
-        with self._rehearsal():
-            found = profile_stages(
-                self._world,
-                self._stages(self.schedule, self._outputs_in_training, None),
-                self._transport,
-                outputs=self._outputs_in_training,
-                tokens=batch.inputs[0],
-                objective=self._loss_of(batch),
-                layout=self._config.layout,
-                collectives=Collectives(self.schedule, self.data_parallel, self._clock),
-            )
+        with self._rehearsal(batch) as rehearsal:
+            found = profile_stages(rehearsal, self._transport, self._clock)
         more = {**self._time_tied_messages(), **self._time_moves(), **self._time_stage_swaps()}
         if found is not None:
             found = replace(found, costs=replace(found.costs, **more))
         if self._slices is None:
             return found
         # Last: slices share the costs of everything else.
-        times = self._time_slices(batch, self._slices)
+        with self._rehearsal(batch, self._slices) as rehearsal:
+            times = profile_slices(rehearsal)
         return found if found is None or times is None else with_slices(found, times, self._slices)
-
-    def _time_slices(self, batch: Batch, slices: TokenSlices) -> dict[int, list[Times]] | None:
-        cut = batch.cut(slices)
-        with self._rehearsal():
-            return profile_slices(
-                self._world,
-                self._stages(self.schedule, self._outputs_in_training, slices),
-                self.data_parallel,
-                outputs=self._outputs_in_training,
-                slices=slices,
-                tokens=cut.inputs[: len(slices.lengths)],
-                objective=self._loss_of(cut),
-                layout=self._config.layout,
-            )
 
     def _time_tied_messages(self) -> dict[str, Any]:
         """On rank 0 the seconds of messages about a tied matrix, as costs have them; as the two below."""
@@ -291,14 +265,26 @@ class Pipeline:
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
-        sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
-        with self._rehearsal():
-            warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
+        with self._rehearsal(batch) as rehearsal:
+            warm_up(rehearsal)
 
-    def _rehearsal(self) -> AbstractContextManager[None]:
-        """Outside a step, meanwhile a borrowed matrix is there for stages that need one."""
-        return nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device)
+    @contextmanager
+    def _rehearsal(self, batch: Batch, slices: TokenSlices | None = None) -> Iterator[Rehearsal]:
+        """The stages outside a step; meanwhile a borrowed matrix is there for those that need one."""
+        cut = batch if slices is None else batch.cut(slices)
+        outputs = self._outputs_in_training
+        with nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device):
+            yield Rehearsal(
+                world=self._world,
+                layout=self._config.layout,
+                schedule=self.schedule,
+                stages=self._stages(self.schedule, outputs, slices),
+                data_parallel=self.data_parallel,
+                outputs=outputs,
+                tokens=cut.inputs[: 1 if slices is None else len(slices.lengths)],
+                objective=self._loss_of(cut),
+                slices=slices,
+            )
 
     def _position(self) -> str:
         """Where this rank is, for people; pipeline ranks of several pipelines have the same numbers."""
@@ -333,19 +319,19 @@ class Pipeline:
         stages, wide = self.data_parallel.weights, master_dtype(self._dtype)
         borrower = _transformer(stages[last].module) if last in stages else None
         matrix = self._build(self._pieces[0][:1], "meta", self._dtype).get_parameter(TIED_NAME)
-        lent = None
+        loan = None
         if self.store is not None:
             weights, gradient = (
                 torch.zeros(matrix.shape, dtype=dtype, device=self._world.device) for dtype in (matrix.dtype, wide)
             )
-            lent = LentMatrix(self.store, last, weights, gradient)
+            loan = SwappedLoan(self.store, last, weights, gradient)
         return Tied(
             TIED_NAME,
             TensorSpec.of(matrix),
             gradient_dtype=wide,
             lender=stages.get(0),
             borrower=borrower,
-            lent=lent,
+            loan=loan,
         )
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
