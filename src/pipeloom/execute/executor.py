@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError, UserError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.communication.transport import Pending, Transport
-from pipeloom.execute.parts.part import Held, Part, RankRow, Service, UnderWay
+from pipeloom.execute.communication.transport import Transport, UnderWay
+from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
@@ -43,7 +43,7 @@ class StepResult:
         return self.record()
 
 
-Steps = Generator[Pending, None, StepResult]
+Steps = Generator[UnderWay, None, StepResult]
 """A rank under way: yields what it waits for, returns what came of it."""
 
 
@@ -180,7 +180,7 @@ class Executor:
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
 
-    def _rest(self) -> Iterator[Pending]:
+    def _rest(self) -> Iterator[UnderWay]:
         """Wait for what no action has waited for."""
         # A copy: taking a result removes it.
         for slot in list(self._under_way):
@@ -190,7 +190,7 @@ class Executor:
             yield from self._until_done(service.what, service.job)
         self.check_services()
 
-    def _until_done(self, what: int | str, pending: Pending) -> Iterator[Pending]:
+    def _until_done(self, what: int | str, pending: UnderWay) -> Iterator[UnderWay]:
         if not pending.is_done():
             self._waits_for = what
             yield pending

@@ -1,7 +1,7 @@
 """How tensors get from one pipeline rank to another: gloo on CPUs, NCCL on CUDA devices.
 
 A transport keeps the order of each directed edge: the n-th receive from a rank takes the n-th send of that
-rank. Both are asynchronous: they return a ``Transfer`` at once. Between processes each directed edge has one channel,
+rank. Both are asynchronous: they return what is under way at once. Between processes each directed edge has one channel,
 made and exercised in a fixed order before the first step, so that no communicator is made lazily in another order on
 another rank.
 """
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError, StallError
+from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
@@ -34,46 +35,37 @@ time is approached while transfers follow each other in less than the shorter on
 more than all the rest; receives wait until it is left again."""
 
 
-class Pending(Protocol):
-    """Communication that a rank can wait for: a message, a collective, or a move."""
-
-    def is_done(self) -> bool:
-        """Whether its tensors may be used, or dropped by whoever sent them."""
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
-        ...
-
-    def take(self) -> Tensor | None:
-        """Hand over the result, or raise what went wrong."""
-        ...
-
-
-class Transfer(Pending, Protocol):
-    """A message under way.
+class UnderWay:
+    """What runs beside compute: a message, a collective, or a move.
 
     Attributes:
-        start_s: when it was asked for; it moves later, when both sides are ready and the edge is free.
-        end_s: when it was done, on the same clock.
+        begin: when it began, once it is done: a message in seconds of the host, from when it was asked for (it moves
+            later, when both sides are ready and the edge is free), others as a mark of their lane's clock.
+        end: when it was done, likewise.
     """
 
-    start_s: float
-    end_s: float
+    begin: Mark = None
+    end: Mark = None
+
+    def is_done(self) -> bool:
+        """Whether its tensors may be used or dropped; on CUDA by what is issued after this, while the host goes on."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  where the device orders everything, the host never waits
+        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
+        return self.is_done()
 
     def take(self) -> Tensor | None:
-        """Hand over the tensor of a receive that is done, once; ``None`` for a send that is done.
-
-        The transfer lets go of the tensor.
+        """When it is done: the tensor of a receive, once, which it lets go of; ``None`` of others.
 
         Raises:
-            PeerLostError: the other rank went away.
+            PeerLostError: another rank went away.
             BoundaryError: what came is not what was agreed on.
         """
-        ...
+        return None
 
 
-def finish(pending: Pending, timeout_s: float) -> None:
+def finish(pending: UnderWay, timeout_s: float) -> None:
     """Wait for a message or a collective outside a step, and drop what it brought.
 
     Raises:
@@ -88,11 +80,11 @@ def finish(pending: Pending, timeout_s: float) -> None:
 class Transport(Protocol):
     """Sends and receives tensors between pipeline ranks."""
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Send a tensor to a rank. The tensor must not change until the transfer is done."""
         ...
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Receive the next tensor from a rank."""
         ...
 
@@ -194,7 +186,7 @@ class ProcessGroupTransport:
             theirs, ours = ", ".join(map(str, decode(found))), ", ".join(map(str, specs))
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Start sending a tensor."""
         # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
         tensor = tensor.contiguous()
@@ -203,7 +195,7 @@ class ProcessGroupTransport:
             return _on_stream(tensor, peer, False, lambda: dist.isend(tensor, process, group=group))
         return self._lane("send", peer).start(tensor)
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Start receiving a tensor into a fresh buffer."""
         buffer = spec.empty(self._device)
         if self._device.type == "cuda":
@@ -225,7 +217,7 @@ class ProcessGroupTransport:
             lane.end()
 
 
-def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> Transfer:
+def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> UnderWay:
     asked_s = time.perf_counter()
     try:
         work = post()
@@ -236,7 +228,7 @@ def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], d
 
 
 @dataclass
-class _StreamTransfer:
+class _StreamTransfer(UnderWay):
     """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
 
     A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
@@ -245,17 +237,13 @@ class _StreamTransfer:
 
     work: dist.Work | None
     tensor: Tensor | None
-    start_s: float
-    end_s: float = 0.0
+    begin: Mark
 
     def is_done(self) -> bool:
         if self.work is not None:
             self.work.wait()  # makes the current stream wait, not the host
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
         return True
-
-    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  the host never waits
-        return self.is_done()
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
@@ -401,7 +389,7 @@ class _Rounds:
             before, before_s = now, now_s
 
 
-class _LaneTransfer:
+class _LaneTransfer(UnderWay):
     """A transfer on a lane. It is done when the rank or the lane's thread has waited for it."""
 
     def __init__(self, lane: _Lane, work: dist.Work, tensor: Tensor, asked_s: float) -> None:
@@ -410,10 +398,10 @@ class _LaneTransfer:
         self._error: PeerLostError | None = None
         self.work: dist.Work | None = work
         self.has_ended = False
-        self.start_s = self.end_s = asked_s
+        self.begin = self.end = asked_s
 
     def finish(self, error: PeerLostError | None, *, keep: bool) -> None:
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
         self._error = error
         self.work = None
         if not keep:
