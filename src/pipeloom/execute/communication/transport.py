@@ -1,9 +1,8 @@
 """How tensors get from one pipeline rank to another: gloo on CPUs, NCCL on CUDA devices.
 
 A transport keeps the order of each directed edge: the n-th receive from a rank takes the n-th send of that
-rank. Both are asynchronous: they return what is under way at once. Between processes each directed edge has one channel,
-made and exercised in a fixed order before the first step, so that no communicator is made lazily in another order on
-another rank.
+rank. Both return at once, with what is under way. Each directed edge has one channel, made and exercised in a fixed
+order before the first step, so that no communicator is made lazily in another order on another rank.
 """
 
 import queue
