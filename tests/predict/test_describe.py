@@ -8,7 +8,7 @@ import pytest
 
 from pipeloom.catalog import load_model, names
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers
+from pipeloom.cost.stages import layers_of_pieces, stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.planner.partition import default_partition
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes

@@ -95,6 +95,7 @@ class TransformerCluster:
         shards, copies = groups_in_process(layout.shard_groups()), groups_in_process(layout.copy_groups())
         sums, teams = (make(layout.tensor_groups()) for make in (groups_in_process, blocking_groups_in_process))
         self.teams = [TensorParallel(teams[rank], layout.sequence_parallel) for rank in range(layout.num_ranks)]
+        self.outputs = [self.model.outputs(team) for team in self.teams[: layout.tp]]  # the same for all pipelines
         self.parallel, self.executors, self.tied = [], [], []
         for rank in range(layout.num_ranks):
             own = schedule.placement.stages_of(layout.coordinates(rank).pipeline)
@@ -120,7 +121,7 @@ class TransformerCluster:
 
     def executor(self, rank, schedule):
         place, parallel = self.layout.coordinates(rank), self.parallel[rank]
-        outputs = self.model.outputs(self.teams[rank])
+        outputs = self.outputs[place.tensor]
         first, split = schedule.first_backward_stage, schedule.split_stages
         stages = {
             index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, splits=index in split)

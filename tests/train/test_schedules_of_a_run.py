@@ -9,8 +9,8 @@ from small_run import small_run
 from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
-from pipeloom.cost.analytic import replicated_parameters
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import replicated_parameters
 from pipeloom.model import TensorParallel, stage_pieces
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step

@@ -14,8 +14,16 @@ from typing import Any, cast, get_args
 
 from pipeloom.catalog.reading import Reader, names, read_toml
 from pipeloom.config.paths import expand_home, names_file
-from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import (
+    Cluster,
+    Collective,
+    CollectiveCurve,
+    Curve,
+    Device,
+    Link,
+    MeasuredPieces,
+    MeasuredUpdate,
+)
 from pipeloom.cost.mixed import GroupLink, MixedCluster, NodeGroup, mixed_cluster
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.registry import Registry

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ from pipeloom.workload.layout import Recompute
 if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
     from pipeloom.measure import Request
-    from pipeloom.measure.findings import Findings
+    from pipeloom.measure.findings import Findings, Timing
     from pipeloom.measure.pieces import PieceRequest
 
 
@@ -86,8 +87,7 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps({"file": str(options.output), "cluster": asdict(cluster), "findings": asdict(findings)}))
     else:
-        _print_table(cluster, findings)
-        _print_end(options.output, findings)
+        _print(options.output, cluster, findings)
     return 0
 
 
@@ -182,39 +182,27 @@ def check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: no permission; choose another place with --output")
 
 
-def _print_table(cluster: Cluster, findings: "Findings") -> None:
-    from rich.table import Table
-
-    from pipeloom.measure.describe import table_rows
-    from pipeloom.terminal.console import make_console
-
-    table = Table(title=f"{findings.host.device_name}, {findings.host.devices}", box=None, pad_edge=False)
-    table.add_column("what")
-    table.add_column("measured", justify="right")
-    table.add_column("spread", justify="right")
-    table.add_column("repeats", justify="right")
-    for what, value, timing in table_rows(findings):
-        table.add_row(what, value, *(("", "") if timing is None else (f"{timing.spread:.0%}", str(timing.repeats))))
-    for what, value in _piece_rows(cluster):
-        table.add_row(what, value)
-    make_console().print(table)
-    print()
-
-
-def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, str]]:
+def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":
     for found in cluster.pieces:
         run = found.run
         name = f"micro-batch {run.micro_batch}, tp {run.tp}"
         name += "" if run.recompute == "none" else f", {run.recompute} recomputation"
         for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
-            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms"
+            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", None
         if found.message_s:
-            yield "  message between stages", f"{found.message_s * 1e3:.2f} ms"
+            yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", None
 
 
-def _print_end(path: Path, findings: "Findings") -> None:
-    from pipeloom.measure.describe import crowding
+def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
+    from pipeloom.measure.describe import crowding, table_rows
+    from pipeloom.terminal.console import make_console, print_table, table
 
+    rows = table("what", ["measured", "spread", "repeats"])
+    for what, value, timing in chain(table_rows(findings), _piece_rows(cluster)):
+        rows.add_row(what, value, *(("", "") if timing is None else (f"{timing.spread:.0%}", str(timing.repeats))))
+    print(f"{findings.host.device_name}, {findings.host.devices}\n")
+    print_table(make_console(), rows)
+    print()
     if crowding(findings):
         print(f"busy       {crowding(findings)}")
     if findings.num_processes == 1:

@@ -76,11 +76,10 @@ def run(words: list[str]) -> int:
             raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
         _write(options.schedule_out, "schedule", step.schedule_text)
     if options.plot is not None:
-        from pipeloom.analysis.excerpt import excerpt
-        from pipeloom.plot.draw import plot_timeline
+        from pipeloom.plot.draw import excerpt, plot_timeline
 
-        part = excerpt(step.trace)
-        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.title}, simulated{part.note}")
+        part, note = excerpt(step.trace)
+        plot_timeline(part, [options.plot], title=f"{options.schedule.title}, simulated{note}")
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 

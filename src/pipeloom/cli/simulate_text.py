@@ -131,7 +131,7 @@ def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> I
     yield title, _filled(table("", ["busy", "hidden", "exposed", "hidden %"]), lanes)
     if with_lanes:
         every = [
-            [f"{use['rank']}: {use['lane']}", str(use["actions"]), *_texts([use[key] for key in _USE], time)]
+            [f"{use['rank']}: {use['lane']}", str(use["actions"]), *_texts((use[key] for key in _USE), time)]
             for use in tree["communication"]
             if use["rank"] in shown
         ]

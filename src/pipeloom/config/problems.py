@@ -282,12 +282,7 @@ def optimizer_problems(config: RunConfig) -> Problems:
 
 
 def vocabulary_problems(config: RunConfig, num_tokens: int) -> Problems:
-    """What is wrong with a model of fewer tokens than its tokenizer has.
-
-    Args:
-        config: with the model.
-        num_tokens: of the tokenizer.
-    """
+    """What is wrong with a model of fewer tokens than its tokenizer has."""
     given = config.model.vocab_size
     # A size that no model may have is a problem of its own.
     if given is not None and given < num_tokens and not _limits()["model.vocab_size"].refusal(given):

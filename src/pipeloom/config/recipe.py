@@ -29,11 +29,7 @@ are named."""
 
 
 def unset(config: "RunConfig") -> dict[str, str]:
-    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo.
-
-    Args:
-        config: the sizes of its model may be in place or not.
-    """
+    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo."""
     if not _is_from_elsewhere(config):
         return {}
     is_rotary = MODELS[config.model.family].is_rotary

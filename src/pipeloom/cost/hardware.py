@@ -1,7 +1,10 @@
-"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective.
+"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective; and what was measured.
 
-Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read
-(``pipeloom.catalog``).
+Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read (``pipeloom.catalog``).
+
+Where a host has fewer cores than processes, what was measured is in seconds of a core: the CPU time that the process
+takes while all processes are at work. What ranks wait for each other is then left to others, and the simulator shares
+the cores out (``pipeloom.predict.places``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +13,15 @@ from itertools import pairwise
 from math import log
 from typing import Literal
 
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import UserError
-from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.dtypes import Dtype, Precision, default_dtype
+from pipeloom.workload.run import Run
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Curve = tuple[tuple[float, float], ...]
 """(x, y) points with rising x."""
+Both = tuple[float, float]
+"""Seconds of a forward and of a backward."""
 
 TILES = (
     (256, 128, 1.0),
@@ -193,6 +198,45 @@ class Group:
         per_node = max(1, min(size, devices_per_node // stride if stride < devices_per_node else 1))
         # Groups that lie between each other's ranks do the same at the same time, and share the node's network.
         return cls(size, per_node, max(1, min(devices_per_node, devices_per_node // per_node)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPieces:
+    """A model's pieces as they were measured.
+
+    Attributes:
+        run: of what (``Run.of_measured_pieces``).
+        embedding, layer, head: seconds for one micro-batch, with tensor-parallel exchanges.
+        stage: seconds of a stage beside its pieces.
+        message_s: seconds of a core that a message between two stages takes at both ends together; 0 where cores are
+            not shared, so that the link tells.
+    """
+
+    run: Run
+    embedding: Both
+    layer: Both
+    head: Both
+    stage: Both = (0.0, 0.0)
+    message_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredUpdate:
+    """What follows a step's pipeline, as it was measured: gradients to zero, their norm, clipping, the optimizer.
+
+    Attributes:
+        fixed_s: seconds of a rank whatever it holds.
+        parameter_s: seconds for each parameter that the rank updates.
+        precision: of weights and activations.
+    """
+
+    fixed_s: float
+    parameter_s: float
+    precision: Precision
+
+    def seconds(self, parameters: float) -> float:
+        """Of a rank that updates so many."""
+        return self.fixed_s + self.parameter_s * parameters
 
 
 @dataclass(frozen=True, kw_only=True)

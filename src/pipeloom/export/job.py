@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from pipeloom.config import ModelConfig, RunConfig, find_problems, unset
-from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.schedule import Action, Kind, Schedule

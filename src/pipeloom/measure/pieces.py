@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_tensor_group
 from pipeloom.execute.communication.transport import ProcessGroupTransport

@@ -11,9 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.analytic import gathered_parameters, stage_layers, step_terms
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.exchanges import gather_s, reduce_s, step_terms
 from pipeloom.cost.memory import (
     kept_bytes,
     lent_bytes,
@@ -24,7 +23,7 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.placed import OfPlaced
-from pipeloom.cost.ranks import rank_parts, recompute_s
+from pipeloom.cost.stages import gathered_parameters, stage_layers
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
@@ -67,7 +66,7 @@ class Bounds(OfPlaced):
     def any_step_s(self) -> float:
         """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
         level: Shard = "full" if self.run.dp > 1 else "none"
-        terms = step_terms(self._with(level, 1), self.cluster, self.software, max(self.costs.backward_s))
+        terms = step_terms(self.placed.of(self._with(level, 1)), max(self.costs.backward_s))
         own_s = max(float(work.end_s().max()) for work in self.work)
         return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
@@ -85,7 +84,7 @@ class Bounds(OfPlaced):
 
     def recomputing_s(self, layers: Floats) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        each_s = np.array(recompute_s(self.run, self.cluster, self.software))
+        each_s = np.array(self.placed.recompute_s)
         return float((self.work[0].end_s() + layers * each_s * self.run.num_microbatches).max())
 
     @cached_property
@@ -256,7 +255,7 @@ class Sharded:
     def after_s(self) -> float:
         """Seconds of what follows the pipeline."""
         bounds = self.bounds
-        return step_terms(self.run, bounds.cluster, bounds.software, max(bounds.costs.backward_s)).total_s
+        return step_terms(bounds.placed.of(self.run), max(bounds.costs.backward_s)).total_s
 
     @cached_property
     def step_s(self) -> float:
@@ -368,7 +367,7 @@ class Sharded:
         bounds = self.bounds
         sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
         number = [sizes[held] for held in bounds.placed.parameters]
-        parts = rank_parts(self.run, bounds.cluster)
+        parts = bounds.placed.of(self.run).parts
         gathers, reductions = (
             {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
             for seconds in (gather_s, reduce_s)

@@ -2,8 +2,7 @@
 
 from statistics import fmean
 
-from pipeloom.cost.analytic import layers_by_recompute
-from pipeloom.cost.ranks import placement_of, recompute_s
+from pipeloom.cost.stages import layers_by_recompute
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.schedule import Kind
 
@@ -40,9 +39,9 @@ def causes(step: SimulatedStep) -> dict[str, float]:
 def _recompute_s(step: SimulatedStep) -> float:
     """Seconds of recomputed layers and micro-batches of a step, mean of the pipeline ranks."""
     run, again_s = step.run, 0.0
-    each_s = recompute_s(run, step.cluster, step.software)
+    each_s = step.placed.recompute_s
     # Recomputed layers are inside backwards, where no span shows them; recomputed micro-batches are spans of their own.
-    for stage, rank in zip(layers_by_recompute(run, step.software), placement_of(run).rank_by_stage, strict=True):
+    for stage, rank in zip(layers_by_recompute(run, step.software), step.placed.placement.rank_by_stage, strict=True):
         for alike, count in stage:
             if alike.recompute == "full":
                 again_s += count * each_s[rank]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
-from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
+from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.candidate import Candidate
@@ -151,9 +151,8 @@ def cut_again(leaf: Leaf, chosen: Candidate) -> Candidate | None:
     """
     if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
         return None
-    run = with_fastest_layers(chosen.run, leaf.cut.arrangement.cluster, chosen.software)
-    again = chosen.of(run)
-    is_other = run.layers_by_stage != chosen.run.layers_by_stage
+    again = chosen.of(chosen.placed.with_fastest_layers().run)
+    is_other = again.run.layers_by_stage != chosen.run.layers_by_stage
     return again if is_other and min(free_bytes(again, leaf)) >= 0 else None
 
 

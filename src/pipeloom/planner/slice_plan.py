@@ -51,7 +51,7 @@ def modelled_table(placed: Placed, unit: int) -> LatencyTable:
     Raises:
         UserError: the cluster has not so many devices.
     """
-    model = SliceModel(placed.run, placed.cluster, placed.software)
+    model = SliceModel(placed)
     return LatencyTable(model.seconds, placed.run.seq, unit, model.through_s)
 
 

@@ -18,13 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.layers import PieceSeconds
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
+from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
@@ -62,13 +61,18 @@ class Arrangement:
     kept: Kept
     splits: bool = False
 
+    @property
+    def placed(self) -> Placed:
+        """The run where it stands."""
+        return Placed(self.run, self.cluster, self.question.software)
+
     @cached_property
     def _pieces(self) -> PieceSeconds:
-        return fastest_pieces(self.run, self.cluster, self.question.software)
+        return self.placed.fastest_pieces
 
     @cached_property
     def _slowness(self) -> tuple[float, ...]:
-        return rank_slowness(self.run, self.cluster, self.question.software)
+        return self.placed.slowness
 
     @property
     def bound_s(self) -> float:
@@ -101,7 +105,7 @@ class Arrangement:
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
         # The largest device: a bound holds for every way to divide layers.
-        return least - max(rank_device_bytes(run, self.cluster))
+        return least - max(self.placed.of(run).device_bytes)
 
     @property
     def _leanest(self) -> Run:

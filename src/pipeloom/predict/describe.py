@@ -6,10 +6,10 @@ from typing import TypeVar, get_args
 
 from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig
-from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of

@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeloom.analysis.matching import match_spans
-from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.memory import (
     Memory,
     kept_logits,
@@ -21,6 +20,7 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
@@ -238,7 +238,7 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
         + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
         + (0.0 if software.has_reduction_lane else _largest(gathered, schedule.placement.stages_of(rank), 1))
         + software.reserve_bytes
-        for rank in range(run.pp)
+        for rank in range(schedule.num_ranks)
     ]
     return HeldBytes(
         always_bytes=tuple(always),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
-from pipeloom.cost.moves import evict_seconds, offload_seconds
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
@@ -40,11 +40,10 @@ def with_moves(
     Raises:
         UserError: the cluster does not say how fast a device reaches its host.
     """
-    run, cluster, software = placed.run, placed.cluster, placed.software
     if partners is not None:
-        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
+        costs = replace(costs, evict_s=evict_seconds(placed, partners, kept.whole))
     if moves.offload and moves.budget_bytes is not None:
-        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.whole))
+        costs = replace(costs, offload_s=offload_seconds(placed, kept.whole))
     return costs
 
 

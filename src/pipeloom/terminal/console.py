@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -112,4 +112,21 @@ def table(first: str, columns: Sequence[str], texts: Collection[str] = ()) -> Ta
     for column in columns:
         is_text = column in texts
         found.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return found
+
+
+Columns = Mapping[str, tuple[str, Callable[[Any], str]]]
+"""Key of a record, as JSON has it -> the title of its column, and its value as text."""
+
+
+def cells_of(record: Mapping[str, Any], columns: Columns) -> list[str]:
+    """A record as people see it; ``-`` where there is no value."""
+    return ["-" if record[key] is None else form(record[key]) for key, (_, form) in columns.items()]
+
+
+def table_of(records: Mapping[str, Mapping[str, Any]], columns: Columns, first: str = "") -> Table:
+    """Records by name, as ``--json`` prints them, as a table for ``print_table``; ``first`` titles the names."""
+    found = table(first, [title for title, _ in columns.values()])
+    for name, record in records.items():
+        found.add_row(name, *cells_of(record, columns))
     return found

@@ -24,13 +24,7 @@ _REPEATS = 3
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Linear warm-up to the peak, then a cosine down to ``lr_min_fraction`` of it.
-
-    Args:
-        config: peak, warm-up and end.
-        step: counted from 0.
-        num_steps: steps of the run.
-    """
+    """Linear warm-up to the peak, then a cosine down to ``lr_min_fraction`` of it; steps are counted from 0."""
     peak, rising = config.known_lr, config.known_lr_warmup_steps
     if step < rising:
         return peak * (step + 1) / rising
@@ -42,14 +36,7 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 def make_optimizer(
     config: OptimizerConfig, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter], *, begins: bool = True
 ) -> torch.optim.Optimizer:
-    """The optimizer of a run.
-
-    Args:
-        config: with its rule and settings.
-        decayed: parameters whose weights decay.
-        plain: those whose weights do not.
-        begins: whether its state is there at once (``begin_state``).
-    """
+    """The optimizer of a run; weights decay in the first parameters. Its state may begin later (``begin_state``)."""
     settings = config.values
     decay = settings.pop("weight_decay", None)
     groups = [
@@ -78,13 +65,7 @@ def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class WholeUpdates:
-    """Updates all parameters of a rank at once, behind the pipeline.
-
-    Args:
-        config: rule and clipping.
-        optimizer: over the parts of all stages.
-        data_parallel: has the gradients and the weights.
-    """
+    """Updates all parameters of a rank at once, behind the pipeline."""
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer, data_parallel: DataParallel) -> None:
         self._config, self._optimizer, self._data_parallel = config, optimizer, data_parallel

@@ -15,12 +15,7 @@ _PAUSE_S = 5.0
 
 
 class StepProgress(Bar):
-    """Progress over optimizer steps.
-
-    Args:
-        num_steps: of the run.
-        is_shown: whether this rank shows it.
-    """
+    """Progress over optimizer steps; some ranks show none."""
 
     def __init__(self, num_steps: int, *, is_shown: bool = True) -> None:
         self._num_steps, self._is_shown = num_steps, is_shown

@@ -109,10 +109,6 @@ def load_text(config: RunConfig) -> Data:
 def resolve(config: RunConfig, data: Data) -> RunConfig:
     """The configuration with everything derived filled in: sizes of the model, partition, group size.
 
-    Args:
-        config: of the run file and flags.
-        data: has the tokenizer's size.
-
     Raises:
         UserError: the model has fewer tokens than the tokenizer.
     """

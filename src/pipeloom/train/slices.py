@@ -24,10 +24,6 @@ def with_known_slices(config: RunConfig, world: World) -> RunConfig:
     """The configuration with lengths in place of ``auto``, the same on every rank. Every rank calls it.
 
     The others wait while rank 0 measures and chooses, as long as communication may take (``World.timeout``).
-
-    Args:
-        config: resolved.
-        world: this process among the others.
     """
     if config.layout.token_slices != "auto":
         return config

@@ -123,12 +123,7 @@ class SavedBytes(NamedTuple):
 def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
     """What stages keep, on the tensor-parallel rank that keeps most.
 
-    A stage of each kind runs once on meta tensors, which takes neither memory nor other ranks. What the loss saves is
-    in it.
-
-    Args:
-        config: resolved.
-        splits: whether backwards run in two halves.
+    A stage of each kind runs once. What the loss saves is in it. ``splits``: whether backwards run in two halves.
     """
     layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
@@ -199,9 +194,6 @@ class _Kernels(TorchFunctionMode):
     """The kernels of a device in place of those of meta tensors, which write attention and RMS norms out.
 
     Attention is one kernel on every device, which keeps a number for each row of scores; an RMS norm on GPUs.
-
-    Args:
-        is_gpu: which devices.
     """
 
     def __init__(self, *, is_gpu: bool) -> None:

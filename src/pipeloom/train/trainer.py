@@ -99,14 +99,7 @@ class RunResult:
 
 
 class Trainer:
-    """One rank of a training run.
-
-    Args:
-        config: with the model resolved.
-        world: this process among the others.
-        data: the text.
-        folder: written by rank 0 only.
-    """
+    """One rank of a training run, which is resolved; rank 0 alone writes the folder."""
 
     def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder) -> None:
         self._config = config

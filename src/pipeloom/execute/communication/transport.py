@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch import Tensor
 from pipeloom.errors import BoundaryError, PeerLostError, StallError
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.processes.world import peer_errors
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import lane_of
@@ -173,14 +174,12 @@ class ProcessGroupTransport:
         """Send what travels on the edge over the edge, and compare."""
         source, destination = edge
         expected = encode(specs).to(self._device)
-        try:
+        with peer_errors(f"the connection between ranks {source} and {destination} failed"):
             if self._rank == source:
                 dist.send(expected, self._process_of[destination], group=self._groups[edge])
                 return
             found = torch.zeros_like(expected)
             dist.recv(found, self._process_of[source], group=self._groups[edge])
-        except RuntimeError as error:
-            raise PeerLostError(f"the connection between ranks {source} and {destination} failed: {error}") from error
         if not torch.equal(found, expected):
             theirs, ours = ", ".join(map(str, decode(found))), ", ".join(map(str, specs))
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
@@ -188,26 +187,22 @@ class ProcessGroupTransport:
     def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Start sending a tensor."""
         # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
-        tensor = tensor.contiguous()
-        if self._device.type == "cuda":
-            group, process = self._groups[self._rank, peer], self._process_of[peer]
-            return _on_stream(tensor, peer, False, lambda: dist.isend(tensor, process, group=group))
-        return self._lane("send", peer).start(tensor)
+        return self._start("send", tensor.contiguous(), peer)
 
     def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Start receiving a tensor into a fresh buffer."""
-        buffer = spec.empty(self._device)
-        if self._device.type == "cuda":
-            group, process = self._groups[peer, self._rank], self._process_of[peer]
-            return _on_stream(buffer, peer, True, lambda: dist.irecv(buffer, process, group=group))
-        return self._lane("recv", peer).start(buffer)
+        return self._start("recv", spec.empty(self._device), peer)
 
-    def _lane(self, direction: str, peer: int) -> "_Lane":
+    def _start(self, direction: Literal["send", "recv"], tensor: Tensor, peer: int) -> UnderWay:
+        if self._device.type == "cuda":
+            is_receive, process = direction == "recv", self._process_of[peer]
+            post, edge = (dist.irecv, (peer, self._rank)) if is_receive else (dist.isend, (self._rank, peer))
+            return _on_stream(tensor, peer, is_receive, lambda: post(tensor, process, group=self._groups[edge]))
         lane = self._lanes.get((direction, peer))
         if lane is None:
             lane = self._lanes[direction, peer] = _Lane(direction, peer, self._process_of[peer], self._rounds)
             self._rounds.lanes.append(lane)
-        return lane
+        return lane.start(tensor)
 
     def close(self) -> None:
         """Let the lanes' threads end."""
@@ -218,10 +213,8 @@ class ProcessGroupTransport:
 
 def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> UnderWay:
     asked_s = time.perf_counter()
-    try:
+    with peer_errors(f"rank {peer} went away"):
         work = post()
-    except RuntimeError as error:
-        raise PeerLostError(f"rank {peer} went away: {error}") from error
     assert work is not None, "a process never sends to itself"
     return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
 

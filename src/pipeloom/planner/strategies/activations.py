@@ -12,8 +12,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.memory import stage_recomputed_bytes
-from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
@@ -97,15 +97,15 @@ class Relief:
     def _each_s(self) -> Floats:
         """For each stage what the way costs for a micro-batch."""
         cut = self.leaf.cut
-        cluster, software = cut.arrangement.cluster, cut.arrangement.question.software
+        placed = cut.arrangement.placed.of(cut.run)
         if self.way == "keep":
             return np.array(cut.time.costs.forward_s)
-        sizes = kept_by_stage(cut.run, software)
+        sizes = kept_by_stage(cut.run, placed.software)
         if self.way == "offload":
-            return np.array(offload_seconds(cut.run, cluster, sizes))
+            return np.array(offload_seconds(placed, sizes))
         assert self.leaf.stage_inputs is not None
         held = (self.leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
-        return np.array(evict_seconds(cut.run, cluster, software, pair_ranks(held), sizes))
+        return np.array(evict_seconds(placed, pair_ranks(held), sizes))
 
     def build(self) -> Candidate | None:
         """The leaf with everything decided; ``None`` if it does not fit in this way, or fits without it."""

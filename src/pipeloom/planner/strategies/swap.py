@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.memory import kept_logits
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.planner.candidate import Candidate

@@ -21,16 +21,11 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Cut an interval of a tensor's elements, counted in row-major order, into boxes.
+    """Cut the elements first..end-1 of a tensor, counted in row-major order, into boxes.
 
     Each box is contiguous in the interval and they come in its order, so the interval's elements, cut at the boxes'
     sizes, are the boxes' elements. An interval of a matrix is at most the end of a row, whole rows, and the beginning
     of a row; of ``n`` dims it is at most ``2 n - 1`` boxes.
-
-    Args:
-        shape: of the tensor.
-        first: the first element.
-        end: behind the last one.
     """
     assert 0 <= first <= end <= prod(shape), f"elements {first} to {end} of a tensor of shape {shape}"
     if first == end:

@@ -69,13 +69,7 @@ _Found = TypeVar("_Found")
 class Checkpoints:
     """Checkpoints of one rank among the others; all ranks make it and call its methods together.
 
-    Args:
-        config: resolved.
-        world: this process among the others.
-        pipeline: with this rank's stages.
-        optimizer: over their parts; its state has begun.
-        run: the run folder; rank 0's counts.
-        tokenizer: of the text, a part of each checkpoint.
+    The optimizer's state has begun. Of the run folders that ranks name, that of rank 0 counts.
     """
 
     def __init__(
@@ -128,10 +122,7 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)  # of a failure; it would fill the disk
 
     def restore(self, path: Path) -> CheckpointInfo:
-        """Read a checkpoint of any layout into the weights' shards and the optimizer.
-
-        Args:
-            path: a complete checkpoint.
+        """Read a complete checkpoint of any layout into the weights' shards and the optimizer.
 
         Raises:
             UserError: it cannot be read, or is not of this model; names everything that does not fit.
@@ -254,10 +245,7 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
 
 
 def check_resumable(config: RunConfig) -> None:
-    """Refuse the checkpoint of another model or optimizer, before anything starts.
-
-    Args:
-        config: resolved, with a whole checkpoint to resume from.
+    """Refuse the checkpoint of another model or optimizer, before anything starts; it is whole.
 
     Raises:
         UserError: names everything that does not fit, or why the checkpoint cannot be read.

@@ -29,12 +29,9 @@ _MOST_NAMED = 5
 
 
 class ElementsSavePlanner(DefaultSavePlanner):
-    """Writes a rank's elements.
+    """Writes a rank's elements, by key.
 
     Before anything is written, torch's own planner proves that the boxes of all ranks cover every tensor exactly once.
-
-    Args:
-        elements: by key.
     """
 
     def __init__(self, elements: Mapping[str, Elements]) -> None:
@@ -61,11 +58,7 @@ class ElementsSavePlanner(DefaultSavePlanner):
 
 
 class ElementsLoadPlanner(DefaultLoadPlanner):
-    """Reads a rank's elements.
-
-    Args:
-        elements: by key, of tensors that the checkpoint has in these shapes (``differences``).
-    """
+    """Reads a rank's elements, by key; the checkpoint has tensors of their shapes (``differences``)."""
 
     def __init__(self, elements: Mapping[str, Elements]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -102,12 +95,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> list[str]:
-    """How the tensors of a checkpoint differ from those that are expected, all in a few sentences; empty if not at all.
-
-    Args:
-        expected: shape of each tensor by key.
-        metadata: of the checkpoint.
-    """
+    """How a checkpoint's tensors differ from the expected shapes by key, in a few sentences; empty if not at all."""
     stored = {
         key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         for key, found in metadata.state_dict_metadata.items()

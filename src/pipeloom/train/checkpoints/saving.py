@@ -24,13 +24,8 @@ class Saving:
     """Writes checkpoints in time, and ends the run in order on a signal.
 
     Ranks notice signals at different times, or only some do, and their clocks differ. So each rank votes in the sum
-    that ends a step anyway, and all act on the sums.
-
-    Args:
-        config: of the run.
-        world: this process among the others.
-        folder: of the run, which rank 0 writes.
-        write: writes a checkpoint after a step; all ranks call it, and all raise a ``RunError`` if one could not write.
+    that ends a step anyway, and all act on the sums. All ranks call ``write``, and all raise a
+    ``RunError`` if one could not write.
     """
 
     def __init__(self, config: RunConfig, world: World, folder: RunFolder, write: Callable[[int, Cause], None]) -> None:
