@@ -115,7 +115,9 @@ class Trainer:
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
         )
         self._saving = Saving(config, world, folder, self._save)
-        self._done = self._restore()
+        # What was done before: everything until a checkpoint, or nothing.
+        resume = config.checkpoint.resume
+        self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
         self._prediction: Prediction | None = None
         self._earlier: Earlier | None = None
         self._measured: Trace | None = None
@@ -158,9 +160,7 @@ class Trainer:
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
                 self._peak_stage_bytes = max(self._peak_stage_bytes, result.held.swapped_bytes)
                 if step == self._traced_step:
-                    self._keep_trace(result)
-                    self._keep_live(result.held.live_bytes)
-                    self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
+                    self._keep_traced(result, self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
         # Deferred updates are part of the last step: what is validated has them.
@@ -191,13 +191,6 @@ class Trainer:
             self._folder.write_config(replace(config, checkpoint=checkpoint, output=output))
         self._measured = earlier.measured
         return earlier.times_s, earlier.loss
-
-    def _restore(self) -> CheckpointInfo:
-        """What was done before: everything until a checkpoint, or nothing."""
-        resume = self._config.checkpoint.resume
-        if resume is None:
-            return checkpoint_info(self._config, self._data, 0, 0, 0)
-        return self._checkpoints.restore(resume)
 
     def _save(self, step: int, cause: Cause) -> None:
         self._updates.settle()
@@ -261,11 +254,13 @@ class Trainer:
         self._pipeline.updates.does = updates
         return updates
 
-    def _keep_trace(self, result: StepResult) -> None:
+    def _keep_traced(self, result: StepResult, exchange_s: float) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
-        traces: list[Trace] | None = self._world.gather(result.trace)
-        if traces is None:
+        own = result.trace, result.held.live_bytes, exchange_s
+        every: list[tuple[Trace, int, float]] | None = self._world.gather(own)
+        if every is None:
             return
+        traces, live_bytes, exchanges_s = zip(*every, strict=True)
         layout = self._config.layout
         for number, ranks in enumerate(layout.pipelines()):
             trace = merge(traces[rank] for rank in ranks)
@@ -273,19 +268,11 @@ class Trainer:
             self._measured = self._measured or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
-
-    def _keep_live(self, own_bytes: int) -> None:
-        """Note what every pipeline rank held for backwards, on rank 0."""
-        every: list[int] | None = self._world.gather(own_bytes)
-        if every is not None:
-            by_rank = zip(*self._config.layout.pipelines(), strict=True)
-            self._live_bytes = tuple(max(every[rank] for rank in ranks) for ranks in by_rank)
-
-    def _keep_exchange(self, own_s: float) -> None:
-        """Note what the traced step spent in exchanges of tensor parallelism."""
+        by_rank = zip(*layout.pipelines(), strict=True)
+        self._live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
         # On CUDA the host only issues an exchange; its clock would measure the launch.
-        if self._config.layout.tp > 1 and self._config.training.device == "cpu":
-            self._exchange_s = self._world.sum([own_s])[0] / self._world.size
+        if layout.tp > 1 and self._config.training.device == "cpu":
+            self._exchange_s = sum(exchanges_s) / len(exchanges_s)
 
     def _finish(self, times: Sequence[float], loss: float | None) -> RunSummary:
         config = self._config
