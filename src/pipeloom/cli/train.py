@@ -10,7 +10,7 @@ from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, ref
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import parse_config
 from pipeloom.config import RunConfig, find_problems, recipe_problems
-from pipeloom.predict.moves import why_schedules_may_differ
+from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import count, format_bytes, passes_of
 
@@ -207,7 +207,7 @@ def _announce(config: RunConfig) -> None:
         f"dtype      {config.training.known_dtype}{_dtype_note(config)}{_crowd(config)}",
         flush=True,
     )
-    may_differ = why_schedules_may_differ(config)
+    may_differ = why_training_may_differ(config)
     if may_differ is not None:
         print(f"note       {may_differ}", flush=True)
     if schedule.budget_bytes is not None:
