@@ -97,7 +97,7 @@ class Pipeline:
             make_groups(layout, world),
             self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
-            sums_replicated=layout.sequence_parallel,
+            sums_replicated=self._parallel.splits_sequence,
             dtype=self._dtype,
             store=self.store,
         )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.processes.world import World
+from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.workload.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,7 +100,7 @@ def already_done() -> bool:
     return True
 
 
-class BlockingGroup:
+class BlockingGroup(TensorGroup):
     """The ranks that share a stage's matrices, as ``model.tensor_parallel`` wants them.
 
     Args:
@@ -111,8 +112,7 @@ class BlockingGroup:
     """
 
     def __init__(self, group: Group, processes: Sequence[int] = ()) -> None:
-        self.size = group.size
-        self.index = group.index
+        super().__init__(group.size, group.index)
         self._group = group
         self._processes = processes
         self._exchange = ""
