@@ -105,8 +105,8 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> 
     if may_differ is not None:
         print(f"\n{may_differ}")
     if step.fastest_partition is not None:
-        partition = " ".join(map(str, step.fastest_partition))
-        print(f"\nranks are not equally fast: layout.partition {partition} gives the slowest one least to do")
+        pieces = " ".join(map(str, step.fastest_partition))
+        print(f"\nranks are not equally fast: layout.partition {pieces} gives the slowest one least to do")
     if plan is not None:
         print()
         print_swap_plan(plan)
