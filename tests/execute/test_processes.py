@@ -30,7 +30,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import FAMILIES, make_schedule
-from pipeloom.passes import add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.workload.layout import Layout
 
@@ -94,7 +94,7 @@ def _gather_with_nobody(rendezvous, rank, size):
     layout = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2)
     toy, clock = Toy(2, 2), Clock()
     plain = lower(make_schedule("breadth-first", pp=1, loops=2, num_microbatches=2))
-    schedule = add_data_parallel(plain, "full", residency=2, prefetch=1, gradient_buffers=None)
+    schedule = add_data_parallel(plain, *exchanges("full", residency=2, prefetch=1, gradient_buffers=None))
     groups, modules = make_groups(layout, world), toy.modules()
     parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
     stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}

@@ -16,6 +16,7 @@ from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
+from pipeloom.terminal.words import unit_s
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
@@ -79,7 +80,9 @@ def run(words: list[str]) -> int:
         from pipeloom.plot.draw import excerpt, plot_timeline
 
         part, note = excerpt(step.trace)
-        plot_timeline(part, [options.plot], title=f"{options.schedule.title}, simulated{note}")
+        unit, name = unit_s(part.end_s - part.start_s)
+        title = f"{options.schedule.title}, simulated{note}"
+        plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 
