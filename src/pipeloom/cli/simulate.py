@@ -10,7 +10,7 @@ from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_lengths import plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.predict.stage_swaps import Swapping
