@@ -13,6 +13,7 @@ from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import machine_problems, with_model_sizes
+from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import dtype_of
 
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -53,8 +54,10 @@ def parse_config(
     problems: list[str] = []
     # A file comes first: behind a flag, a word may be the value of that flag.
     if words and not words[0].startswith("-"):
-        sections, problems = read_run_file(Path(words[0]), _run_part(config))
-        config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
+        # The options of a command are a RunConfig with more fields, which a run file must not have.
+        names = [item.name for item in fields(RunConfig)]
+        run, problems = read_run_file(Path(words[0]), RunConfig(**{name: getattr(config, name) for name in names}))
+        config = replace(config, **{name: getattr(run, name) for name in names})
         words, source = words[1:], words[0]
     # Path(".") is also how an empty path reads; a shell's "here" gets its name.
     words = [_named(word) for word in words]
@@ -129,6 +132,17 @@ def dtype_words(precision: str, *, is_default: bool) -> str:
     return dtype_of(precision) + (" (the devices' default)" if is_default else "")
 
 
+def other_axes(config: RunConfig) -> str:
+    """What tensor and data parallelism add to the pipeline; nothing without them."""
+    layout = config.layout
+    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
+    tensor += " (sequence too)" if layout.sequence_parallel else ""
+    if layout.dp == 1:
+        return tensor
+    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
+    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
+
+
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:
     """The words without values of flags that take none, and a sentence for each of these."""
     is_given = [_is_truth(flag, word, config) for flag, word in pairwise(["", *words])]
@@ -166,10 +180,6 @@ def _without_stale_sizes(config: _Config, file: _Config) -> _Config:
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
     return config
-
-
-def _run_part(config: RunConfig) -> RunConfig:
-    return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
 
 
 def _problems(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:

@@ -218,18 +218,19 @@ class NcclGroup:
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """All-gather."""
-        with _peer_errors(self._peers):
-            return _end_of(_all_gather(whole, shard, group=self._group, async_op=True), self._peers)
+        return self._started(lambda: _all_gather(whole, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         """Reduce-scatter."""
-        with _peer_errors(self._peers):
-            return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True), self._peers)
+        return self._started(lambda: _reduce_scatter(shard, whole, group=self._group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
         """All-reduce."""
+        return self._started(lambda: dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
+
+    def _started(self, start: Callable[[], dist.Work | None]) -> Finish:
         with _peer_errors(self._peers):
-            return _end_of(dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True), self._peers)
+            return _end_of(start(), self._peers)
 
 
 class GlooGroup(NcclGroup):
