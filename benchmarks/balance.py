@@ -26,7 +26,6 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
@@ -182,7 +181,7 @@ class _Run:
         """Run the row once, from no gradients."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
+        return self._executor.run(self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
         """Let go of threads."""

@@ -25,7 +25,6 @@ from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
 from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
@@ -118,7 +117,7 @@ def measure(contenders: list[Contender], repetitions: int, rendezvous: Path, ran
         for number, (executor, inputs) in enumerate(runs):
             world.wait_for_all()
             begin = time.perf_counter()
-            run_rank(executor, inputs, lambda output, _: output.sum())
+            executor.run(inputs, lambda output, _: output.sum())
             world.wait_for_all()
             if repetition >= 2:
                 times[number].append(time.perf_counter() - begin)

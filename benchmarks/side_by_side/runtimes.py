@@ -14,7 +14,6 @@ from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -92,7 +91,7 @@ class Own:
 
     def step(self) -> StepResult | None:
         """Run the row once."""
-        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
+        return self._executor.run(self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
         """Let the lanes' threads end."""

@@ -100,7 +100,7 @@ def times_are_ordered(rank, transport):
     else:
         transfers = [transport.receive(LARGE, 0) for _ in range(4)]
     yield from transfers
-    return [(transfer.start_s, transfer.end_s) for transfer in transfers]
+    return [(transfer.begin, transfer.end) for transfer in transfers]
 
 
 def taken_and_dropped(rank, transport):

@@ -13,7 +13,6 @@ from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.collectives import Alone, Groups
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
@@ -189,7 +188,7 @@ def waits_of(shard, **options):
     transport = Post().transport(0)
     executor = Executor(schedule, 0, [Compute(stages), parallel], transport=transport, clock=Clock())
     lane.executor = executor
-    run_rank(executor, toy.inputs(), objective)
+    executor.run(toy.inputs(), objective)
     started = [collective.action for collective in lane.jobs]  # each where the executor stood in its row
     assert started == [action for action in schedule.rows[0] if action.microbatch is None]
     return [(at, awaited) for at, awaited in lane.waits if "RESHARD" not in awaited]

@@ -23,7 +23,6 @@ from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.moves import ActivationMoves, Served
 from pipeloom.execute.parts.part import RankRow
@@ -59,7 +58,7 @@ def steps(schedules, num_steps, rendezvous, rank, size):
         moves = ActivationMoves(schedule, rank, lanes, wires)
         executor = make_executor(schedule, rank, modules, outputs, transport, moves)
         for _ in range(num_steps):
-            result = run_rank(executor, toy.inputs(), objective, 20)
+            result = executor.run(toy.inputs(), objective, 20)
             reference(expected, toy.inputs(), objective)
         own = schedule.placement.stages_of(rank)
         difference = worst_difference([modules[s] for s in own], [expected[s] for s in own])
@@ -129,7 +128,7 @@ def _held(schedules, rendezvous, rank, size):
         wires = make_wires(schedule, rank, world, [range(size)])
         moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
         executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, moves)
-        found.append(run_rank(executor, toy.inputs(), objective, 20).held.live_bytes)
+        found.append(executor.run(toy.inputs(), objective, 20).held.live_bytes)
     world.leave()
     return found
 
@@ -209,7 +208,7 @@ def _killed(rendezvous, rank, size):
         Lanes(Clock(), world.device),
         make_wires(schedule, rank, world, [range(size)]),
     )
-    run_rank(make_executor(schedule, rank, modules, outputs, transport, moves), toy.inputs(), objective, 20)
+    make_executor(schedule, rank, modules, outputs, transport, moves).run(toy.inputs(), objective, 20)
 
 
 def test_a_killed_partner_ends_the_run():
@@ -246,7 +245,7 @@ def _serves_badly(method, replacement, impatient, rendezvous, rank, size):
     if rank == schedule.partners[0]:
         setattr(Served, method, replacement)
     executor = make_executor(schedule, rank, toy.modules(), toy.outputs(), transport, moves)
-    run_rank(executor, toy.inputs(), objective, 2 if rank == impatient else 20)
+    executor.run(toy.inputs(), objective, 2 if rank == impatient else 20)
 
 
 @pytest.mark.parametrize("impatient", [0, 3])

@@ -19,9 +19,7 @@ from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.passes import lower
-from pipeloom.passes.balance import balance
-from pipeloom.passes.offload import offload
+from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule

@@ -184,7 +184,7 @@ class _Transfer(Pending):
         super().__init__(self._look)
         self._spec, self._arrived, self._queue = spec, arrived, queue
         self._tensor, self._has_ended = None, False
-        self.start_s = self.end_s = time.perf_counter()
+        self.begin = self.end = time.perf_counter()
 
     def _look(self):
         """Hand what has arrived to the receives in their order."""
@@ -194,7 +194,7 @@ class _Transfer(Pending):
 
     def finish(self, tensor):
         self._tensor, self._has_ended = tensor, True
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
 
     def take(self):
         assert self._has_ended, "the tensor has not arrived"

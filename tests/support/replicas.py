@@ -13,7 +13,7 @@ from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
-from pipeloom.passes import add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.train.optimizer import make_optimizer
 
 
@@ -86,14 +86,8 @@ class Cluster:
 
 def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1, dtype=torch.float64):
     choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
-    schedule = add_data_parallel(
-        lower(make_schedule(family, **choice)),
-        layout.shard,
-        residency=residency,
-        prefetch=prefetch,
-        gradient_buffers=gradient_buffers,
-    )
-    return Cluster(layout, schedule, dtype)
+    added = exchanges(layout.shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers)
+    return Cluster(layout, add_data_parallel(lower(make_schedule(family, **choice)), *added), dtype)
 
 
 def adamw(decayed, plain):

@@ -20,7 +20,7 @@ from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE
-from pipeloom.passes import add_data_parallel, add_tied, lower
+from pipeloom.passes import add_data_parallel, add_tied, exchanges, lower
 
 VOCAB, NUM_TOKENS, ROWS = 11, 6, 2
 
@@ -216,4 +216,5 @@ def complete(layout, schedule, *, tied, gradient_buffers=None, residency=2):
 def _shared(layout, schedule, gradient_buffers=None, residency=2):
     if layout.dp == 1 and not layout.sequence_parallel:
         return schedule
-    return add_data_parallel(schedule, layout.shard, residency=residency, prefetch=1, gradient_buffers=gradient_buffers)
+    added = exchanges(layout.shard, residency=residency, prefetch=1, gradient_buffers=gradient_buffers)
+    return add_data_parallel(schedule, *added)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -181,37 +182,7 @@ def check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: no permission; choose another place with --output")
 
 
-_Row = tuple[str, str, "Timing | None"]
-"""What was measured, its value, and its repeats; ``None`` for what follows from several measurements."""
-
-
-def _rows(cluster: Cluster, findings: "Findings") -> Iterator[_Row]:
-    for product in findings.products:
-        width = round((product.flops / 2) ** (1 / 3))
-        rate = f"{product.flops_per_s / 1e9:,.1f} GFLOP/s"
-        yield f"{product.precision} product, {width} wide", rate, product.timing
-    for name, rate in findings.too_slow.items():
-        yield f"{name} products: emulated, left out", f"{rate / 1e9:,.1f} GFLOP/s", None
-    yield "fixed time of a kernel", f"{findings.kernel.median_s * 1e6:,.1f} us", findings.kernel
-    yield "host's time for an operation", f"{findings.launch.median_s * 1e6:,.1f} us", findings.launch
-    for what, traffic in (("copy", findings.copy), ("sum", findings.add)):
-        yield f"memory, {what}", f"{traffic.bytes_per_s / 1e9:,.1f} GB/s", traffic.timing
-    yield "memory of a device", f"{cluster.device.memory_bytes / 1e9:,.1f} GB", None
-    for between, messages in (("two processes", findings.intra), ("two hosts", findings.inter)):
-        if messages is not None:
-            yield f"link of {between}: latency", f"{messages.link.latency_s * 1e6:,.0f} us", None
-            yield f"link of {between}: bandwidth", f"{messages.link.bytes_per_s / 1e9:,.2f} GB/s", None
-            for size, timing in (messages.points[0], messages.points[-1]):
-                yield f"  message of {_size(size)}", f"{timing.median_s * 1e6:,.0f} us", timing
-    for found in findings.collectives:
-        (least, least_timing), (most, most_timing) = found.points[0], found.points[-1]
-        name = f"{found.collective} of {found.ranks}"
-        yield f"{name}, {_size(least)}", f"{least_timing.median_s * 1e6:,.0f} us", least_timing
-        yield f"{name}, {_size(most)}, bus", f"{found.bus[-1][1] / 1e9:,.2f} GB/s", most_timing
-    yield from _piece_rows(cluster)
-
-
-def _piece_rows(cluster: Cluster) -> Iterator[_Row]:
+def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":
     for found in cluster.pieces:
         run = found.run
         name = f"micro-batch {run.micro_batch}, tp {run.tp}"
@@ -222,16 +193,12 @@ def _piece_rows(cluster: Cluster) -> Iterator[_Row]:
             yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", None
 
 
-def _size(size: float) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
-
-
 def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
-    from pipeloom.measure.describe import crowding
+    from pipeloom.measure.describe import crowding, table_rows
     from pipeloom.terminal.console import make_console, print_table, table
 
     rows = table("what", ["measured", "spread", "repeats"])
-    for what, value, timing in _rows(cluster, findings):
+    for what, value, timing in chain(table_rows(findings), _piece_rows(cluster)):
         rows.add_row(what, value, *(("", "") if timing is None else (f"{timing.spread:.0%}", str(timing.repeats))))
     print(f"{findings.host.device_name}, {findings.host.devices}\n")
     print_table(make_console(), rows)

@@ -13,6 +13,7 @@ from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import machine_problems, with_model_sizes
+from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import dtype_of
 
 _Config = TypeVar("_Config", bound=RunConfig)
@@ -127,6 +128,17 @@ def _unused_flags(words: list[str], command: str) -> list[str]:
 def dtype_words(precision: str, *, is_default: bool) -> str:
     """A run's type of weights and activations, and whether nobody chose it."""
     return dtype_of(precision) + (" (the devices' default)" if is_default else "")
+
+
+def other_axes(config: RunConfig) -> str:
+    """What tensor and data parallelism add to the pipeline; nothing without them."""
+    layout = config.layout
+    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
+    tensor += " (sequence too)" if layout.sequence_parallel else ""
+    if layout.dp == 1:
+        return tensor
+    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
+    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
 
 
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:

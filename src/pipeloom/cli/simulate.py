@@ -10,12 +10,13 @@ from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_lengths import plan_slices
 from pipeloom.predict.describe import describe
 from pipeloom.predict.moves import why_schedules_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
+from pipeloom.terminal.words import unit_s
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
@@ -79,7 +80,9 @@ def run(words: list[str]) -> int:
         from pipeloom.plot.draw import excerpt, plot_timeline
 
         part, note = excerpt(step.trace)
-        plot_timeline(part, [options.plot], title=f"{options.schedule.title}, simulated{note}")
+        unit, name = unit_s(part.end_s - part.start_s)
+        title = f"{options.schedule.title}, simulated{note}"
+        plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 

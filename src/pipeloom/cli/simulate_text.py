@@ -119,8 +119,10 @@ def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, An
 
 
 def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> Iterator[tuple[str, Table]]:
-    (time, s), (size, gb) = unit_s(tree["step_time_s"]), unit_bytes(tree["device_memory_bytes"])
-    shown = _shown_ranks(len(tree["memory"]), tree["fullest_rank"])
+    (time, s), memories = unit_s(tree["step_time_s"]), tree["memory"]
+    # By what is held, not by the devices: small runs on large ones would be columns of 0.00.
+    size, gb = unit_bytes(max(memory["total_bytes"] for memory in memories))
+    shown = _shown_ranks(len(memories), tree["fullest_rank"])
     yield f"Where the step goes ({s})", _account_table(tree, time)
     lanes = [
         [label, *_texts((busy, hidden, busy - hidden), time), f"{hidden / busy:.1%}"]
@@ -137,14 +139,14 @@ def _tables(step: SimulatedStep, tree: Mapping[str, Any], with_lanes: bool) -> I
         ]
         title = f"Lanes of communication by rank ({s})"
         yield title, _filled(table("lane", ["actions", "busy", "hidden", "exposed"]), every)
-    memories, limits = tree["memory"], [place["device_memory_bytes"] for place in tree["places"]]
+    limits = [place["device_memory_bytes"] for place in tree["places"]]
     totals = [memory["total_bytes"] for memory in memories]
     columns = _parts(memories, _MEMORY, size) | {"total": _texts(totals, size)}
     are_alike = len(set(limits)) == 1
     if not are_alike:
-        columns["of"] = [f"{limit / size:.4g}" for limit in limits]
+        columns["of"] = [f"{limit / size:,.5g}" for limit in limits]
     too_full = [rank for rank in shown if totals[rank] > limits[rank]]
-    title = f"Peak memory of each device ({gb}{f' of {limits[0] / size:.4g}' if are_alike else ''})"
+    title = f"Peak memory of each device ({gb}{f' of {limits[0] / size:,.5g}' if are_alike else ''})"
     yield title, _by_rank(columns, shown, too_full)
     if curves := tree.get("memory_over_time"):
         columns = {

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, is_checkpoint, list_checkpoints, step_of
-from pipeloom.config.run import RunConfig
+from pipeloom.config.run import RunConfig, value_of
 from pipeloom.errors import UserError, reason_of
 from pipeloom.schedule import read_schedule
 from pipeloom.system.toolchain import toolchain_problems
@@ -44,11 +44,6 @@ def find_problems(config: RunConfig, *, trains: bool = True, is_model_known: boo
 _DEFAULTS = RunConfig()
 
 
-def _value(config: RunConfig, name: str) -> Any:
-    section, key = name.split(".")
-    return getattr(getattr(config, section), key)
-
-
 def _has_angles(run: RunConfig) -> bool:
     # An unknown family is a problem of its own; and resolving fills in the default for every family.
     is_default = run.model.rope_theta == _DEFAULTS.model.known_rope_theta
@@ -80,7 +75,7 @@ In other runs any value but the default is refused. A default is not, since run 
 
 def _unused_problems(config: RunConfig) -> Problems:
     for name, (condition, is_used) in _USED_WITH.items():
-        if _value(config, name) != _value(_DEFAULTS, name) and not is_used(config):
+        if value_of(config, name) != value_of(_DEFAULTS, name) and not is_used(config):
             yield f"{name} has no effect without {condition}; give both or leave it out"
 
 
@@ -97,7 +92,7 @@ def _limits() -> dict[str, Limits]:
 
 def _range_problems(config: RunConfig) -> Problems:
     for name, limits in _limits().items():
-        value = _value(config, name)
+        value = value_of(config, name)
         if value is not None and (refusal := limits.refusal(value)) is not None:
             yield f"{name} {refusal}"
     # AdamW divides by 1 - beta ** step.
@@ -260,7 +255,7 @@ def _file_problems(config: RunConfig) -> Problems:
         return
     for key in ("family", "group_size", "keep", "receive_buffers", "prefetch"):
         name = f"schedule.{key}"
-        if not given.recipe and _value(config, name) != _value(_DEFAULTS, name):
+        if not given.recipe and value_of(config, name) != value_of(_DEFAULTS, name):
             yield f"{name} has no effect with {file}, which does not say how it was made; leave it out"
 
 

@@ -5,40 +5,20 @@ A lane is a thread that waits (gloo), a stream (CUDA), or a thread that issues w
 
 import queue
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeloom.execute.clock import Clock, Mark
 from pipeloom.execute.communication.collectives import Job
-from pipeloom.execute.communication.transport import Pending
-
-
-class JobUnderWay(Pending, Protocol):
-    """A job under way. On CUDA, compute that is issued after ``is_done`` waits for it, not the host.
-
-    Attributes:
-        begin: when the lane began it, on the lane's clock; set when it is done.
-        end: when it was done.
-    """
-
-    begin: Mark
-    end: Mark
-
-    def take(self) -> Tensor | None:
-        """Nothing, if all went well; as often as somebody asks.
-
-        Raises:
-            PeerLostError: another rank went away.
-        """
-        ...
+from pipeloom.execute.communication.transport import UnderWay
 
 
 class Lane:
     """Runs jobs one after the other."""
 
-    def start(self, job: Job) -> JobUnderWay:
+    def start(self, job: Job) -> UnderWay:
         """Run a job behind those that were started before."""
         raise NotImplementedError
 
@@ -63,7 +43,7 @@ class ThreadLane(Lane):
         self._queue: queue.SimpleQueue[tuple[Job, _ThreadJob] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, job: Job) -> JobUnderWay:
+    def start(self, job: Job) -> UnderWay:
         """Queue a job."""
         return self._put(job, _ThreadJob())
 
@@ -102,12 +82,10 @@ class ThreadLane(Lane):
             del entry, job, under_way  # the queue may stay empty for long
 
 
-class _ThreadJob:
+class _ThreadJob(UnderWay):
     """A job that the lane's thread runs."""
 
     def __init__(self) -> None:
-        self.begin: Mark = None
-        self.end: Mark = None
         self.done = threading.Event()
         self.error: Exception | None = None
 
@@ -134,7 +112,7 @@ class WaitingStreamLane(ThreadLane):
         stream: that the jobs issue their work on.
     """
 
-    def start(self, job: Job) -> JobUnderWay:
+    def start(self, job: Job) -> UnderWay:
         """Queue a job."""
         # Recorded here, on the rank's thread: the lane's thread runs later, when more compute may have been issued.
         behind, under_way = torch.cuda.current_stream(self._stream.device).record_event(), _IssuedJob()
@@ -176,7 +154,7 @@ class StreamLane(Lane):
         self._clock = clock
         self._stream = torch.cuda.Stream(device)
 
-    def start(self, job: Job) -> JobUnderWay:
+    def start(self, job: Job) -> UnderWay:
         """Issue a job on the stream."""
         # What the job reads was made by compute that is issued, not done.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -190,7 +168,7 @@ class StreamLane(Lane):
         return _StreamJob(event, begin, end)
 
 
-class _StreamJob:
+class _StreamJob(UnderWay):
     """A job that the device orders: compute works behind its event."""
 
     def __init__(self, event: Any, begin: Mark, end: Mark) -> None:
@@ -200,12 +178,6 @@ class _StreamJob:
     def is_done(self) -> bool:
         self._event.wait()  # makes the current stream wait, not the host
         return True
-
-    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  the host never waits
-        return self.is_done()
-
-    def take(self) -> Tensor | None:
-        return None
 
 
 class Lanes:

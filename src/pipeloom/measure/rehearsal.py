@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.transport import Transfer, Transport, finish
+from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Objective, Portion, Stage
@@ -188,15 +188,15 @@ class Exchange:
         self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
         self.peers = [peer for peer in (self.place - 1, self.place + 1) if 0 <= peer < layout.pp]
 
-    def send(self, peer: int) -> Transfer:
+    def send(self, peer: int) -> UnderWay:
         """Send a tensor to a rank."""
         return self._transport.send(self._tensor, peer)
 
-    def receive(self, peer: int) -> Transfer:
+    def receive(self, peer: int) -> UnderWay:
         """Receive a tensor from a rank."""
         return self._transport.receive(self._spec, peer)
 
-    def finish(self, *transfers: Transfer) -> None:
+    def finish(self, *transfers: UnderWay) -> None:
         """Wait for transfers."""
         for transfer in transfers:
             finish(transfer, self._world.timeout.total_seconds())
@@ -208,7 +208,7 @@ class Exchange:
         that move them take from the cores is part of the seconds, and so is what the rank itself does to post them.
         """
         times: list[float] = []
-        under_way: list[Transfer] = []
+        under_way: list[UnderWay] = []
         for _ in range(count):
             begin = now(self._world.device)
             posted = [self.receive(peer) for peer in self.peers]

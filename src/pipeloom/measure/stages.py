@@ -11,8 +11,7 @@ import numpy as np
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.transport import Transport, finish
-from pipeloom.execute.lanes import JobUnderWay
+from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times
 from pipeloom.measure.stopwatch import now
@@ -191,7 +190,7 @@ def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Loa
     """
     parallel, row = rehearsal.data_parallel, rehearsal.schedule.facts.row
 
-    def reduce() -> JobUnderWay:
+    def reduce() -> UnderWay:
         parallel.reset(trains=True)
         parallel.before_backward(stage)
         return parallel.reduce(stage)
@@ -203,7 +202,7 @@ def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Loa
     return gather_s, reduce_s
 
 
-def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load) -> float:
+def _time_under_load(clock: Clock, start: Callable[[], UnderWay], load: _Load) -> float:
     """Median seconds of a collective on its lane, while the rank computes for at least twice as long as it takes."""
 
     def seconds(num_runs: int) -> float:

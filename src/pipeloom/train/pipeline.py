@@ -20,7 +20,6 @@ from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, sta
 from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
 from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
@@ -97,7 +96,7 @@ class Pipeline:
             make_groups(layout, world),
             self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
-            sums_replicated=layout.sequence_parallel,
+            sums_replicated=self._parallel.splits_sequence,
             dtype=self._dtype,
             store=self.store,
         )
@@ -302,7 +301,7 @@ class Pipeline:
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
         timeout_s = self._config.training.stall_timeout_s
-        return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
+        return executor.run(inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)

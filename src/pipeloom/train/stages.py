@@ -20,7 +20,7 @@ from pipeloom.model import TensorParallel, Transformer, build_stage, stage_piece
 from pipeloom.model.cross_entropy import summed_cross_entropy
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
-from pipeloom.model.tensor_parallel import WHOLE, Single
+from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.ledger import KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
@@ -146,7 +146,9 @@ def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *,
     """One stage's part of ``SavedBytes``."""
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
     sizes = layout.microbatch_size, config.data.seq_len
-    module = stage_of(config, pieces, "meta", parallel=TensorParallel(_LastRank(layout.tp), layout.sequence_parallel))
+    # The last of the tensor-parallel ranks has the largest share.
+    last = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
+    module = stage_of(config, pieces, "meta", parallel=last)
     module.set_recompute(by_layer)
     if splits:
         defer(module)
@@ -210,10 +212,3 @@ class _Kernels(TorchFunctionMode):
         if func is functional.rms_norm and self._is_gpu:
             return _FusedNorm.apply(args[0], kwargs["weight"])
         return func(*args, **kwargs)
-
-
-class _LastRank(Single):
-    """The last of some tensor-parallel ranks, which has the largest share, and exchanges nothing of meta tensors."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.index = size, size - 1

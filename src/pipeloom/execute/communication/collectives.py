@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.errors import PeerLostError, StallError
 from pipeloom.execute.processes.world import World
+from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.workload.layout import Layout
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -99,7 +100,7 @@ def already_done() -> bool:
     return True
 
 
-class BlockingGroup:
+class BlockingGroup(TensorGroup):
     """The ranks that share a stage's matrices, as ``model.tensor_parallel`` wants them.
 
     Args:
@@ -111,8 +112,7 @@ class BlockingGroup:
     """
 
     def __init__(self, group: Group, processes: Sequence[int] = ()) -> None:
-        self.size = group.size
-        self.index = group.index
+        super().__init__(group.size, group.index)
         self._group = group
         self._processes = processes
         self._exchange = ""
@@ -218,18 +218,19 @@ class NcclGroup:
 
     def gather(self, whole: Tensor, shard: Tensor) -> Finish:
         """All-gather."""
-        with _peer_errors(self._peers):
-            return _end_of(_all_gather(whole, shard, group=self._group, async_op=True), self._peers)
+        return self._started(lambda: _all_gather(whole, shard, group=self._group, async_op=True))
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Finish:
         """Reduce-scatter."""
-        with _peer_errors(self._peers):
-            return _end_of(_reduce_scatter(shard, whole, group=self._group, async_op=True), self._peers)
+        return self._started(lambda: _reduce_scatter(shard, whole, group=self._group, async_op=True))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Finish:
         """All-reduce."""
+        return self._started(lambda: dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True))
+
+    def _started(self, start: Callable[[], dist.Work | None]) -> Finish:
         with _peer_errors(self._peers):
-            return _end_of(dist.all_reduce(tensor, _OPS[reduction], group=self._group, async_op=True), self._peers)
+            return _end_of(start(), self._peers)
 
 
 class GlooGroup(NcclGroup):

@@ -1,9 +1,8 @@
 """How tensors get from one pipeline rank to another: gloo on CPUs, NCCL on CUDA devices.
 
 A transport keeps the order of each directed edge: the n-th receive from a rank takes the n-th send of that
-rank. Both are asynchronous: they return a ``Transfer`` at once. Between processes each directed edge has one channel,
-made and exercised in a fixed order before the first step, so that no communicator is made lazily in another order on
-another rank.
+rank. Both return at once, with what is under way. Each directed edge has one channel, made and exercised in a fixed
+order before the first step, so that no communicator is made lazily in another order on another rank.
 """
 
 import queue
@@ -13,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.errors import BoundaryError, PeerLostError, StallError
+from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.processes.world import peer_errors
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.lanes import lane_of
@@ -34,46 +35,37 @@ time is approached while transfers follow each other in less than the shorter on
 more than all the rest; receives wait until it is left again."""
 
 
-class Pending(Protocol):
-    """Communication that a rank can wait for: a message, a collective, or a move."""
-
-    def is_done(self) -> bool:
-        """Whether its tensors may be used, or dropped by whoever sent them."""
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
-        ...
-
-    def take(self) -> Tensor | None:
-        """Hand over the result, or raise what went wrong."""
-        ...
-
-
-class Transfer(Pending, Protocol):
-    """A message under way.
+class UnderWay:
+    """What runs beside compute: a message, a collective, or a move.
 
     Attributes:
-        start_s: when it was asked for; it moves later, when both sides are ready and the edge is free.
-        end_s: when it was done, on the same clock.
+        begin: when it began, once it is done: a message in seconds of the host, from when it was asked for (it moves
+            later, when both sides are ready and the edge is free), others as a mark of their lane's clock.
+        end: when it was done, likewise.
     """
 
-    start_s: float
-    end_s: float
+    begin: Mark = None
+    end: Mark = None
+
+    def is_done(self) -> bool:
+        """Whether its tensors may be used or dropped; on CUDA by what is issued after this, while the host goes on."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  where the device orders everything, the host never waits
+        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
+        return self.is_done()
 
     def take(self) -> Tensor | None:
-        """Hand over the tensor of a receive that is done, once; ``None`` for a send that is done.
-
-        The transfer lets go of the tensor.
+        """When it is done: the tensor of a receive, once, which it lets go of; ``None`` of others.
 
         Raises:
-            PeerLostError: the other rank went away.
+            PeerLostError: another rank went away.
             BoundaryError: what came is not what was agreed on.
         """
-        ...
+        return None
 
 
-def finish(pending: Pending, timeout_s: float) -> None:
+def finish(pending: UnderWay, timeout_s: float) -> None:
     """Wait for a message or a collective outside a step, and drop what it brought.
 
     Raises:
@@ -88,11 +80,11 @@ def finish(pending: Pending, timeout_s: float) -> None:
 class Transport(Protocol):
     """Sends and receives tensors between pipeline ranks."""
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Send a tensor to a rank. The tensor must not change until the transfer is done."""
         ...
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Receive the next tensor from a rank."""
         ...
 
@@ -182,41 +174,35 @@ class ProcessGroupTransport:
         """Send what travels on the edge over the edge, and compare."""
         source, destination = edge
         expected = encode(specs).to(self._device)
-        try:
+        with peer_errors(f"the connection between ranks {source} and {destination} failed"):
             if self._rank == source:
                 dist.send(expected, self._process_of[destination], group=self._groups[edge])
                 return
             found = torch.zeros_like(expected)
             dist.recv(found, self._process_of[source], group=self._groups[edge])
-        except RuntimeError as error:
-            raise PeerLostError(f"the connection between ranks {source} and {destination} failed: {error}") from error
         if not torch.equal(found, expected):
             theirs, ours = ", ".join(map(str, decode(found))), ", ".join(map(str, specs))
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Start sending a tensor."""
         # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
-        tensor = tensor.contiguous()
-        if self._device.type == "cuda":
-            group, process = self._groups[self._rank, peer], self._process_of[peer]
-            return _on_stream(tensor, peer, False, lambda: dist.isend(tensor, process, group=group))
-        return self._lane("send", peer).start(tensor)
+        return self._start("send", tensor.contiguous(), peer)
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Start receiving a tensor into a fresh buffer."""
-        buffer = spec.empty(self._device)
-        if self._device.type == "cuda":
-            group, process = self._groups[peer, self._rank], self._process_of[peer]
-            return _on_stream(buffer, peer, True, lambda: dist.irecv(buffer, process, group=group))
-        return self._lane("recv", peer).start(buffer)
+        return self._start("recv", spec.empty(self._device), peer)
 
-    def _lane(self, direction: str, peer: int) -> "_Lane":
+    def _start(self, direction: Literal["send", "recv"], tensor: Tensor, peer: int) -> UnderWay:
+        if self._device.type == "cuda":
+            is_receive, process = direction == "recv", self._process_of[peer]
+            post, edge = (dist.irecv, (peer, self._rank)) if is_receive else (dist.isend, (self._rank, peer))
+            return _on_stream(tensor, peer, is_receive, lambda: post(tensor, process, group=self._groups[edge]))
         lane = self._lanes.get((direction, peer))
         if lane is None:
             lane = self._lanes[direction, peer] = _Lane(direction, peer, self._process_of[peer], self._rounds)
             self._rounds.lanes.append(lane)
-        return lane
+        return lane.start(tensor)
 
     def close(self) -> None:
         """Let the lanes' threads end."""
@@ -225,18 +211,16 @@ class ProcessGroupTransport:
             lane.end()
 
 
-def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> Transfer:
+def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> UnderWay:
     asked_s = time.perf_counter()
-    try:
+    with peer_errors(f"rank {peer} went away"):
         work = post()
-    except RuntimeError as error:
-        raise PeerLostError(f"rank {peer} went away: {error}") from error
     assert work is not None, "a process never sends to itself"
     return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
 
 
 @dataclass
-class _StreamTransfer:
+class _StreamTransfer(UnderWay):
     """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
 
     A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
@@ -245,17 +229,13 @@ class _StreamTransfer:
 
     work: dist.Work | None
     tensor: Tensor | None
-    start_s: float
-    end_s: float = 0.0
+    begin: Mark
 
     def is_done(self) -> bool:
         if self.work is not None:
             self.work.wait()  # makes the current stream wait, not the host
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
         return True
-
-    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  the host never waits
-        return self.is_done()
 
     def take(self) -> Tensor | None:
         tensor, self.tensor = self.tensor, None
@@ -401,7 +381,7 @@ class _Rounds:
             before, before_s = now, now_s
 
 
-class _LaneTransfer:
+class _LaneTransfer(UnderWay):
     """A transfer on a lane. It is done when the rank or the lane's thread has waited for it."""
 
     def __init__(self, lane: _Lane, work: dist.Work, tensor: Tensor, asked_s: float) -> None:
@@ -410,10 +390,10 @@ class _LaneTransfer:
         self._error: PeerLostError | None = None
         self.work: dist.Work | None = work
         self.has_ended = False
-        self.start_s = self.end_s = asked_s
+        self.begin = self.end = asked_s
 
     def finish(self, error: PeerLostError | None, *, keep: bool) -> None:
-        self.end_s = time.perf_counter()
+        self.end = time.perf_counter()
         self._error = error
         self.work = None
         if not keep:

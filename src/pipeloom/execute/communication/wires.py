@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import BoundaryError, PeerLostError, UserError
+from pipeloom.errors import BoundaryError, UserError
 from pipeloom.execute.communication.collectives import Finish, already_done
-from pipeloom.execute.processes.world import World
+from pipeloom.execute.processes.world import World, peer_errors
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.kinds import PARTNER_MOVES
 
@@ -164,11 +164,8 @@ def _exercise(wire: Wire, plan: Evictions, *, is_evictor: bool) -> None:
 
 
 def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
-    try:
+    with peer_errors("the partner of evictions went away"):
         work = post()
-    # gloo reports a connection that broke as a plain RuntimeError.
-    except RuntimeError as error:
-        raise PeerLostError(f"the partner of evictions went away: {error}") from error
     assert work is not None, "a process never sends to itself"
     return work
 
@@ -178,11 +175,9 @@ def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
     under_way = [work]  # with the message, which is let go of as soon as it is over
 
     def finish() -> bool:
-        try:
+        with peer_errors("the partner of evictions went away, or did not come in time"):
             if under_way:
                 under_way.pop().wait(*(() if timeout is None else (timeout,)))
-        except RuntimeError as error:
-            raise PeerLostError(f"the partner of evictions went away, or did not come in time: {error}") from error
         return True
 
     return finish

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.execute.communication.collectives import Groups, Job
-from pipeloom.execute.communication.transport import finish
-from pipeloom.execute.lanes import JobUnderWay, Lane
+from pipeloom.execute.communication.transport import UnderWay, finish
+from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
@@ -176,7 +176,7 @@ class DataParallel(Part):
                 if not weights.is_swapped:  # its first backward begins it with zeros
                     weights.gradient.zero_()
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start the collective."""
         action = row.actions[slot]
         return self._start_of[action.kind](action.stage)
@@ -189,7 +189,7 @@ class DataParallel(Part):
         """Gathered weights and unreduced gradients."""
         return self._most_held
 
-    def unshard(self, stage: int) -> JobUnderWay:
+    def unshard(self, stage: int) -> UnderWay:
         """Start gathering a stage's weights from its shards."""
         weights = self.weights[stage]
         weights.hold()
@@ -201,7 +201,7 @@ class DataParallel(Part):
         sent = shard.to(whole.dtype)  # weights go out in the type that computes
         yield self._groups.shard.gather(whole, sent)
 
-    def reshard(self, stage: int) -> JobUnderWay:
+    def reshard(self, stage: int) -> UnderWay:
         """Free a stage's gathered weights, now; the lane notes it in its order."""
         self.weights[stage].drop()
         self._gathered.discard(stage)
@@ -217,7 +217,7 @@ class DataParallel(Part):
         weights.open_gradient(buffer[: weights.order.size])
         self._count()
 
-    def reduce(self, stage: int) -> JobUnderWay:
+    def reduce(self, stage: int) -> UnderWay:
         """Start adding up over the ranks what the backwards since the last reduction have added."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from pipeloom.errors import RunError
 from pipeloom.execute.communication.collectives import Finish, Job, already_done
+from pipeloom.execute.communication.transport import UnderWay
 from pipeloom.execute.communication.wires import Evictions, Wires, evictions
-from pipeloom.execute.lanes import JobUnderWay, Lanes
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Keeper
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.saved import Packing, Parcel
@@ -309,7 +310,7 @@ class ActivationMoves(Part, Keeper):
             self._live.add(pending_bytes)
             self._held[_key_of(action)] = pending_bytes
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start a move on its lane."""
         action = row.actions[slot]
         return self._lanes[action.kind].start(self._job(action, self._parcels[_key_of(action)]))

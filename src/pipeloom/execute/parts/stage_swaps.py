@@ -7,7 +7,8 @@ from typing import Any, Protocol
 from pipeloom.errors import StallError
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.collectives import Job
-from pipeloom.execute.lanes import JobUnderWay, Lanes
+from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
@@ -73,7 +74,7 @@ class StageSwaps(Part):
         self._store, self._clock, self._timeout_s = store, lanes.clock, timeout_s
         # A stage on its way in waits on the host for the room that another one leaves.
         self._to_host, self._from_host = lanes.lane("to host"), lanes.lane("from host", waits_on_host=True)
-        self._under_way: dict[int, JobUnderWay] = {}
+        self._under_way: dict[int, UnderWay] = {}
 
     def bind(self, row: RankRow) -> None:
         """Find for each swap what moves, and for each ``SWAP_IN`` the ``SWAP_OUT``s that have to end first."""
@@ -88,7 +89,7 @@ class StageSwaps(Part):
         self._store.begin(self.settle)
         return ()
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:  # noqa: ARG002  its slot says all
+    def start(self, row: RankRow, slot: int) -> UnderWay:  # noqa: ARG002  its slot says all
         """Start a swap."""
         comes = slot in self._comes
         lane, job = (self._from_host, self._come(slot)) if comes else (self._to_host, self._go(slot))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import Transfer
+from pipeloom.execute.communication.transport import UnderWay
 from pipeloom.execute.parts.part import MessagePart, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
@@ -253,7 +253,7 @@ class Tied(MessagePart):
             self._head.begin(trains=now.trains, room=self._loan.room)
         return ()
 
-    def start(self, row: RankRow, slot: int) -> Transfer:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Send the weights or the head's gradient, or receive them."""
         kind = row.actions[slot].kind
         return row.send(slot, self._given[kind]()) if kind in TIED_SEND_KINDS else row.receive(slot, self.specs[kind])

@@ -113,7 +113,7 @@ class StageWeights:
     The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
     are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
     its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
-    shard begins in the flat buffer.
+    shard begins in the flat buffer. ``whole_bytes`` and ``whole_gradient_bytes`` count what may not be here.
 
     Where ``is_swapped``, a ``StageStore`` decides when all of this has memory.
 
@@ -161,7 +161,8 @@ class StageWeights:
         self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
         self._num_decayed = self._in_shard(self.order.num_decayed)
-        self._full_bytes = self.whole.nbytes
+        self.whole_bytes = self.whole.nbytes
+        self.whole_gradient_bytes = self.order.size * self.shard.element_size()
         self.is_held = True
         self.is_swapped = False
         self.drop()
@@ -181,25 +182,10 @@ class StageWeights:
         # The narrow gradient is in the sum: kept, it would be added again with the next one.
         parameter.grad = None
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the whole weights where they are here."""
-        return self._full_bytes if self.is_held else 0
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole weights, here or not."""
-        return self._full_bytes
-
-    @property
-    def whole_gradient_bytes(self) -> int:
-        """Bytes of the whole gradient, here or not."""
-        return self.order.size * self.shard.element_size()
-
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
         # The storage and not the tensor: views that autograd saved in a forward are good again when it is filled.
-        self.whole.untyped_storage().resize_(self._full_bytes)
+        self.whole.untyped_storage().resize_(self.whole_bytes)
         self.is_held = True
 
     def drop(self) -> None:
