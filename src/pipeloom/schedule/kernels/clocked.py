@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.schedule.kernels.types import Bools, Floats, Ints, Longs
-from pipeloom.schedule.kernels.waits import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from pipeloom.schedule.kernels.names import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Bools, Floats, Ints, Longs
 
 NEVER = np.inf
 EXACT = 1 + 1e-12
