@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeloom.schedule.kernels.names import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Bools, Floats, Ints, Longs
+from pipeloom.schedule.kernels.types import Bools, Floats, Ints, Longs
+from pipeloom.schedule.kernels.waits import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 NEVER = np.inf
 EXACT = 1 + 1e-12

@@ -2,18 +2,8 @@
 
 import numpy as np
 
-from pipeloom.schedule.kernels.names import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    FORWARD,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    Bools,
-    Ints,
-    Longs,
-)
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs
+from pipeloom.schedule.kernels.waits import BACKWARD, BACKWARD_INPUT, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F
 
 
 def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeloom.schedule.kernels.names import Bools, Bytes, Ints
+from pipeloom.schedule.kernels.types import Bools, Bytes, Ints
 
 ON, OFF, LOOK = 1, 2, 3
 """What a kind does to its stage's state; 0 is nothing."""

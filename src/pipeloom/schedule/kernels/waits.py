@@ -2,24 +2,19 @@
 
 import numpy as np
 
-from pipeloom.schedule.kernels.names import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECOMPUTE,
-    RECV_B,
-    RECV_F,
-    SEND_B,
-    SEND_F,
-    UNSHARD,
-    Bools,
-    Ints,
-    Longs,
-    Shape,
-)
-from pipeloom.schedule.kinds import KINDS, NUM_COMPUTE, NUM_KEYED, Group
+from pipeloom.schedule.kernels.types import Bools, Ints, Longs, Shape
+from pipeloom.schedule.kinds import KINDS, NUM_COMPUTE, NUM_KEYED, Group, Kind
 
+FORWARD = Kind.FORWARD.code
+BACKWARD = Kind.BACKWARD.code
+BACKWARD_INPUT = Kind.BACKWARD_INPUT.code
+BACKWARD_WEIGHT = Kind.BACKWARD_WEIGHT.code
+RECOMPUTE = Kind.RECOMPUTE.code
+SEND_F = Kind.SEND_F.code
+RECV_F = Kind.RECV_F.code
+SEND_B = Kind.SEND_B.code
+RECV_B = Kind.RECV_B.code
+UNSHARD = Kind.UNSHARD.code
 RUNS_BESIDE = tuple(kind.lane != "compute" for kind in KINDS)
 """For each code whether its kind is communication."""
 SOURCE = tuple(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pipeloom.schedule.kernels.names import Floats, Ints, Longs
+from pipeloom.schedule.kernels.types import Floats, Ints, Longs
 
 
 def walk(waits: Ints, lane: Ints, num_lanes: int, seconds: Floats) -> tuple[Floats, Floats]:

@@ -9,8 +9,8 @@ from pipeloom.schedule.action import Action
 from pipeloom.schedule.compiled import kernel
 from pipeloom.schedule.facts import Facts
 from pipeloom.schedule.kernels import order
-from pipeloom.schedule.kernels.names import Bytes
 from pipeloom.schedule.kernels.order import LOOK, OFF, ON
+from pipeloom.schedule.kernels.types import Bytes
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, KINDS, STAGE_SWAP_KINDS, USES_STAGE, USES_WEIGHTS, Kind
 from pipeloom.schedule.row import Bools, Ints
 from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
