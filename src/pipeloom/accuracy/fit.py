@@ -15,6 +15,7 @@ from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
 from pipeloom.errors import UserError
+from pipeloom.system.files import write_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
