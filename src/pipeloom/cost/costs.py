@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
+from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES
 from pipeloom.schedule.stage_swaps import NONE, NOTHING, Amounts, Content
 
 
@@ -32,10 +33,8 @@ _NAMES: dict[Kind, str] = {
     Kind.BACKWARD: "backward_s",
     Kind.UNSHARD: "unshard_s",
     Kind.REDUCE_GRAD: "reduce_s",
-    Kind.EVICT: "evict_s",
-    Kind.LOAD: "evict_s",
-    Kind.OFFLOAD: "offload_s",
-    Kind.RELOAD: "offload_s",
+    **dict.fromkeys(PARTNER_MOVES, "evict_s"),
+    **dict.fromkeys(HOST_MOVES, "offload_s"),
     Kind.RECV_TIED: "tied_s",
     Kind.RECV_TIED_GRAD: "tied_grad_s",
     Kind.UPDATE: "update_s",
