@@ -104,7 +104,12 @@ def _collective(kind: Collective, shard: int, num_ranks: int, device: torch.devi
         "all_gather": lambda: group.gather(whole, part),
         "reduce_scatter": lambda: group.reduce_scatter(part, whole),
     }
-    return lambda: starts[kind]()()
+
+    def run() -> None:
+        finish = starts[kind]()
+        finish()
+
+    return run
 
 
 def _nothing(runs: int) -> float:  # noqa: ARG001
