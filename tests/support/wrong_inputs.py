@@ -198,13 +198,15 @@ plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 12
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --best 0      | best
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --budget-s -1 | budget
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --ways fly    | fly
-plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --out /dev/null/x    | /dev/null/x
+plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --pp 8 --out /dev/null/x | /dev/null/x
 plan --model neox.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128     | gpt_neox
 plan --model gemma.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128    | gemma
 plan --model yarn.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128     | rope_scaling
 plan --model llama-3-8b --cluster broken.toml --devices 8 --global-batch 8 --seq 128 | broken.toml
 plan --model llama-3-8b --cluster empty.toml --devices 8 --global-batch 8 --seq 128  | empty.toml
 plan missing.toml                                               | missing.toml
+plan --model missing.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128    | missing.json
+plan --model llama-3-8b --cluster missing.toml --devices 8 --global-batch 8 --seq 128  | missing.toml
 tradeoff                                                        | model; cluster; seq
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 0          | seq
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --devices 0     | device
@@ -212,6 +214,7 @@ tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --methods fast  | fast
 tradeoff --model bert.json --cluster dgx-h100 --seq 128         | bert
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --batch-per-device 1/0     | 1/0
 simulate missing.toml                                           | missing.toml
+simulate --model.file missing.json                              | missing.json
 simulate unknown_key.toml                                       | layout.ppp
 simulate --machine.cluster dgx-h200                             | h200
 simulate --machine.cluster nowhere                              | nowhere

@@ -16,7 +16,7 @@ from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.causes import causes
+from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config

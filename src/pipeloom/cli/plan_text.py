@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.cli.run_config import dtype_words
-from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
-from pipeloom.planner.causes import CAUSES, causes
-from pipeloom.planner.plan import Change, Plan, Rival
+from pipeloom.planner.comparison import CAUSES, Change, Rival, causes
+from pipeloom.planner.no_answer import MOST_DOUBLINGS, Closest
+from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
@@ -190,7 +190,7 @@ def _axes(step: SimulatedStep) -> str:
     return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
 
 
-def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+def _rival_table(best: SimulatedStep, rivals: list[Rival]) -> Table:
     """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
     # Causes that differ by less explain nothing that the table shows.
@@ -210,7 +210,7 @@ def _signed(value: float) -> str:
     return f"{'+' if value >= 0 else '-'}{short(abs(value))}"
 
 
-def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
+def _change_table(best: SimulatedStep, changes: list[Change]) -> Table:
     rows = table("", ["tokens/s", "best layout then"], texts=["best layout then"])
     for change in changes:
         if change.step is None:

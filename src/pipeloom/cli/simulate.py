@@ -10,9 +10,9 @@ from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_lengths import plan_slices
 from pipeloom.predict.describe import describe
-from pipeloom.predict.moves import why_schedules_may_differ
+from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
@@ -95,7 +95,9 @@ def _write(file: Path, what: str, text: str) -> None:
 
 
 def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> None:
-    tree, may_differ = to_json(step, with_curves=options.memory_over_time), why_schedules_may_differ(options)
+    tree = to_json(step, with_curves=options.memory_over_time)
+    # What other programs do is not what ``pipeloom train`` runs.
+    may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
     tree |= {"has_default_dtype": options.training.dtype is None, "may_differ": may_differ}
     if options.json:
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
@@ -105,6 +107,9 @@ def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> 
     print_step(step, tree, with_lanes=options.lanes)
     if may_differ is not None:
         print(f"\n{may_differ}")
+    if step.fastest_partition is not None:
+        pieces = " ".join(map(str, step.fastest_partition))
+        print(f"\nranks are not equally fast: layout.partition {pieces} gives the slowest one least to do")
     if plan is not None:
         print()
         print_swap_plan(plan)
@@ -154,14 +159,15 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may run another
-    schedule, or null), ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each
-    pipeline rank the seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each
-    rank and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
-    ``memory`` (for each pipeline rank ``total_bytes`` and what it is made of), ``device_memory_bytes``,
-    ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the fullest rank -> its bytes then). With
-    ``--memory-over-time`` also ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and
-    ``points``, (seconds, bytes held from then on).
+    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may do
+    something else, or null), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
+    gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
+    ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
+    ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,
+    ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank ``total_bytes`` and
+    what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the
+    fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each rank
+    ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
 
     ``places`` has for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
@@ -181,6 +187,7 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "bubble_fraction": step.bubble_fraction,
         "num_devices": step.run.num_devices,
         "dtype": dtype_of(step.run.precision),
+        "fastest_partition": step.fastest_partition,
         "cluster": step.cluster.name,
         "places": [asdict(place) for place in step.places],
         "software": step.software.name,

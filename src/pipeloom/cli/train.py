@@ -10,7 +10,7 @@ from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, ref
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import other_axes, parse_config
 from pipeloom.config import RunConfig, find_problems, recipe_problems
-from pipeloom.predict.moves import why_schedules_may_differ
+from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import count, format_bytes, passes_of
 
@@ -199,7 +199,7 @@ def _announce(config: RunConfig) -> None:
     if is_here and (cores := num_devices("cpu")) < layout.num_ranks:
         several = "`pipeloom launch` writes what starts them on several hosts"
         lines["host"] = f"{count(layout.num_ranks, 'process')} share {count(cores, 'core')}; {several}"
-    if (may_differ := why_schedules_may_differ(config)) is not None:
+    if (may_differ := why_training_may_differ(config)) is not None:
         lines["note"] = may_differ
     if schedule.budget_bytes is not None:
         home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"

@@ -56,7 +56,7 @@ class Device:
         name: as tables of measurements spell it.
         peak_flops_per_s: by precision.
         matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak), in each precision that
-            has no curve of its own.
+            has no curve of its own; empty where all have one.
         matmul_curves: the curves of precisions that have their own.
         kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
         memory_bytes: what a process can allocate.
@@ -67,7 +67,7 @@ class Device:
 
     name: str
     peak_flops_per_s: dict[str, float]
-    matmul_curve: Curve
+    matmul_curve: Curve = ()
     kernel_s: float
     memory_bytes: float
     memory_bytes_per_s: float
@@ -438,9 +438,8 @@ class Cluster:
             # Measured on a clock while ranks shared cores; predictions count seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
-        latency = self.intra.latency_s + (
-            self.inter.latency_s * (group.num_nodes - 1) ** 0.5 if group.num_nodes > 1 else 0
-        )
+        # An assumption: with n nodes a ring has n - 1 hops in a row and a tree about log n. The root lies between.
+        latency = self.intra.latency_s + self.inter.latency_s * (group.num_nodes - 1) ** 0.5
         return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
 
     def p2p_s(self, message_bytes: float, *, is_inside: bool, sharing: int = 1, efficiency: float = 1.0) -> float:

@@ -58,6 +58,14 @@ def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(layers)
 
 
+def pieces_of_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """Pieces of each stage, as ``layout.partition`` has them; the inverse of ``layers_of_pieces``."""
+    pieces = list(layers)
+    pieces[0] += 1
+    pieces[-1] += 1
+    return tuple(pieces)
+
+
 def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
     """How many layers each stage has, and which stage has the head.
 

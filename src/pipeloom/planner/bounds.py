@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.exchanges import gather_s, reduce_s, step_terms
 from pipeloom.cost.memory import (
     kept_bytes,
@@ -31,8 +30,8 @@ from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
-_ROUNDING = 1e-9
 """An array of seconds, bytes or counts."""
+_ROUNDING = 1e-9
 
 
 @lru_cache(maxsize=1024)
@@ -53,20 +52,10 @@ class Bounds(OfPlaced):
     splits: bool = False
 
     @property
-    def placement(self) -> Placement:
-        """The pipeline rank of each stage."""
-        return self.placed.placement
-
-    @property
-    def costs(self) -> StageCosts:
-        """Seconds of the stages."""
-        return self.placed.costs
-
-    @property
     def any_step_s(self) -> float:
         """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
         level: Shard = "full" if self.run.dp > 1 else "none"
-        terms = step_terms(self.placed.of(self._with(level, 1)), max(self.costs.backward_s))
+        terms = step_terms(self.placed.of(self._with(level, 1)), max(self.placed.costs.backward_s))
         own_s = max(float(work.end_s().max()) for work in self.work)
         return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
@@ -106,12 +95,12 @@ class Bounds(OfPlaced):
     @cached_property
     def stages(self) -> NDArray[np.int64]:
         """[rank, number] -> stage."""
-        return stages_by_rank(self.placement)
+        return stages_by_rank(self.placed.placement)
 
     @cached_property
     def _passage(self) -> "Passage":
-        costs, stages = self.costs, range(self.placement.num_stages)
-        crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placement.rank_by_stage))])
+        costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
+        crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
@@ -255,7 +244,7 @@ class Sharded:
     def after_s(self) -> float:
         """Seconds of what follows the pipeline."""
         bounds = self.bounds
-        return step_terms(bounds.placed.of(self.run), max(bounds.costs.backward_s)).total_s
+        return step_terms(bounds.placed.of(self.run), max(bounds.placed.costs.backward_s)).total_s
 
     @cached_property
     def step_s(self) -> float:
@@ -309,7 +298,7 @@ class Sharded:
     @cached_property
     def _seconds(self) -> Floats:
         """[kind, stage] seconds of compute actions, gathers and reductions."""
-        costs, stages = self.bounds.costs, range(self.bounds.placement.num_stages)
+        costs, stages = self.bounds.placed.costs, range(self.bounds.placed.placement.num_stages)
         forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
         weights_s = np.array([costs.half_s(stage) for stage in stages])
         found = {
@@ -374,7 +363,8 @@ class Sharded:
         )
         if len(gathers) == 1:
             return gathers[parts[0]][number], reductions[parts[0]][number]
-        of_stage = [(parts[rank], size) for rank, size in zip(bounds.placement.rank_by_stage, number, strict=True)]
+        owner = bounds.placed.placement.rank_by_stage
+        of_stage = [(parts[rank], size) for rank, size in zip(owner, number, strict=True)]
         return (
             np.array([gathers[part][size] for part, size in of_stage]),
             np.array([reductions[part][size] for part, size in of_stage]),
@@ -390,7 +380,7 @@ class Sharded:
         _, head = stage_layers(run, software)
         parameters = np.array(self.bounds.placed.parameters)[stages]
         held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
-        owner = self.bounds.placement.rank_by_stage
+        owner = self.bounds.placed.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:
             held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
         if run.shard == "full" and run.dp > 1:

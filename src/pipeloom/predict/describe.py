@@ -67,7 +67,11 @@ def describe(config: RunConfig) -> Placed:
     run = described_run(config, precision)
     if config.schedule.budget_bytes is not None and software.partition == "balanced":
         run = with_alike_stages(run, software)
-    return Placed(run, cluster, software)
+    placed = Placed(run, cluster, software)
+    if software.has_lanes and placed.balanced is not placed:
+        # Training does not read the cluster and takes all ranks for equally fast; plans write a partition.
+        return placed.of(replace(run, layers_by_stage=placed.layers))
+    return placed
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:

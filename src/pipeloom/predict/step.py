@@ -14,6 +14,7 @@ from pipeloom.cost.memory import Memory
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
@@ -175,6 +176,14 @@ class SimulatedStep(OfPlaced):
     def places(self) -> tuple[Place, ...]:
         """For each pipeline rank on which nodes it is."""
         return rank_places(self.placed)
+
+    @cached_property
+    def fastest_partition(self) -> tuple[int, ...] | None:
+        """``layout.partition`` by the seconds of ranks; ``None`` where they are equally fast, or the run has it."""
+        if len(set(self.placed.slowness)) == 1:
+            return None
+        layers = self.placed.with_fastest_layers().layers
+        return None if layers == self.placed.layers else pieces_of_layers(layers)
 
     @property
     def has_measured_pieces(self) -> bool:
