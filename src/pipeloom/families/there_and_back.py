@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.families.family import Request, Rows, family
-from pipeloom.families.order import numbered, up_to
 from pipeloom.families.weave import woven
 from pipeloom.schedule import Kind, Row
 
@@ -170,7 +169,9 @@ def dualpipe_v(request: Request) -> Rows:
     pp, count = request.placement.num_ranks, request.num_microbatches
     # The rule needs 2 P micro-batches for its way in and out; with fewer, those too many are left out afterwards.
     orders = [_paired(request.local_stages(rank), pp, rank, max(count, 2 * pp)) for rank in range(pp)]
-    return Rows(up_to(orders, count), [min(2 * pp + 1, 2 * count)] * pp)
+    # Leaving whole micro-batches out keeps every order between the others, so no new deadlock can come of it.
+    rows = [row.take(row.microbatch < count) for row in orders]
+    return Rows(rows, [min(2 * pp + 1, 2 * count)] * pp)
 
 
 def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
@@ -190,4 +191,26 @@ def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
     waiting = [weights[way] for way in out[rank + 1 :]] + [weights[0]] * behind
     for weight in waiting[:behind]:
         steps += [weight, inputs[0]]
-    return numbered(steps + waiting[behind:])
+    return _numbered(steps + waiting[behind:])
+
+
+def _numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
+    """Actions by kind and stage, for which each stage takes its micro-batches in ascending order.
+
+    A gradient of weights belongs to the oldest gradient of the input of its stage that waits for it.
+    """
+    number = {step: n for n, step in enumerate(dict.fromkeys(steps))}
+    which = np.array([number[step] for step in steps])
+    kind = np.array([kind.code for kind, _ in number], np.int32)[which]
+    stage = np.array([stage for _, stage in number], np.int32)[which]
+    microbatch = np.zeros_like(kind)
+    for own in {stage for _, stage in number}:
+        for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
+            places = np.flatnonzero((stage == own) & np.isin(kind, [one.code for one in kinds]))
+            microbatch[places] = np.arange(len(places))
+        inputs, weights = (
+            np.flatnonzero((stage == own) & (kind == one.code)) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
+        # The n-th of one is for the micro-batch of the n-th of the other: oldest first.
+        microbatch[weights] = microbatch[inputs]
+    return Row(kind, stage, microbatch, np.zeros_like(kind))
