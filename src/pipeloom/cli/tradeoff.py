@@ -92,8 +92,10 @@ def run(words: list[str]) -> int:
 
         check_formats([options.plot])
     inputs = inputs_of(options)
-    with TradeoffProgress(len(inputs.methods) * len(inputs.batches_per_device)) as bar:
-        curves = tradeoff(inputs, bar.show)
+    columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    total = len(inputs.methods) * len(inputs.batches_per_device)
+    with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
+        curves = tradeoff(inputs, lambda done, _: bar.update(done))
     if not curves.points:
         raise UserError(
             f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
@@ -112,18 +114,6 @@ def run(words: list[str]) -> int:
     return 0
 
 
-class TradeoffProgress(Bar):
-    """Progress over methods and batches, on standard error."""
-
-    def __init__(self, total: int) -> None:
-        columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
-        super().__init__(sys.stderr, *columns, total=total, transient=True)
-
-    def show(self, done: int, _: int) -> None:
-        """So many are done."""
-        self._update(done)
-
-
 def inputs_of(options: Options) -> Tradeoff:
     """The question.
 
@@ -140,30 +130,26 @@ def inputs_of(options: Options) -> Tradeoff:
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
     problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))
-    values = _training(options, shape, cluster, problems)
-    if problems or shape is None or cluster is None:
+    training = _training(options, shape, cluster, problems)
+    if problems or shape is None or cluster is None or training is None:
         raise ConfigError(problems, "the command line")
     return Tradeoff(
-        question=_question(options, shape, cluster, reference),
-        training=Training(**values),
+        question=Question(
+            shape=shape,
+            cluster=cluster,
+            software=Software(name=""),
+            num_devices=reference,
+            global_batch=1,
+            seq=options.seq,
+            precision=asked_precision(options.dtype, cluster, reference),
+            attention=options.attention,
+            has_default_dtype=options.dtype is None,
+        ),
+        training=training,
         methods=methods,
         device_counts=tuple(sorted(set(options.devices))),
         batches_per_device=batches or whole_batches(reference),
         searches_every_size=options.every_size,
-    )
-
-
-def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: int) -> Question:
-    return Question(
-        shape=shape,
-        cluster=cluster,
-        software=Software(name=""),
-        num_devices=reference,
-        global_batch=1,
-        seq=options.seq,
-        precision=asked_precision(options.dtype, cluster, reference),
-        attention=options.attention,
-        has_default_dtype=options.dtype is None,
     )
 
 
@@ -200,8 +186,8 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
 
 def _training(
     options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
-) -> dict[str, float]:
-    """Values of the training; where one is missing because of another problem, a harmless one replaces it."""
+) -> Training | None:
+    """The training; where a value is missing because of another problem, a harmless one replaces it."""
     if options.seq < 1:
         problems.append(f"--seq must be at least 1, found {options.seq}")
     seq = max(1, options.seq)
@@ -220,9 +206,11 @@ def _training(
         price = cluster.price_per_device_hour
         if price is None:
             problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: set one with --price DOLLARS")
-    values = {"tokens": tokens, "critical_batch": batch, "price_per_device_hour": 1.0 if price is None else price}
-    problems += Training.problems(**values)
-    return values
+    try:
+        return Training(tokens=tokens, critical_batch=batch, price_per_device_hour=1.0 if price is None else price)
+    except ConfigError as error:
+        problems += error.problems
+        return None
 
 
 def _draw(curves: Curves, file: Path) -> None:

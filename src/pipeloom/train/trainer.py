@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from statistics import median_high
 from typing import Any
@@ -15,17 +16,20 @@ from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
+from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.schedule import Action, Schedule
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
+from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Measured, read_earlier
 from pipeloom.train.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.prediction import predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
 
@@ -195,13 +199,22 @@ class Trainer:
         return checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
 
     def _predict(self) -> None:
+        """Profile the stages, their collectives and the update on this machine, and simulate the step.
+
+        Collectives are timed while all ranks compute; that they slow compute down where they share its cores is left
+        out. Weights and optimizer state are as before.
+        """
         if not self._config.training.predict:
             return
         # Any tokens do: how long a step takes does not depend on them.
-        found = predict_step(self._pipeline, self._world, self._batch(self._data.train, 0), self._updates)
-        if found is not None:  # on rank 0
-            self._measured.predicted, self._measured.predicted_s = found.trace, found.step_time_s
-            self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(found.trace, "predicted"))
+        profile = self._pipeline.profile(self._batch(self._data.train, 0))
+        within_s, behind_s = self._updates.seconds(self._world)
+        if profile is None:  # but on rank 0
+            return
+        profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
+        trace = simulate_profile(self._pipeline.schedule, profile)
+        self._measured.predicted, self._measured.predicted_s = trace, trace.end_s + behind_s
+        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(trace, "predicted"))
 
     def _batch(self, windows: TokenWindows, index: int) -> Batch:
         return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
@@ -332,3 +345,12 @@ class Trainer:
 
 def _bubble_fraction(trace: Trace | None) -> float | None:
     return None if trace is None else summarize(trace).bubble_fraction
+
+
+def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
+    """The schedule on the clock of a profile: ranks of one host slow each other down as they did when profiled."""
+
+    def host(action: Action, rank: int) -> Hashable | None:
+        return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
+
+    return simulate(schedule, profile.action_costs, Sharing(host, profile.capacity_by_host))
