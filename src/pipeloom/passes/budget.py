@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.ledger import Balance, HeldBytes, KeptBytes, Ledger
+from pipeloom.schedule.ledger import Balance, HeldBytes, KeptBytes, Ledger, PerStage
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count
 
@@ -19,9 +21,8 @@ def sizes_of(schedule: Schedule, kept: KeptBytes | None, always_bytes: Sequence[
     """
     kept = kept or KeptBytes()
     always = [0.0] * schedule.num_ranks if always_bytes is None else always_bytes
-    lengths = [*[schedule.num_stages] * 3, schedule.num_slices]
-    found = [(name, values, wanted) for (name, values), wanted in zip(kept._asdict().items(), lengths, strict=True)]
-    problems = [_wrong(f"kept {name}", values, wanted) for name, values, wanted in found if len(values)]
+    wanted = {name: schedule.num_slices if name == "shares" else schedule.num_stages for name in KeptBytes._fields}
+    problems = [_wrong(f"kept {name}", values, wanted[name]) for name, values in kept._asdict().items() if len(values)]
     _refuse(*problems, _wrong("always_bytes", always, schedule.num_ranks))
     return HeldBytes(always_bytes=tuple(always), kept=kept)
 
@@ -47,9 +48,10 @@ def _refuse(*problems: str) -> None:
         raise UserError("; ".join(found))
 
 
-def _wrong(name: str, values: Sequence[float], length: int) -> str:
+def _wrong(name: str, values: PerStage, length: int) -> str:
     """What is wrong with some numbers of bytes; empty if nothing is."""
-    if len(values) == length and all(0 <= value < float("inf") for value in values):
+    found = np.asarray(values, np.float64)
+    if len(found) == length and bool(((found >= 0) & np.isfinite(found)).all()):
         return ""
     return f"{name} must be {count(length, 'number')} of at least 0, found {list(values)}"
 

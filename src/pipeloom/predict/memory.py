@@ -3,10 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from pipeloom.analysis.matching import match_spans
 from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
+from pipeloom.cost.kept import Kept
 from pipeloom.cost.memory import (
     Memory,
     kept_logits,
@@ -91,39 +95,43 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
     """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
-    _, head = stage_layers(run, software)
-    parts = (_kept(run, software), _kept_of_head(run, software, schedule.num_stages, head))
-    return [sum(held) for held in zip(*(most_in_rows(schedule, kept) for kept in parts), strict=True)]
-
-
-def _kept(run: Run, software: Software) -> KeptBytes:
-    """What micro-batches keep, the loss left out."""
-    pending, again = stage_pending_bytes(run, software), stage_recomputed_bytes(run, software)
-    return KeptBytes(stage_kept_bytes(run, software), pending, again, run.slice_shares)
-
-
-def _kept_of_head(run: Run, software: Software, num_stages: int, head: int) -> KeptBytes:
-    """What the loss keeps of micro-batches; between the halves of a backward the gradient of its logits."""
-    is_head = [float(stage == head) for stage in range(num_stages)]
-    gradient_bytes = num_logits(run, software) * run.element_bytes
-    return KeptBytes(
-        [kept_logits(run, software) * one for one in is_head],
-        [gradient_bytes * one for one in is_head],
-        shares=run.slice_shares,
-    )
+    return most_in_rows(schedule, kept_with_loss(run, software))
 
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
     """What micro-batches keep, with what the loss does."""
-    kept = _kept(run, software)
-    loss = _kept_of_head(run, software, run.num_stages, stage_layers(run, software)[1])
-    whole, pending = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(kept[:2], loss[:2], strict=True))
-    return kept._replace(whole=whole, pending=pending)
+    if run.slices and software.has_lanes:
+        return _kept_by_slice(run, software)
+    whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
+    _, head = stage_layers(run, software)
+    whole[head] += kept_logits(run, software)
+    # Between the halves of a backward the gradient of the logits is left of the loss.
+    pending[head] += num_logits(run, software) * run.element_bytes
+    return KeptBytes(whole, pending, stage_recomputed_bytes(run, software), run.slice_shares)
+
+
+def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
+    """The same where sequences are cut: each slice as a sequence of its own, which leaves keys and values behind."""
+    counts, _ = stage_layers(run, software)
+    begins = accumulate(run.slices, initial=0)
+    # How many layers stages have depends on the length of whole sequences.
+    alone = [replace(run, layers_by_stage=counts, seq=length, slices=()) for length in run.slices]
+    slices = [kept_with_loss(one, software) for one in alone]
+    whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
+    for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
+        for stage, layers in enumerate(layers_by_recompute(one, software)):
+            for alike, count in layers:
+                own = Kept(alike)
+                # The cache has what layers that are not recomputed as a whole would keep of keys and values.
+                whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
+                whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
+    caches = [count * Kept(run).key_values() for count in counts]
+    return KeptBytes(whole.tolist(), pending.tolist(), recomputed.tolist(), run.slice_shares, caches)
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
-    return list(kept_with_loss(run, software).whole)
+    return kept_with_loss(run, software).by_stage(run.num_stages)
 
 
 def _memory(
@@ -139,8 +147,7 @@ def _memory(
     working, logits_each = working_bytes(run, software), logits_bytes(run, software)
     gathered, unreduced = _whole_bytes(run, software)
     shares = run.slice_shares
-    kept = most_held(_kept(run, software))
-    of_head = most_held(_kept_of_head(run, software, placement.num_stages, head))
+    kept = most_held(kept_with_loss(run, software))
     # One slice computes at a time, and any may be the largest.
     working, logits_each = working * max(shares), logits_each * max(shares)
     found: list[Memory] = []
@@ -149,8 +156,8 @@ def _memory(
         activations = kept[rank] + working
         logits = 0.0
         if head in stages:
-            # What is kept is part of the worst moment of the loss, so it is counted once.
-            logits = of_head[rank] + logits_each - max(shares) * kept_logits(run, software)
+            # What the loss keeps is part of its worst moment, and is counted once.
+            logits = logits_each - max(shares) * kept_logits(run, software)
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.

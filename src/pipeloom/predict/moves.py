@@ -42,9 +42,9 @@ def with_moves(
     """
     run, cluster, software = placed.run, placed.cluster, placed.software
     if partners is not None:
-        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.whole))
+        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.by_stage(run.num_stages)))
     if moves.offload and moves.budget_bytes is not None:
-        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.whole))
+        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.by_stage(run.num_stages)))
     return costs
 
 

@@ -39,34 +39,46 @@ PARTS = (
 
 
 class KeptBytes(NamedTuple):
-    """For each stage what it keeps of a micro-batch, in bytes or any other unit.
+    """For each stage what it keeps of a micro-batch, or of each of its token slices, in bytes or any other unit.
 
     Attributes:
         whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
         pending: between the halves of the backward; empty for as much as before. It never moves.
         recomputed: from the forward until it is recomputed, where it is; empty for nothing.
-        shares: of each token slice in that; empty where they are alike.
+        shares: of each token slice in what is not given slice by slice; empty where they are alike.
+        caches: beside that what later slices need, from the forward of the first slice to the end of its backward; it
+            never moves. Empty for nothing.
     """
 
-    whole: Sequence[float] = ()
-    pending: Sequence[float] = ()
-    recomputed: Sequence[float] = ()
+    whole: "PerStage" = ()
+    pending: "PerStage" = ()
+    recomputed: "PerStage" = ()
     shares: Sequence[float] = ()
+    caches: Sequence[float] = ()
 
-    def whole_of(self, stages: Sequence[int]) -> Bytes:
-        """For some stages what they keep of a micro-batch that is neither recomputed nor between two halves."""
-        return np.array([self.whole[stage] for stage in stages] if len(self.whole) else [1.0] * len(stages), np.float64)
+    def by_stage(self, num_stages: int) -> list[float]:
+        """For each stage what it keeps of a micro-batch that is neither recomputed nor between two halves."""
+        whole = np.asarray(self.whole if len(self.whole) else [1.0] * num_stages, np.float64)
+        return (whole if whole.ndim == 1 else whole.sum(axis=1)).tolist()
 
     def slice_shares(self, schedule: Schedule) -> Bytes:
         """Of each token slice; equal ones where none are given."""
         equal = [1 / schedule.num_slices] * schedule.num_slices
         return np.asarray(self.shares if len(self.shares) else equal, np.float64)
 
+    def of_slices(self, schedule: Schedule, each: "PerStage", otherwise: float = 1.0) -> Bytes:
+        """[stage, slice] one of the attributes, ``otherwise`` for each micro-batch where it is empty."""
+        found = np.asarray(each if len(each) else [otherwise] * schedule.num_stages, np.float64)
+        return found if found.ndim == 2 else found[:, None] * self.slice_shares(schedule)
+
     def moved(self, schedule: Schedule) -> Bytes:
-        """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
-        left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-        whole = self.whole_of(range(schedule.num_stages))[:, None, None]
-        return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
+        """For each stage, micro-batch and slice what is kept of it and may move, until it is recomputed if it is."""
+        left, whole = self.of_slices(schedule, self.recomputed, 0.0), self.of_slices(schedule, self.whole)
+        return np.where(schedule.facts.is_recomputed, left[:, None], whole[:, None])
+
+
+PerStage = Sequence[float] | Sequence[Sequence[float]]
+"""For each stage a number, or one for each token slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +241,22 @@ class _Entries:
         # a stage that runs no backward keeps nothing behind its forward
         frozen = forward[facts.columns.stage[forward] < facts.first_backward_stage]
         self._add("stage inputs", frozen, True, -each.moved(frozen))
+        if len(kept.caches):
+            self._add_caches(np.asarray(kept.caches, np.float64))
         if has_moves:
             back, out = facts.where(*OUT_OF), facts.where(*LOAD_OF)
             self._add("stage inputs", back, False, each.moved(back))
             self._add("stage inputs", out, True, -each.moved(out))
+
+    def _add_caches(self, each: Bytes) -> None:
+        """What later slices need, until the first one goes back: slices go back in reverse."""
+        facts, columns = self._facts, self._facts.columns
+        takes, gives = facts.where(Kind.FORWARD), facts.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        first, last = (takes[columns.part[takes] == number] for number in (0, self._schedule.num_slices - 1))
+        ends = [gives[columns.part[gives] == 0], last[columns.stage[last] < facts.first_backward_stage]]
+        self._add("stage inputs", first, False, each[columns.stage[first]])
+        for nodes in ends:
+            self._add("stage inputs", nodes, True, -each[columns.stage[nodes]])
 
     def add_accepted(self, kept: KeptBytes) -> None:
         """What ranks hold for their partners; nothing where the schedule names no partners."""
@@ -313,24 +337,21 @@ class _Each:
 
     def __init__(self, schedule: Schedule, kept: KeptBytes) -> None:
         self._facts: Facts = schedule.facts
-        self._shares = kept.slice_shares(schedule)
-        self._whole = kept.whole_of(range(schedule.num_stages))
-        self._pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else self._whole
+        self._whole = kept.of_slices(schedule, kept.whole)
+        self._pending = kept.of_slices(schedule, kept.pending) if len(kept.pending) else self._whole
         self._moved = kept.moved(schedule) if self._facts.has(Kind.RECOMPUTE) else None
 
     def whole(self, node: Ints) -> Bytes:
         """From the forward, or from where it runs again, to the end of the backward or of its first half."""
-        return self._of_stage(self._whole, node)
+        _, stage, _, part, _ = self._facts.columns
+        return self._whole[stage[node], part[node]]
 
     def pending(self, node: Ints) -> Bytes:
         """Between the halves of the backward."""
-        return self._of_stage(self._pending, node)
+        _, stage, _, part, _ = self._facts.columns
+        return self._pending[stage[node], part[node]]
 
     def moved(self, node: Ints) -> Bytes:
         """From the forward until it runs again, if it does."""
         _, stage, microbatch, part, _ = self._facts.columns
         return self.whole(node) if self._moved is None else self._moved[stage[node], microbatch[node], part[node]]
-
-    def _of_stage(self, each: Bytes, node: Ints) -> Bytes:
-        _, stage, _, part, _ = self._facts.columns
-        return each[stage[node]] * self._shares[part[node]]

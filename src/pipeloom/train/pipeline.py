@@ -248,7 +248,7 @@ class Pipeline:
         """The profile, on the rank that has one, with the seconds of moving what stages keep."""
         if not moves_anything(self._config):
             return profile
-        whole = saved_bytes(self._config).whole
+        whole = [int(one) for one in saved_bytes(self._config).by_stage(self.schedule.num_stages)]
         own = time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole)
         every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
         if profile is None or every is None:

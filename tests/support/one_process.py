@@ -1,0 +1,84 @@
+"""All ranks of a run in this process: the pipelines that `pipeloom train` makes, over the in-process transport."""
+
+from collections import defaultdict
+from contextlib import ExitStack
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from replicas import groups_in_process
+
+from pipeloom.execute.communication.blocking_group import BlockingGroup
+from pipeloom.execute.communication.collectives import Groups
+from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.wires import MovePost
+from pipeloom.execute.drive import play_in_process
+from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
+from pipeloom.execute.parts.stage_swaps import HostLanes
+from pipeloom.train import pipeline as module
+from pipeloom.train.pipeline import Pipeline
+
+
+class OneProcess:
+    """The pipelines of all ranks of a run.
+
+    Args:
+        config: resolved.
+
+    Attributes:
+        config: as given.
+        pipelines: by rank.
+    """
+
+    def __init__(self, config):
+        self.config, layout = config, config.layout
+        lanes, posts, wires = Neighborhood(), defaultdict(Post), defaultdict(MovePost)
+        groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
+        teams = groups_in_process(layout.tensor_groups())
+
+        def place(rank):
+            here = layout.coordinates(rank)
+            return here.data, here.tensor
+
+        def build(rank):
+            connections = {
+                "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
+                "make_tensor_group": lambda *_: BlockingGroup(teams[rank]),
+                "ThreadLane": lanes.lane,
+                "ProcessMoveLanes": lambda clock, _: InProcessMoveLanes(lanes, clock),
+                "ProcessGroupTransport": lambda own, *_: posts[place(rank)].transport(own),
+                "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
+                "make_host_lanes": lambda clock, _: HostLanes(lanes.lane(clock), lanes.lane(clock), clock),
+                "Watch": lambda *_, **__: SimpleNamespace(end=lambda: None, positions=lambda: ""),
+            }
+            world = SimpleNamespace(
+                rank=rank,
+                size=layout.num_ranks,
+                device=torch.device("cpu"),
+                store=None,
+                timeout=timedelta(seconds=10),
+            )
+            with ExitStack() as stack:
+                for name, made in connections.items():
+                    stack.enter_context(patch.object(module, name, made))
+                return Pipeline(config, world)
+
+        self.pipelines = [build(rank) for rank in range(layout.num_ranks)]
+
+    def step(self):
+        """One step on drawn tokens; the results by rank."""
+        config = self.config
+        draw = np.random.default_rng(0)
+        windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
+        ranks = [self._steps(pipeline, windows) for pipeline in self.pipelines]
+        return play_in_process(ranks, in_turns=config.layout.tp > 1)
+
+    @staticmethod
+    def _steps(pipeline, windows):
+        batch = pipeline.batch(windows)
+        if pipeline._slices is not None:
+            batch = batch.cut(pipeline._slices)
+        executor = pipeline._trainer
+        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch))
