@@ -17,19 +17,22 @@ from pipeloom.execute.communication.wires import MovePost
 from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
 from pipeloom.execute.parts.stage_swaps import HostLanes
+from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.train import pipeline as module
+from pipeloom.train.optimizer import make_optimizer
 from pipeloom.train.pipeline import Pipeline
+from pipeloom.train.stage_updates import StageUpdates
 
 
 class OneProcess:
-    """The pipelines of all ranks of a run.
+    """The pipelines of all ranks of a run, each with its optimizer.
 
     Args:
         config: resolved.
 
     Attributes:
         config: as given.
-        pipelines: by rank.
+        pipelines, optimizers: by rank.
     """
 
     def __init__(self, config):
@@ -66,6 +69,17 @@ class OneProcess:
                 return Pipeline(config, world)
 
         self.pipelines = [build(rank) for rank in range(layout.num_ranks)]
+        self.optimizers = [self._optimizer(pipeline) for pipeline in self.pipelines]
+
+    def _optimizer(self, pipeline):
+        """As the trainer makes it."""
+        parts, store = pipeline.data_parallel.optimizer_parts(), pipeline.store
+        optimizer = make_optimizer(self.config.optimizer, *parts, begins=store is None)
+        if store is not None:
+            deferred = defers_updates(pipeline.schedule.rows[0])
+            weights = pipeline.data_parallel.weights
+            pipeline.updates.does = StageUpdates(self.config.optimizer, optimizer, weights, store, is_deferred=deferred)
+        return optimizer
 
     def step(self):
         """One step on drawn tokens; the results by rank."""

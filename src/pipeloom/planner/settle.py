@@ -87,7 +87,7 @@ def room_of(chosen: Candidate) -> Room:
     return Room(
         receive_buffers=0 if chosen.software.is_blocking else order.receive_buffers,
         gathered=min(order.residency, loops),
-        unreduced=min(order.gradient_buffers or loops, loops),
+        unreduced=order.gradient_buffers,
     )
 
 

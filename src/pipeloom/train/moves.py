@@ -163,8 +163,8 @@ class _Kernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             mask = kwargs["attn_mask"]
-            # On CPUs the kernel takes numbers to add to scores, which PyTorch makes of a matrix of bools; on GPUs the mask
-            # is a value without memory.
+            # On CPUs the kernel takes numbers to add to scores, which PyTorch makes of a matrix of bools; on GPUs the
+            # mask is a value without memory.
             mask = None if mask is None or self._is_gpu else args[0].new_empty(mask.shape)
             # It takes grouped queries as they are.
             return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.transport import Transfer
-from pipeloom.execute.parts.part import MessagePart, RankRow, Service
+from pipeloom.execute.parts.part import Held, MessagePart, RankRow, Service
 from pipeloom.execute.stages.stage_store import LentMatrix
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule import Kind, Schedule
@@ -180,12 +180,21 @@ class Tied(MessagePart):
         self._gradient: Tensor | None = None
         self._room: Tensor | None = None  # for the gradient; none where it takes memory of its own
         self._is_returned = False
+        self._lent_bytes = self._gradient_bytes = 0
 
     def _lend(self) -> None:
         """Hand the weights to the head, on a rank that has both stages."""
         if self._handover.updates_before:
             self._fill()
         self._use(Kind.RECV_TIED, self._given(Kind.SEND_TIED))
+
+    def held(self) -> Held:
+        """The borrowed matrix, where it is a copy, and its gradient; nothing where stages are swapped."""
+        return (
+            Held()
+            if self._lent is not None
+            else Held(lent_bytes=self._lent_bytes, lent_gradient_bytes=self._gradient_bytes)
+        )
 
     def end(self, row: RankRow) -> None:  # noqa: ARG002
         """After the row: what was not handed over yet. Nothing is lent any more."""
@@ -224,12 +233,15 @@ class Tied(MessagePart):
         if kind is Kind.RECV_TIED:
             assert self._borrower is not None, "the head is in the last stage"
             weights = tensor.detach()
+            is_own = self._lender is None or not self._lender.owns(tensor)
+            self._lent_bytes = tensor.nbytes if is_own else 0
             if self._handover.trains:
                 # A leaf of its own: its gradient is the head's part alone, and not yet the parameter's.
                 weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
             self._borrower.borrow(weights)
         else:
             assert self._lender is not None, "the matrix belongs to the first stage"
+            self._gradient_bytes = tensor.nbytes
             self._lender.add_to_gradient(self._name, tensor)
 
     def _collect(self, weights: Tensor) -> None:
@@ -242,5 +254,6 @@ class Tied(MessagePart):
             self._gradient = weights.grad.to(self._gradient_dtype)
         else:
             self._gradient.add_(weights.grad)
+        self._gradient_bytes = self._gradient.nbytes
         # Else autograd would add the next micro-batch to it, and this one would be counted twice.
         weights.grad = None

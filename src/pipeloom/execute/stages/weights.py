@@ -157,6 +157,7 @@ class StageWeights:
         if self._is_mixed:
             self._compute_narrow()
         self.shard = master if level == "none" else master.chunk(num_shards)[index].clone()
+        self.reduces_again = reduces_again
         self.reduces_in_place = level == "none" and not reduces_again
         self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
@@ -182,19 +183,15 @@ class StageWeights:
         parameter.grad = None
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of the whole weights where they are here."""
-        return self._full_bytes if self.is_held else 0
+    def weights_bytes(self) -> int:
+        """Bytes of the whole weights where they are here, and of the shard in the type that computes."""
+        whole = self._full_bytes if self.is_held else 0
+        return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
 
     @property
-    def whole_bytes(self) -> int:
-        """Bytes of the whole weights, here or not."""
-        return self._full_bytes
-
-    @property
-    def whole_gradient_bytes(self) -> int:
-        """Bytes of the whole gradient, here or not."""
-        return self.order.size * self.shard.element_size()
+    def copy_bytes(self) -> int:
+        """Bytes of the shard where it is in a wider type than that which computes: a part of the optimizer's state."""
+        return self.shard.nbytes if self._is_mixed else 0
 
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
@@ -223,6 +220,10 @@ class StageWeights:
         """
         weights = self._parameters[name].detach()
         return weights.clone() if self._level == "full" else weights
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the whole weights."""
+        return tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata  # noqa: SLF001
 
     def add_to_gradient(self, name: str, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is open, what was computed outside the stage."""
