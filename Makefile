@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/pipeloom train $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 plan-demo: $(STAMP)
 	$(BIN)/python benchmarks/plan_demo.py $(ARGS)

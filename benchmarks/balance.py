@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from pipeloom.analysis.memory import memory_over_time
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import ProcessMoveLanes
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
@@ -159,16 +158,17 @@ class _Run:
     """One rank of one way."""
 
     def __init__(self, case: Case, schedule: Schedule, world: World) -> None:
-        rank, clock = world.rank, HostClock()
+        rank, clock = world.rank, Clock()
         outputs = [TensorSpec.of(case.message)] * case.pp
         self._module: nn.Module = KeepingStage(case, rank)
         self._transport = ProcessGroupTransport(
             rank, edges_of(schedule, outputs), world.device, timedelta(seconds=_TIMEOUT_S)
         )
         wires = make_wires(schedule, rank, world, [range(case.pp)])
-        self._moves = ActivationMoves(schedule, rank, ProcessMoveLanes(clock, world.device), wires)
+        self._lanes = Lanes(clock, world.device)
+        moves = ActivationMoves(schedule, rank, self._lanes, wires)
         stages = {rank: Stage(self._module, rank, outputs[rank], needs_input_gradient=rank > 0)}
-        parts = [Compute(stages, keeper=self._moves), Messages(outputs), self._moves]
+        parts = [Compute(stages, keeper=moves), Messages(outputs), moves]
         self._executor = Executor(schedule, rank, parts, transport=self._transport, clock=clock)
         self._inputs = [case.message] * case.num_microbatches
 
@@ -181,11 +181,11 @@ class _Run:
         """Run the row once, from no gradients."""
         for parameter in self._module.parameters():
             parameter.grad = None
-        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
+        return self._executor.run(self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
         """Let go of threads."""
-        self._moves.close()
+        self._lanes.close()
         self._transport.close()
 
 

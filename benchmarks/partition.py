@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import layers_of_stages, stage_costs, with_fastest_layers
-from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.partition import SAME, Uneven, fastest_partition
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.uneven import SAME, Uneven
+from pipeloom.cost.stages import layers_of_stages
 from pipeloom.families import Choice
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import PLACEMENTS, Placement
@@ -94,7 +93,7 @@ HEADER = ("model", "pp", "loops", "recomputed", "rank, even", "by seconds", "gai
 
 def slowest_rank_s(run: Run) -> float:
     """Seconds of a micro-batch on the slowest pipeline rank."""
-    costs = stage_costs(run, CLUSTER, PROGRAM)
+    costs = Placed(run, CLUSTER, PROGRAM).costs
     held = [0.0] * run.pp
     owner = PLACEMENTS[run.placement](run.pp, run.loops).rank_by_stage
     for rank, forward_s, backward_s in zip(owner, costs.forward_s, costs.backward_s, strict=True):
@@ -120,7 +119,7 @@ def lines() -> list[list[str]]:
     found = []
     for case in CASES:
         even = case.even()
-        fastest = with_fastest_layers(even, CLUSTER, PROGRAM)
+        fastest = Placed(even, CLUSTER, PROGRAM).with_fastest_layers().run
         assert fastest.layers_by_stage is not None
         ranks = [slowest_rank_s(run) for run in (even, fastest)]
         steps = [step_s(run) for run in (even, fastest)]

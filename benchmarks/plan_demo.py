@@ -34,13 +34,12 @@ from pipeloom.config import (
 )
 from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
-from pipeloom.planner.settle import settle
+from pipeloom.planner.settle import Candidate, settle
 from pipeloom.planner.space import Leaf, arrangements
-from pipeloom.predict.step import SimulatedStep
+from pipeloom.predict.step import SimulatedStep, lowered
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.train.session import run_on_all_ranks
 from pipeloom.train.trainer import Trainer
@@ -143,12 +142,14 @@ def layouts(asked: Question) -> list[Candidate]:
     """Every layout of the space that fits, each once."""
     found: dict[tuple[str, ...], Candidate] = {}
     for arrangement in arrangements(asked)[0]:
-        for cut in arrangement.cuts():
+        for cut in arrangement.cuts:
             for sharding in cut.shardings:
                 for choice in cut.choices:
                     chosen = settle(Leaf(cut, sharding, choice))
                     if chosen is not None:
-                        found.setdefault((str(chosen.schedule), *label(chosen)[1:]), chosen)
+                        found.setdefault(
+                            (str(lowered(chosen.run, chosen.software, chosen.order)), *label(chosen)[1:]), chosen
+                        )
     return list(found.values())
 
 

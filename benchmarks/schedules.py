@@ -10,6 +10,7 @@ from pipeloom import families
 from pipeloom.cli.families import COLUMNS, lines
 from pipeloom.plot.draw import plot_timeline
 from pipeloom.simulate import simulate
+from pipeloom.terminal.console import cells_of
 from reproduction.tables import fill
 from schedule_pictures import PICTURES
 
@@ -33,10 +34,10 @@ def table_of(pp: int, num_microbatches: int) -> tuple[str, str]:
 
 def _rows(pp: int, num_microbatches: int) -> Iterator[str]:
     yield f"P = {pp}, M = {num_microbatches}:\n"
-    yield f"| family | {' | '.join(COLUMNS)} |"
+    yield f"| family | {' | '.join(title for title, _ in COLUMNS.values())} |"
     yield f"|---|{'---:|' * len(COLUMNS)}"
     for line in lines(pp, num_microbatches, LOOPS, own_families()):
-        yield f"| {line.name} | {' | '.join(line.cells)} |"
+        yield f"| {line['name']} | {' | '.join(cells_of(line, COLUMNS))} |"
 
 
 def main() -> None:

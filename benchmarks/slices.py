@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.drive import run_rank
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
@@ -118,7 +117,7 @@ def measure(contenders: list[Contender], repetitions: int, rendezvous: Path, ran
         for number, (executor, inputs) in enumerate(runs):
             world.wait_for_all()
             begin = time.perf_counter()
-            run_rank(executor, inputs, lambda output, _: output.sum())
+            executor.run(inputs, lambda output, _: output.sum())
             world.wait_for_all()
             if repetition >= 2:
                 times[number].append(time.perf_counter() - begin)
@@ -134,7 +133,7 @@ def _make(contender: Contender, world: Any) -> tuple[Executor, list[Tensor]]:
     transport = ProcessGroupTransport(rank, edges, world.device, world.timeout)
     stage = Stage(SleepingStage(), rank, outputs[rank], needs_input_gradient=rank > 0, slices=slices)
     parts = [Compute({rank: stage}, slices=slices), Messages(outputs, slices)]
-    executor = Executor(schedule, rank, parts, transport=transport, clock=HostClock())
+    executor = Executor(schedule, rank, parts, transport=transport, clock=Clock())
     whole = [torch.ones(1, TOKENS, WIDTH) for _ in range(contender.num_microbatches)]
     return executor, whole if slices is None else slices.cut(whole)
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeloom.cost.software import Software
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import axes, divisors
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
@@ -16,6 +15,7 @@ from reproduction.machine import (
     MODELS,
     NUM_DEVICES,
     OWN,
+    Candidate,
     Row,
     base_run,
     candidate,

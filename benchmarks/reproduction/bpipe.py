@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
-from pipeloom.cost.analytic import drain_s, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.exchanges import drain_s, evict_seconds, step_terms
 from pipeloom.cost.flops import shape_model_flops
 from pipeloom.cost.foreign import layer_activation_bytes
-from pipeloom.cost.moves import evict_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
@@ -101,8 +101,8 @@ def partners_of(run: Run) -> tuple[int, ...]:
 
 def costs_of(run: Run, software: Software) -> StageCosts:
     """Seconds of all actions, with those of moving what a micro-batch keeps to the partner or back."""
-    evict_s = evict_seconds(run, CLUSTER, software, partners_of(run), kept_bytes(run, software))
-    return replace(stage_costs(run, CLUSTER, software), evict_s=evict_s)
+    evict_s = evict_seconds(Placed(run, CLUSTER, software), partners_of(run), kept_bytes(run, software))
+    return replace(Placed(run, CLUSTER, software).costs, evict_s=evict_s)
 
 
 def kept_bytes(run: Run, software: Software) -> Sequence[float]:
@@ -163,7 +163,7 @@ def stepped(run: Run, software: Software, schedule: Schedule, costs: StageCosts)
         for curve, always in zip(curves, held.always_bytes, strict=True)
     )
     slots = [forward_s + backward_s for forward_s, backward_s in zip(costs.forward_s, costs.backward_s, strict=True)]
-    terms = step_terms(run, CLUSTER, software, max(costs.backward_s))
+    terms = step_terms(Placed(run, CLUSTER, software), max(costs.backward_s))
     seconds = trace.end_s + drain_s(run, software, costs) + terms.total_s
     again = sum(num_of(schedule, Kind.RECOMPUTE))
     moved = num_of(schedule, Kind.EVICT, Kind.LOAD)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.passes import balance
@@ -28,7 +28,7 @@ from reproduction.machine import Row
 
 def message_s(run: Run, software: Software) -> float:
     """Seconds of the slowest message between stages; a blocking program has them in its compute."""
-    costs = stage_costs(run, CLUSTER, replace(software, is_blocking=False))
+    costs = Placed(run, CLUSTER, replace(software, is_blocking=False)).costs
     return max(costs.over_s(boundary) for boundary in range(run.num_stages - 1))
 
 

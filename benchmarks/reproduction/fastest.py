@@ -13,9 +13,9 @@ import numpy as np
 
 from pipeloom.cost.placed import Placed
 from pipeloom.planner.bounds import Bounds, Sharded
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import divisors
 from pipeloom.predict.step import SimulatedStep
+from reproduction.machine import Candidate
 
 
 def loop_counts(layers: int, pp: int) -> list[int]:

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import product
 
-from pipeloom.planner.candidate import Candidate
 from reproduction.machine import (
     MEGATRON,
     OWN,
+    Candidate,
     Row,
     base_run,
     candidate,

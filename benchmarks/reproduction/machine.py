@@ -1,15 +1,14 @@
 """What all of the paper's experiments share: models, cluster, programs, and how a step is described."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.placed import Placed
+from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
-from pipeloom.planner.candidate import Candidate
-from pipeloom.predict.step import Order, SimulatedStep
+from pipeloom.predict.step import Order, SimulatedStep, simulate_step
 from pipeloom.workload.run import Run
 
 Row = Mapping[str, str]
@@ -23,6 +22,21 @@ two differ in what they do and not in how fast, and by their orders. Gradients h
 paper's program became, has buffers of two or of four for them, and with four the largest batches would not fit."""
 MESSAGES = {"cut": True, "whole": False}
 """How a message between stages goes: cut over the tensor-parallel ranks (scatter/gather), or whole from each."""
+
+
+@dataclass(frozen=True)
+class Candidate(OfPlaced):
+    """A run on the cluster in a schedule.
+
+    Attributes:
+        order: the schedule.
+    """
+
+    order: Order
+
+    def simulate(self) -> SimulatedStep:
+        """Its step."""
+        return simulate_step(self.placed, self.order)
 
 
 def with_messages(software: Software, messages: str) -> Software:

@@ -7,7 +7,7 @@ What their program does is read from that code (``transformer_models.py``, ``tes
 half precision, without dropout; and messages go in the order of compute, which waits for them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -20,8 +20,7 @@ from pipeloom.cost.hardware import Cluster, Link
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
-from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_batches, best_slices
-from pipeloom.planner.slice_plan import modelled_table
+from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_slices, modelled_table
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
@@ -231,6 +230,48 @@ def group_sizes(setting: Setting, messages: str) -> str:
     sizes = [size for size in (1, 2, 4) if size <= setting.batch]
     tables = {size: modelled_table(Placed(run_of(setting, size), P3, MESSAGES[messages]), 4 * UNIT) for size in sizes}
     return " ".join(sorted({str(size) for size, _ in best_batches(tables, setting.batch, setting.pp)}))
+
+
+def best_batches(tables: Mapping[int, LatencyTable], num_sequences: int, num_ranks: int) -> list[tuple[int, Slicing]]:
+    """How many sequences go together, and how each group is sliced, so that a step is fastest.
+
+    For each longest slice, S of groups of each size is known, and how a batch is made up of groups follows in the same
+    way: G(n) = min over b of G(n - b) + S_b (arXiv 2102.07988, section 3.4).
+
+    Args:
+        tables: sequences of a group -> seconds of its slices.
+        num_sequences: of a step, on one pipeline.
+        num_ranks: pipeline ranks.
+
+    Returns:
+        The groups in their order: sequences, and slices.
+    """
+    longest_s, best_s = np.inf, np.inf
+    best: list[tuple[int, Slicing]] = []
+    while groups := _best_groups(tables, num_sequences, longest_s):
+        sum_s = sum(one.sum_s for _, one in groups)
+        if sum_s >= best_s:
+            break
+        slowest_s = max(max(one.through_s) for _, one in groups)
+        if sum_s + (num_ranks - 1) * slowest_s < best_s:
+            best, best_s = groups, sum_s + (num_ranks - 1) * slowest_s
+        longest_s = np.nextafter(slowest_s, 0.0)
+    return best
+
+
+def _best_groups(tables: Mapping[int, LatencyTable], num_sequences: int, longest_s: float) -> list[tuple[int, Slicing]]:
+    """The groups whose seconds add up to the least, no slice longer; empty if there are no such ones."""
+    found = {size: table.shortest(longest_s) for size, table in tables.items() if size <= num_sequences}
+    best: list[tuple[float, list[tuple[int, Slicing]]] | None] = [(0.0, [])]
+    for count in range(1, num_sequences + 1):
+        ways = [
+            (before[0] + one.sum_s, [*before[1], (size, one)])
+            for size, one in found.items()
+            if size <= count and one is not None and (before := best[count - size]) is not None
+        ]
+        best.append(min(ways, key=lambda way: way[0], default=None))
+    last = best[num_sequences]
+    return [] if last is None else last[1]
 
 
 def simulated_s(setting: Setting, software: Software, cluster: Cluster, lengths: tuple[int, ...]) -> float:

@@ -19,8 +19,8 @@ from pipeloom.accuracy.rows import read_rows
 from pipeloom.accuracy.schedules import FAMILY_OF, pending_share, predict
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_software
-from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.placed import Placed
 from pipeloom.families import make_schedule
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
@@ -164,10 +164,10 @@ def uneven(run: Run, schedule: str, profile: Profile, reading: str) -> StageCost
 
     Where nothing is split exchanges block, as in Megatron-LM: half of a message with each action on either side.
     """
-    whole = stage_costs(replace(run, loops=1), CLUSTER, FREE)
+    whole = Placed(replace(run, loops=1), CLUSTER, FREE).costs
     modelled = [_parts(whole, stage) for stage in range(run.pp)]
     base = modelled[run.pp // 2] if reading == "middle" else [fmean(each) for each in zip(*modelled, strict=True)]
-    own = stage_costs(run, CLUSTER, FREE)
+    own = Placed(run, CLUSTER, FREE).costs
     stages = run.pp * run.loops
     parts = [
         [profiled * seconds / of for profiled, seconds, of in zip(profile, _parts(own, stage), base, strict=False)]
@@ -218,7 +218,7 @@ def step_s(case: Case, reading: str) -> float | None:
     costs = uneven(run, case.schedule, profile, reading)
     return (
         pipeline_s(run, case.schedule, profile, costs)
-        + step_terms(run, CLUSTER, SOFTWARE, max(costs.backward_s)).total_s
+        + step_terms(Placed(run, CLUSTER, SOFTWARE), max(costs.backward_s)).total_s
     )
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipeloom.analysis.summary import communication
-from pipeloom.execute.communication.process_collectives import make_groups
+from pipeloom.execute.communication.collectives import make_groups
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.trace import Trace, merge

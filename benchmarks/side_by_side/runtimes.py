@@ -10,11 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import Groups
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.drive import run_rank
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -73,10 +72,10 @@ class Own:
         self.num_actions = len(schedule.rows[rank])
         self.modules = modules = _modules(case, contender, schedule.placement, rank, own)
         outputs = [TensorSpec.of(message(case))] * schedule.num_stages
-        clock = HostClock()
-        self._parallel = None
+        clock = Clock()
+        self._parallel, self._lane = None, ThreadLane(clock)
         if groups is not None:
-            self._parallel = DataParallel(schedule, modules.items(), "full", groups, ThreadLane(clock))
+            self._parallel = DataParallel(schedule, modules.items(), "full", groups, self._lane)
         self._transport = _transport(case, schedule, outputs, world)
         stages = {i: Stage(module, i, outputs[i], needs_input_gradient=i > 0) for i, module in modules.items()}
         parts: list[Part] = [Compute(stages), Messages(outputs)]
@@ -92,13 +91,12 @@ class Own:
 
     def step(self) -> StepResult | None:
         """Run the row once."""
-        return run_rank(self._executor, self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
+        return self._executor.run(self._inputs, lambda output, _: loss(output), _TIMEOUT_S)
 
     def close(self) -> None:
         """Let the lanes' threads end."""
         self._transport.close()
-        if self._parallel is not None:
-            self._parallel.close()
+        self._lane.close()
 
 
 class PyTorch:

@@ -13,11 +13,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import (
     Moves,
+    add_data_parallel,
     add_moves,
-    add_reduce_grad,
     add_stage_swaps,
     add_tied,
-    add_unshard,
     add_updates,
     lower,
     place_of_updates,
@@ -272,7 +271,7 @@ def communicating(recipe: Recipe) -> Schedule:
         UserError: as ``build``.
     """
     if isinstance(recipe.start, Schedule):
-        return _exchanging(_sending(recipe.start, recipe), recipe)
+        return add_data_parallel(_sending(recipe.start, recipe), recipe.unshard, recipe.reduce_grad)
     # What is added by bytes or seconds differs between runs that are otherwise alike, so it is not remembered.
     return _SCHEDULES.get(_without_bytes(recipe))
 
@@ -304,7 +303,8 @@ def _make(recipe: Recipe) -> Schedule:
     if isinstance(recipe.start, Schedule):
         return recipe.start
     if _exchanges(recipe):
-        return _exchanging(communicating(replace(recipe, unshard=None, reduce_grad=None)), recipe)
+        bare = communicating(replace(recipe, unshard=None, reduce_grad=None))
+        return add_data_parallel(bare, recipe.unshard, recipe.reduce_grad)
     if recipe.receive_buffers is not None:
         return _sending(communicating(Recipe(start=recipe.start, receive_buffers=None)), recipe)
     return recipe.start.make()
@@ -315,15 +315,6 @@ def _sending(schedule: Schedule, recipe: Recipe) -> Schedule:
     if recipe.receive_buffers is not None:
         schedule = lower(schedule, recipe.receive_buffers)
     return add_tied(schedule) if recipe.lends_tied else schedule
-
-
-def _exchanging(schedule: Schedule, recipe: Recipe) -> Schedule:
-    """With gathers, and then with reductions, which stand behind the gathers at the same place."""
-    if recipe.unshard is not None:
-        schedule = add_unshard(schedule, recipe.unshard.residency, recipe.unshard.prefetch)
-    if recipe.reduce_grad is not None:
-        schedule = add_reduce_grad(schedule, recipe.reduce_grad.gradient_buffers)
-    return schedule
 
 
 def _make_without_messages(recipe: Recipe) -> Graph:

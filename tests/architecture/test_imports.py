@@ -34,7 +34,7 @@ LIGHT = [
     "pipeloom.cli.export",
     "pipeloom.export",
     "pipeloom.cli.launch",
-    "pipeloom.catalog.writing",
+    "pipeloom.catalog.cluster_files",
     "pipeloom.cli.profile",
 ]
 HEAVY = {"torch", "matplotlib"}
@@ -55,7 +55,9 @@ def heavy_after_import(modules, *folders):
 
 
 def environment(*folders):
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    """This process's environment, whose search path begins with the folders."""
+    paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def test_all_light_modules_together_load_nothing_heavy():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, names
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cost.hardware import Link
 from pipeloom.errors import ConfigError, UserError
 

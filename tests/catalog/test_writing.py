@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeloom.catalog import load_cluster, load_model, names
-from pipeloom.catalog.writing import UNBREAKABLE, cluster_to_toml
-from pipeloom.cost.hardware import CollectiveCurve, Link
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.catalog.cluster_files import cluster_to_toml
+from pipeloom.cost.hardware import CollectiveCurve, Link, MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import ConfigError
+from pipeloom.terminal.words import UNBREAKABLE
 from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")

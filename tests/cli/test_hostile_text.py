@@ -12,7 +12,7 @@ import pytest
 from commands import pipeloom
 
 from pipeloom.catalog import load_cluster
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli import main
 
 ROOT = Path(__file__).parents[2]

@@ -45,6 +45,15 @@ def test_what_was_asked_for_and_is_refused_is_an_error(tmp_path, capsys):
     assert {file.name for file in tmp_path.iterdir()} == {"torch_schedule.csv", "torch_schedule.py"}
 
 
+def test_files_that_start_nothing_are_an_error_where_all_that_start_are_refused(tmp_path, capsys):
+    # 12 processes do not fill nodes of 8: PyTorch's CSV has the order of one pipeline, and starts nothing.
+    words = (EXAMPLES / "run.toml", "--out", tmp_path, "--layout.dp", "3", "--machine.cluster", "dgx-a100")
+    status, said, _ = launch(capsys, *words)
+    assert status == 2
+    assert said.count("cannot express this run") == 4
+    assert {file.name for file in tmp_path.iterdir()} == {"torch_schedule.csv", "torch_schedule.py"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -7,7 +7,7 @@ import pytest
 from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_cluster
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli import main
 
 FEW = ["--families", "1f1b", "--micro-batch", "1", "--tp", "1", "--pp", "4", "--dp", "1", "--loops", "1"]

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.run_config import parse_run_config
+from pipeloom.cli.run_config import parse_config, parse_run_config
+from pipeloom.config import RunConfig, find_problems
 from pipeloom.errors import ConfigError
 from pipeloom.families import Choice
 from pipeloom.system.host_memory import Available
@@ -87,6 +88,14 @@ def test_home_is_expanded_in_flags(tmp_path, monkeypatch):
     assert parse_run_config(["--data.path=~/text"], "train", "Train.").data.path == tmp_path / "text"
 
 
+@pytest.mark.parametrize("words", [("--data.path", "."), ("--data.path=./",)])
+def test_a_dot_is_the_current_folder_and_no_empty_path(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    assert parse_run_config(list(words), "train", "Train.").data.path == tmp_path
+    with pytest.raises(ConfigError, match="data.path must be a text file or a folder, found nothing;"):
+        parse_run_config(["--data.path", ""], "train", "Train.")
+
+
 def there(monkeypatch, size_bytes):
     """Let a host have so much memory; the module's name is also that of a function in its package."""
     module = import_module("pipeloom.families.family")
@@ -146,3 +155,14 @@ def test_a_vocabulary_below_the_bytes_is_found_before_text_is_read():
     assert parse_run_config(["--model.vocab-size", "257"], "train", "Train.").model.vocab_size == 257
     bpe = ["--data.tokenizer", "bpe", "--model.vocab-size", "256"]
     assert parse_run_config(bpe, "train", "Train.").model.vocab_size == 256
+
+
+def test_a_flag_that_a_command_does_not_read_is_refused_by_name():
+    with pytest.raises(ConfigError) as refusal:
+        parse_config(["--training.threads", "2", "--training.no-compile"], "simulate", "", RunConfig(), find_problems)
+    assert [problem.partition(";")[0] for problem in refusal.value.problems] == [
+        "--training.threads has no effect on simulate",
+        "--training.no-compile has no effect on simulate",
+    ]
+    with pytest.raises(ConfigError, match="--machine.cluster has no effect on train"):
+        parse_run_config(["--machine.cluster=laptop"], "train", "Train.")

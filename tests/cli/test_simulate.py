@@ -277,6 +277,13 @@ def test_a_run_over_two_kinds_of_nodes_says_which_ranks_are_where(capsys, monkey
     assert on_a100 > 1.5 * on_v100
 
 
+def test_a_default_type_that_training_does_not_take_is_named(capsys, monkeypatch):
+    shown = text(capsys, monkeypatch, "--machine.cluster", "dgx-a100")
+    assert "without training.dtype train takes float32 for training.device cpu, simulate bfloat16" in shown
+    for words in (["--training.device", "cuda"], ["--training.dtype", "bfloat16"]):
+        assert answer(capsys, "--machine.cluster", "dgx-a100", *words)["may_differ"] is None
+
+
 def test_a_rank_that_does_not_fit_its_own_kind_of_nodes_is_the_one_that_is_told(capsys, monkeypatch):
     words = [*ON_BOTH, "--layout.microbatch-size", "8", "--data.seq-len", "1000"]
     found = answer(capsys, *words, status=1)

@@ -153,10 +153,10 @@ def test_an_infinite_value_is_refused_as_such():
 def test_the_smallest_allowed_value_is_allowed(name):
     whole = isinstance(TOO_SMALL[name], int)
     least = SMALLEST.get(name, TOO_SMALL[name] + 1 if whole else 1e-9)
-    sharded = {"layout__shard": "full"} if name.startswith(("layout__replicate", "schedule__")) else {}
+    beside = {"layout__shard": "full", "data__tokenizer": "bpe", "training__device": "cuda"}
     mine = [
         p
-        for p in find_problems(changed(**{name: least}, **sharded), trains=False)
+        for p in find_problems(changed(**{name: least}, **beside), trains=False)
         if p.startswith(name.replace("__", "."))
     ]
     assert mine in ([], ["model.num_heads must divide model.hidden_size, found 6 and 1"])
@@ -227,7 +227,7 @@ AXES = {
     ),
     "copies of nothing": (
         {"layout__replicate": 2, "layout__dp": 4},
-        "layout.replicate makes copies of what layout.shard shares out, found layout.shard none",
+        "layout.replicate has no effect without layout.shard; give both or leave it out",
     ),
     "copies that do not come out even": (
         {"layout__replicate": 3, "layout__dp": 4, "layout__shard": "full"},
@@ -243,7 +243,7 @@ AXES = {
     ),
     "room for nothing that moves": (
         {"schedule__activation_budget": "3GB"},
-        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
+        "schedule.activation_budget has no effect without balance or offload; give both or leave it out",
     ),
     "no room to offload from": (
         {"schedule__offload": True},
@@ -255,23 +255,27 @@ AXES = {
     ),
     "a residency of what always stays": (
         {"schedule__residency": 2, "layout__shard": "optimizer"},
-        "schedule.residency has no effect with layout.shard optimizer; it takes full",
+        "schedule.residency has no effect without layout.shard full; give both or leave it out",
     ),
     "a prefetch of nothing": (
         {"schedule__prefetch": 2},
-        "schedule.prefetch has no effect with layout.shard none; it takes optimizer or gradients or full",
+        "schedule.prefetch has no effect without layout.shard; give both or leave it out",
     ),
-    "partners on one rank": (
-        {"schedule__balance": True, "layout__pp": 1},
-        "schedule.balance moves activations between pipeline ranks, found layout.pp 1",
+    "angles of learned positions": (
+        {"model__family": "gpt2", "model__rope_theta": 5e5},
+        "model.rope_theta has no effect without a model.family with rotary positions; give both or leave it out",
     ),
-    "offloading what nobody says": (
-        {"schedule__offload": True},
-        "schedule.offload moves what schedule.activation_budget has no room for; set it",
+    "a size of no vocabulary": (
+        {"data__bpe_vocab_size": 8192},
+        "data.bpe_vocab_size has no effect without data.tokenizer bpe; give both or leave it out",
     ),
-    "a limit that nothing keeps": (
-        {"schedule__activation_budget": "2GB"},
-        "schedule.activation_budget has no effect without schedule.balance or schedule.offload",
+    "a compiler that compiles nothing": (
+        {"training__compile_backend": "aot_eager"},
+        "training.compile_backend has no effect without training.compile; give both or leave it out",
+    ),
+    "running ahead of no device": (
+        {"training__run_ahead": 8},
+        "training.run_ahead has no effect without training.device cuda; give both or leave it out",
     ),
     "a limit of nothing": (
         {"schedule__activation_budget": "0", "schedule__balance": True},

@@ -87,7 +87,7 @@ def test_an_empty_file_is_the_default_run(tmp_path):
 def test_a_file_overrides_the_default_that_it_is_given(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("layout.loops = 3\n", encoding="utf-8")
-    default = replace(RunConfig(), layout=Layout(pp=2, loops=4), output=OutputConfig(folder=Path("there")))
+    default = replace(RunConfig(), layout=Layout(pp=2, loops=4), output=OutputConfig(folder=Path("/there")))
     assert read_run_file(file, default) == (replace(default, layout=Layout(pp=2, loops=3)), [])
 
 

@@ -19,9 +19,9 @@ from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
 from pipeloom.system.files import parse_toml
-from pipeloom.train.moves import StageSizes
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.train.stages import StageSizes
 
 DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
 COUNT = 200

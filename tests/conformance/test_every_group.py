@@ -8,12 +8,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from replicas import groups_in_process
+from in_process import Neighborhood, groups_in_process
 
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.collectives import Groups
-from pipeloom.execute.communication.process_collectives import make_groups
-from pipeloom.execute.lanes import Neighborhood, ThreadLane
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.communication.collectives import Groups, make_groups
+from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.workload.layout import Layout
@@ -81,7 +80,7 @@ def play_in_process(script, layout):
     found = []
     for rank in range(layout.dp):
         jobs, tensor = script(rank, Groups(shards[rank], copies[rank]))
-        lane = lanes.lane(HostClock())
+        lane = lanes.lane(Clock())
         found.append(([lane.start(job) for job in jobs], tensor))
     for started, _ in found:
         assert all(collective.is_done() for collective in started)
@@ -91,7 +90,7 @@ def play_in_process(script, layout):
 
 def _rank_of_processes(script, layout, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
-    lane = ThreadLane(HostClock())
+    lane = ThreadLane(Clock())
     jobs, tensor = script(rank, make_groups(layout, world))
     started = [lane.start(job) for job in jobs]
     for collective in started:

@@ -11,12 +11,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from in_process import Post
 from toy import WIDTH
 
 from pipeloom.errors import BoundaryError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_group import ProcessGroupTransport
-from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.communication.transport import ProcessGroupTransport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 
@@ -100,7 +100,7 @@ def times_are_ordered(rank, transport):
     else:
         transfers = [transport.receive(LARGE, 0) for _ in range(4)]
     yield from transfers
-    return [(transfer.start_s, transfer.end_s) for transfer in transfers]
+    return [(transfer.begin, transfer.end) for transfer in transfers]
 
 
 def taken_and_dropped(rank, transport):

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import layers_of_stages, rank_parameters, stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import layers_of_stages, rank_parameters
 from pipeloom.schedule import Action
 from pipeloom.workload.run import Run
 
@@ -53,6 +55,16 @@ def test_ranks_hold_all_parameters_once():
     assert held == pytest.approx(run.shape.parameters / 2 + norms)
 
 
+def test_a_tied_matrix_is_held_once_and_never_reduced_where_embedding_and_head_are_on_one_rank():
+    tied = replace(RUN, pp=4, loops=2, shape=replace(RUN.shape, tied=True))
+    bent, looped = replace(tied, placement="v"), tied
+    more = sum(rank_parameters(looped, PROGRAM)) - sum(rank_parameters(bent, PROGRAM))
+    assert more == pytest.approx(tied.shape.embedding_parameters)
+    assert (
+        step_terms(Placed(bent, A100, PROGRAM), 0.0).tied_s == 0 < step_terms(Placed(looped, A100, PROGRAM), 0.0).tied_s
+    )
+
+
 def test_full_recomputation_adds_a_forward_to_the_backward():
     plain = Pieces(RUN, A100, PROGRAM)
     full = Pieces(replace(RUN, recompute="full"), A100, PROGRAM)
@@ -68,7 +80,7 @@ def test_tensor_parallelism_divides_products_and_adds_collectives():
 
 
 def test_fewer_layers_take_less_and_the_head_stands_in_the_last_stage():
-    costs = stage_costs(replace(RUN, pp=4), A100, PROGRAM)
+    costs = Placed(replace(RUN, pp=4), A100, PROGRAM).costs
     assert costs.forward_s[3] > costs.forward_s[1] == costs.forward_s[2]
     assert all(b > f for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
 
@@ -90,7 +102,7 @@ def test_gradients_are_added_once_for_each_micro_batch_and_parameter():
 
 
 def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():
-    costs = stage_costs(replace(RUN, pp=4), A100, PROGRAM)
+    costs = Placed(replace(RUN, pp=4), A100, PROGRAM).costs
     pieces = Pieces(replace(RUN, pp=4), A100, PROGRAM)
     assert costs.weight_share == pytest.approx(pieces.layer_weight_s() / pieces.seconds(pieces.layer_backward()))
     assert 0.25 < costs.weight_share < 0.6
@@ -106,7 +118,7 @@ def test_a_split_backward_has_the_products_of_the_weights_in_its_second_half():
 
 def test_what_is_recomputed_is_so_before_the_weights_half():
     runs = [replace(RUN, pp=4, recompute=kind) for kind in ("none", "full")]
-    costs = [stage_costs(run, A100, PROGRAM) for run in runs]
+    costs = [Placed(run, A100, PROGRAM).costs for run in runs]
     first, second = ([one.seconds(Action.parse(f"1{half}0")) for one in costs] for half in "IW")
     assert first[0] < first[1]
     assert second[0] == second[1] > 0
@@ -124,10 +136,10 @@ def test_costs_answer_for_every_kind():
 
 
 def test_one_replica_reduces_nothing_and_sharding_gathers():
-    one = step_terms(RUN, A100, PROGRAM, 0.0)
+    one = step_terms(Placed(RUN, A100, PROGRAM), 0.0)
     assert one.reduce_s == 0
     many = replace(RUN, dp=16)
     assert (
-        step_terms(replace(many, shard="optimizer"), A100, PROGRAM, 0.0).reduce_s
-        > step_terms(many, A100, PROGRAM, 0.0).reduce_s
+        step_terms(Placed(replace(many, shard="optimizer"), A100, PROGRAM), 0.0).reduce_s
+        > step_terms(Placed(many, A100, PROGRAM), 0.0).reduce_s
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.exchanges import gather_s, reduce_s
 from pipeloom.cost.hardware import Group
 from pipeloom.workload.run import Run
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import stage_costs, step_terms
-from pipeloom.cost.hardware import CollectiveCurve, Group
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.exchanges import step_terms
+from pipeloom.cost.hardware import CollectiveCurve, Group, MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.layers import piece_seconds
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.run import Run
@@ -28,7 +28,7 @@ CLUSTER = replace(PLAIN, name="measured", pieces=(PIECES,))
 
 
 def test_stages_are_made_of_what_was_measured():
-    costs = stage_costs(replace(RUN, layers_by_stage=(9, 10, 11, 10)), CLUSTER, GLOO)
+    costs = Placed(replace(RUN, layers_by_stage=(9, 10, 11, 10)), CLUSTER, GLOO).costs
     assert costs.forward_s == (9.625, 10.125, 11.125, 13.125)
     assert costs.backward_s == (18.3125, 20.0625, 22.0625, 26.0625)
     assert costs.transfer_s == 0.75
@@ -41,7 +41,7 @@ def test_slices_split_their_backward_as_closed_forms_do_and_take_as_much_of_them
     counted = piece_seconds(RUN, PLAIN, GLOO)
     both = {name: tuple(measured * s for s in getattr(counted, name)) for name in ("embedding", "layer", "head")}
     cluster = replace(PLAIN, name="multiple", pieces=(MeasuredPieces(run=RUN.of_measured_pieces, **both),))
-    plain, slices = SliceModel(RUN, PLAIN, GLOO).stage_costs(512, 0), SliceModel(RUN, cluster, GLOO)
+    plain, slices = SliceModel(Placed(RUN, PLAIN, GLOO)).stage_costs(512, 0), SliceModel(Placed(RUN, cluster, GLOO))
     first, last = slices.stage_costs(512, 0), slices.stage_costs(512, 1536)
     for stage in range(RUN.num_stages):
         half_s = plain.half_s(stage) * first.backward_s[stage] / plain.backward_s[stage]
@@ -80,11 +80,11 @@ def test_an_update_on_shared_cores_takes_as_long_as_all_ranks_together_keep_the_
     alone = replace(CLUSTER, name="update", update=update)
     run = replace(RUN, layers_by_stage=(10, 10, 10, 10))
     held = 20 * RUN.shape.layer_matrix_parameters + RUN.shape.embedding_parameters
-    assert step_terms(run, alone, GLOO, 1.0).optimizer_s == pytest.approx(0.5 + 1e-9 * held, rel=1e-3)
+    assert step_terms(Placed(run, alone, GLOO), 1.0).optimizer_s == pytest.approx(0.5 + 1e-9 * held, rel=1e-3)
     shared = replace(alone, name="shared", cores_per_node=1)
-    assert step_terms(run, shared, GLOO, 1.0).optimizer_s == pytest.approx(2 * (0.5 + 1e-9 * held), rel=1e-3)
-    other = step_terms(replace(RUN, precision="fp16"), alone, GLOO, 1.0)
-    assert other == step_terms(replace(RUN, precision="fp16"), CLUSTER, GLOO, 1.0)
+    assert step_terms(Placed(run, shared, GLOO), 1.0).optimizer_s == pytest.approx(2 * (0.5 + 1e-9 * held), rel=1e-3)
+    other = step_terms(Placed(replace(RUN, precision="fp16"), alone, GLOO), 1.0)
+    assert other == step_terms(Placed(replace(RUN, precision="fp16"), CLUSTER, GLOO), 1.0)
 
 
 def test_a_collective_that_was_measured_on_shared_cores_is_told_in_seconds_of_a_core():

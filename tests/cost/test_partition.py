@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeloom.cost import uneven
+from pipeloom.cost import partition
 from pipeloom.cost.partition import fastest_partition
 from pipeloom.errors import UserError
 from pipeloom.schedule import PLACEMENTS, Placement
@@ -104,7 +104,7 @@ def test_the_search_for_many_pieces_is_never_worse_than_even_stages(nothing_is_t
 def nothing_is_tried():
     """As where there are too many cuts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uneven, "FEW", 0)
+        patch.setattr(partition, "FEW", 0)
         yield
 
 

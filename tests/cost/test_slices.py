@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.layers import Pieces
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.run import Run
@@ -17,11 +17,11 @@ CLUSTER, SOFTWARE = load_cluster("dgx-a100"), load_software("pipeloom")
 
 
 def model(**changes):
-    return SliceModel(replace(RUN, **changes), CLUSTER, SOFTWARE)
+    return SliceModel(Placed(replace(RUN, **changes), CLUSTER, SOFTWARE))
 
 
 def test_one_slice_is_the_whole():
-    whole = stage_costs(RUN, CLUSTER, SOFTWARE)
+    whole = Placed(RUN, CLUSTER, SOFTWARE).costs
     found = model().costs(whole, (4096,)).slices[0]
     assert found.forward_s == pytest.approx(whole.forward_s)
     assert found.backward_s == pytest.approx(whole.backward_s)
@@ -63,7 +63,7 @@ def test_keys_before_a_slice_are_moved_however_short_it_is():
 def test_a_device_that_waits_for_the_host_attends_for_nothing():
     """As long as attention takes less than the wait; what is more counts."""
     slow = replace(CLUSTER, name="slow host", device=replace(CLUSTER.device, launch_s=10 * CLUSTER.device.launch_s))
-    slices = SliceModel(RUN, slow, SOFTWARE)
+    slices = SliceModel(Placed(RUN, slow, SOFTWARE))
     alone, behind = slices.stage_costs(128, 0), slices.stage_costs(128, 2048)
     assert behind.forward_s == alone.forward_s
     assert behind.backward_s == alone.backward_s
@@ -75,14 +75,14 @@ def test_messages_are_on_the_way_of_a_slice_and_not_in_its_compute():
     lengths, before = np.array([1024.0, 512.0]), np.array([0.0, 1024.0])
     message_s = [slices.stage_costs(length, 0).transfer_s for length in (1024, 512)]
     assert slices.through_s(lengths, before) - slices.seconds(lengths, before) == pytest.approx(2 * np.array(message_s))
-    blocking = SliceModel(RUN, CLUSTER, replace(SOFTWARE, is_blocking=True))
+    blocking = SliceModel(Placed(RUN, CLUSTER, replace(SOFTWARE, is_blocking=True)))
     assert (blocking.through_s(lengths, before) == blocking.seconds(lengths, before)).all()
 
 
 def test_layers_alone_take_no_embedding_and_no_head():
     even = replace(SOFTWARE, partition="even")
-    alone = stage_costs(replace(RUN, shape=replace(RUN.shape, vocab=0)), CLUSTER, even)
-    whole = stage_costs(RUN, CLUSTER, even)
+    alone = Placed(replace(RUN, shape=replace(RUN.shape, vocab=0)), CLUSTER, even).costs
+    whole = Placed(RUN, CLUSTER, even).costs
     assert len(set(alone.forward_s)) == len(set(alone.backward_s)) == 1
     assert alone.forward_s[1:3] == whole.forward_s[1:3]
     assert alone.forward_s[0] < whole.forward_s[0]
@@ -90,7 +90,7 @@ def test_layers_alone_take_no_embedding_and_no_head():
 
 
 def test_what_concerns_a_stage_is_not_sliced():
-    whole = replace(stage_costs(RUN, CLUSTER, SOFTWARE), unshard_s=(1.0,) * 4, evict_s=(8.0,) * 4)
+    whole = replace(Placed(RUN, CLUSTER, SOFTWARE).costs, unshard_s=(1.0,) * 4, evict_s=(8.0,) * 4)
     costs = model().costs(whole, (3072, 1024))
     assert costs.seconds(Action(Kind.UNSHARD, 2)) == 1.0
     assert costs.seconds(Action(Kind.EVICT, 2, 0, 1)) == 2.0
@@ -102,6 +102,8 @@ def test_a_table_of_seconds_is_that_of_the_slowest_rank():
     found = slices.seconds(np.array([1024.0, 512.0]), np.array([1024.0, 0.0]))
     expected = [slices.stage_costs(1024, 1024), slices.stage_costs(512, 0)]
     slowest = int(
-        np.argmax(np.add(stage_costs(RUN, CLUSTER, SOFTWARE).forward_s, stage_costs(RUN, CLUSTER, SOFTWARE).backward_s))
+        np.argmax(
+            np.add(Placed(RUN, CLUSTER, SOFTWARE).costs.forward_s, Placed(RUN, CLUSTER, SOFTWARE).costs.backward_s)
+        )
     )
     assert found == pytest.approx([one.forward_s[slowest] + one.backward_s[slowest] for one in expected])

@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 from families import SOME, fitting
+from in_process import Post
 from replicas import Cluster, adamw, cluster_of
 from torch import nn
 from toy import WIDTH, objective
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.collectives import Alone, Groups
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
@@ -186,9 +185,9 @@ def waits_of(shard, **options):
         for index, module in enumerate(modules)
     }
     transport = Post().transport(0)
-    executor = Executor(schedule, 0, [Compute(stages), parallel], transport=transport, clock=HostClock())
+    executor = Executor(schedule, 0, [Compute(stages), parallel], transport=transport, clock=Clock())
     lane.executor = executor
-    run_rank(executor, toy.inputs(), objective)
+    executor.run(toy.inputs(), objective)
     started = [collective.action for collective in lane.jobs]  # each where the executor stood in its row
     assert started == [action for action in schedule.rows[0] if action.microbatch is None]
     return [(at, awaited) for at, awaited in lane.waits if "RESHARD" not in awaited]
@@ -230,4 +229,4 @@ def test_without_data_parallelism_such_a_schedule_is_refused():
     cluster = cluster_of(layout_of("full"))
     parts = [Compute({}), Messages(cluster.toy.outputs())]
     with pytest.raises(UserError, match="nothing to run REDUCE_GRAD, RESHARD, UNSHARD with"):
-        Executor(cluster.schedule, 0, parts, transport=Post().transport(0), clock=HostClock())
+        Executor(cluster.schedule, 0, parts, transport=Post().transport(0), clock=Clock())

@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from families import TRAINING, fitting
+from in_process import Post, run_in_process
 from small_run import small_run
 from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import run_in_process
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import make_schedule
 from pipeloom.model import build_stage, stage_pieces

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 from families import SOME, fitting
+from in_process import Post
 from replicas import cluster_of
 from toy import ROWS, WIDTH
 
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.executor import Executor
 from pipeloom.families import FAMILIES
 from pipeloom.schedule import Kind
@@ -70,6 +70,6 @@ def test_a_backward_that_comes_late_is_seen_in_the_count():
     executor = cluster.executors[0]
     before = cluster.step()[0].held.stage_inputs
     schedule = replace(cluster.schedule, rows=(late,), max_stage_inputs=None)
-    settings = {"transport": Post().transport(0), "clock": HostClock()}
+    settings = {"transport": Post().transport(0), "clock": Clock()}
     cluster.executors[0] = Executor(schedule, 0, executor.parts, **settings)
     assert (before, cluster.step()[0].held.stage_inputs) == (1, 2)

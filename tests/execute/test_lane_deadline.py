@@ -3,8 +3,8 @@
 from collections import deque
 from types import SimpleNamespace
 
-from pipeloom.execute.communication import process_group
-from pipeloom.execute.communication.process_group import _Lane, _LaneTransfer
+from pipeloom.execute.communication import transport
+from pipeloom.execute.communication.transport import _Lane, _LaneTransfer
 
 
 class Silent:
@@ -20,7 +20,7 @@ class Silent:
 
 def test_a_timeout_is_no_lost_rank(monkeypatch):
     clock = SimpleNamespace(now_s=5.0)
-    monkeypatch.setattr(process_group.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(transport.time, "perf_counter", lambda: clock.now_s)
     lane = object.__new__(_Lane)
     lane._peer, lane.is_receive = 1, True
     transfer = _LaneTransfer(lane, Silent(clock), None, 5.0)

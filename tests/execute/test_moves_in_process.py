@@ -1,20 +1,20 @@
 """Swapped activations, all ranks in one process: gradients, what is freed, and what is counted."""
 
+from collections import defaultdict
+from types import SimpleNamespace
+
 import pytest
 import torch
 from any_moves import move_newest, moving_schedules
 from hypothesis import given, settings
+from in_process import InProcessLanes, MovePost, Neighborhood, PolledLane, Post, run_in_process
 from moved import peaks
 from torch.multiprocessing.reductions import StorageWeakRef
 from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ActionError, UserError
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.communication.wires import MovePost
-from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood, PolledLane
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import RankRow
 from pipeloom.execute.stages.stage import Portion, Stage
@@ -35,7 +35,7 @@ def executors_of(schedule, toy, modules):
             modules,
             toy.outputs(),
             post.transport(rank),
-            ActivationMoves(schedule, rank, InProcessMoveLanes(lanes, HostClock()), swap_post.wires(schedule)),
+            ActivationMoves(schedule, rank, InProcessLanes(lanes), swap_post.wires(schedule)),
         )
         for rank in range(schedule.num_ranks)
     ]
@@ -171,24 +171,11 @@ def test_without_swaps_an_executor_refuses_to_evict():
         make_executor(schedule, 0, toy.modules(), toy.outputs(), Post().transport(0))
 
 
-class _Slow:
-    """Lanes that go on only when they are asked to."""
-
-    waits, device = False, torch.device("cpu")
-
-    def __init__(self):
-        self.lanes = {}
-
-    def of_kind(self, kind):
-        self.lanes[kind] = PolledLane(HostClock(), lambda: None)
-        return self.lanes[kind]
-
-    service = of_kind
-
-
 def test_a_load_begins_when_its_eviction_has_ended():
     schedule = move_newest(lower(make_schedule("gpipe", pp=2, num_microbatches=3)), keep=1, ranks={0})
-    lanes, post, toy = _Slow(), MovePost(), Toy(2, 3)
+    slow = defaultdict(lambda: PolledLane(Clock(), lambda: None))  # they go on only when they are asked to
+    lanes = SimpleNamespace(waits=False, device=torch.device("cpu"), lane=slow.__getitem__)
+    post, toy = MovePost(), Toy(2, 3)
     moves = ActivationMoves(schedule, 0, lanes, post.wires(schedule))
     row = RankRow(schedule, 0, Post().transport(0))
     moves.begin(row)
@@ -199,12 +186,12 @@ def test_a_load_begins_when_its_eviction_has_ended():
     moves.after_forward(forward)
     for kind in (Kind.EVICT, Kind.LOAD):
         moves.start(row, row.actions.index(Action(kind, 0, 1)))
-    while lanes.lanes[Kind.LOAD].advance():
+    while slow[Kind.LOAD].advance():
         pass
-    assert not post.place(0, "load", "numbers")
-    while lanes.lanes[Kind.EVICT].advance():
+    assert not post.left[0, "load", "numbers"]
+    while slow[Kind.EVICT].advance():
         pass
     assert parcel._boxes[0].storage is None
-    while lanes.lanes[Kind.LOAD].advance():
+    while slow[Kind.LOAD].advance():
         pass
-    assert len(post.place(0, "load", "numbers")) == 1
+    assert len(post.left[0, "load", "numbers"]) == 1

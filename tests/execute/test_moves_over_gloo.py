@@ -13,21 +13,19 @@ import torch
 import torch.distributed as dist
 from any_moves import move_newest
 from gloo import differences_over_gloo
+from in_process import Post
 from small_run import small_run
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import PeerLostError, WorkerError
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.communication.transport import Post
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
-from pipeloom.execute.lanes import ProcessMoveLanes
-from pipeloom.execute.parts.moves import ActivationMoves
+from pipeloom.execute.lanes import Lanes
+from pipeloom.execute.parts.moves import ActivationMoves, Served
 from pipeloom.execute.parts.part import RankRow
-from pipeloom.execute.parts.partner import Served
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Portion, Stage
@@ -56,15 +54,16 @@ def steps(schedules, num_steps, rendezvous, rank, size):
         modules, expected, outputs = toy.modules(), toy.modules(), toy.outputs()
         transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
-        moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+        lanes = Lanes(Clock(), world.device)
+        moves = ActivationMoves(schedule, rank, lanes, wires)
         executor = make_executor(schedule, rank, modules, outputs, transport, moves)
         for _ in range(num_steps):
-            result = run_rank(executor, toy.inputs(), objective, 20)
+            result = executor.run(toy.inputs(), objective, 20)
             reference(expected, toy.inputs(), objective)
         own = schedule.placement.stages_of(rank)
         difference = worst_difference([modules[s] for s in own], [expected[s] for s in own])
         found.append((difference, result.held.live_bytes, result.trace))
-        moves.close()
+        lanes.close()
         transport.close()
     world.leave()
     return found
@@ -127,9 +126,9 @@ def _held(schedules, rendezvous, rank, size):
         modules, outputs = list(map(_Patient, toy.modules())), toy.outputs()
         transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
-        moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+        moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
         executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, moves)
-        found.append(run_rank(executor, toy.inputs(), objective, 20).held.live_bytes)
+        found.append(executor.run(toy.inputs(), objective, 20).held.live_bytes)
     world.leave()
     return found
 
@@ -155,7 +154,7 @@ def _alone(rendezvous, rank, size):
         gc.collect()
         time.sleep(3)
         return None
-    moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+    moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
     row = RankRow(schedule, rank, Post().transport(rank))
     moves.begin(row)
     toy = Toy(2, 4)
@@ -206,10 +205,10 @@ def _killed(rendezvous, rank, size):
     moves = ActivationMoves(
         schedule,
         rank,
-        ProcessMoveLanes(HostClock(), world.device),
+        Lanes(Clock(), world.device),
         make_wires(schedule, rank, world, [range(size)]),
     )
-    run_rank(make_executor(schedule, rank, modules, outputs, transport, moves), toy.inputs(), objective, 20)
+    make_executor(schedule, rank, modules, outputs, transport, moves).run(toy.inputs(), objective, 20)
 
 
 def test_a_killed_partner_ends_the_run():
@@ -219,7 +218,7 @@ def test_a_killed_partner_ends_the_run():
     assert time.monotonic() - begin < 25
 
 
-def _refuses(self, live):
+def _refuses(self):
     """What a rank does for another, without the memory for it."""
     numbers = torch.empty(5, dtype=torch.int64)
     yield self._wires.evict.expect(numbers)
@@ -230,8 +229,8 @@ def _refuses(self, live):
 _gives_back = Served._give_back
 
 
-def _sleeps(self, live):
-    yield from _gives_back(self, live)
+def _sleeps(self):
+    yield from _gives_back(self)
     time.sleep(60)
 
 
@@ -242,11 +241,11 @@ def _serves_badly(method, replacement, impatient, rendezvous, rank, size):
     toy = Toy(4, 8)
     transport = ProcessGroupTransport(rank, edges_of(schedule, toy.outputs()), world.device, timedelta(seconds=30))
     wires = make_wires(schedule, rank, world, [range(size)])
-    moves = ActivationMoves(schedule, rank, ProcessMoveLanes(HostClock(), world.device), wires)
+    moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
     if rank == schedule.partners[0]:
         setattr(Served, method, replacement)
     executor = make_executor(schedule, rank, toy.modules(), toy.outputs(), transport, moves)
-    run_rank(executor, toy.inputs(), objective, 2 if rank == impatient else 20)
+    executor.run(toy.inputs(), objective, 2 if rank == impatient else 20)
 
 
 @pytest.mark.parametrize("impatient", [0, 3])

@@ -17,11 +17,10 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_collectives import make_groups
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
-from pipeloom.execute.drive import run_rank
+from pipeloom.execute.communication.collectives import make_groups
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -31,7 +30,7 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import FAMILIES, make_schedule
-from pipeloom.passes import add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.schedule import PLACEMENTS
 from pipeloom.workload.layout import Layout
 
@@ -93,9 +92,9 @@ def _gather_with_nobody(rendezvous, rank, size):
     """Rank 1 never comes to the first gather."""
     world = join_forked(rendezvous, rank, size, "cpu", 30)
     layout = Layout(pp=1, loops=2, dp=2, shard="full", num_microbatches=2)
-    toy, clock = Toy(2, 2), HostClock()
+    toy, clock = Toy(2, 2), Clock()
     plain = lower(make_schedule("breadth-first", pp=1, loops=2, num_microbatches=2))
-    schedule = add_data_parallel(plain, "full", residency=2, prefetch=1, gradient_buffers=None)
+    schedule = add_data_parallel(plain, *exchanges("full", residency=2, prefetch=1, gradient_buffers=None))
     groups, modules = make_groups(layout, world), toy.modules()
     parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
     stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}
@@ -103,7 +102,7 @@ def _gather_with_nobody(rendezvous, rank, size):
     parts = [Compute(stages), Messages(toy.outputs()), parallel]
     if rank == 1:
         time.sleep(20)
-    run_rank(Executor(schedule, 0, parts, transport=transport, clock=clock), toy.inputs(), objective, 2.0)
+    Executor(schedule, 0, parts, transport=transport, clock=clock).run(toy.inputs(), objective, 2.0)
 
 
 def test_a_rank_whose_gather_does_not_come_says_so():
@@ -151,7 +150,7 @@ def _step(fault, timeout_s, rendezvous, rank, size):
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4))
     transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
     executor = make_executor(schedule, rank, modules, outputs, transport)
-    run_rank(executor, toy.inputs(), objective, timeout_s)
+    executor.run(toy.inputs(), objective, timeout_s)
     expected = toy.modules()
     reference(expected, toy.inputs(), objective)
     mine = schedule.placement.stages_of(rank)

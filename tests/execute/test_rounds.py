@@ -2,7 +2,7 @@
 
 import time
 
-from pipeloom.execute.communication.process_group import _Rounds
+from pipeloom.execute.communication.transport import _Rounds
 
 MOST_S = 10.0
 

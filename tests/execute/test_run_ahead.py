@@ -1,11 +1,10 @@
 """How far the host may be ahead of the device: a clock that tells what was waited for stands for the device."""
 
 import pytest
+from in_process import Post
 from toy import Toy, objective
 
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import run_rank
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.stages.stage import Stage
@@ -13,7 +12,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 
 
-class Watched(HostClock):
+class Watched(Clock):
     """Marks are numbers, taken before and behind every compute action."""
 
     def __init__(self):
@@ -34,6 +33,6 @@ def test_the_host_waits_for_the_action_that_many_before(run_ahead):
     outputs = toy.outputs()
     stages = {i: Stage(m, i, outputs[i], needs_input_gradient=i > 0) for i, m in enumerate(toy.modules())}
     settings = {"transport": Post().transport(0), "clock": clock, "run_ahead": run_ahead}
-    run_rank(Executor(schedule, 0, [Compute(stages)], **settings), toy.inputs(), objective)
+    Executor(schedule, 0, [Compute(stages)], **settings).run(toy.inputs(), objective)
     assert clock.number == 2 * 16
     assert clock.waits == [(done, done - run_ahead + 1) for done in range(run_ahead, 16)]

@@ -9,6 +9,7 @@ from families import fitting
 from gloo import differences_over_gloo
 from halves import moved, split_family, split_schedules
 from hypothesis import given, settings
+from in_process import Post, run_in_process
 from replicas import Cluster
 from small_run import small_run, write_text
 from toy import Toy, make_executor, objective, reference, worst_difference
@@ -17,10 +18,8 @@ from transformers import TransformerCluster, complete, differences
 from pipeloom.cli import main
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import load_data
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import run_in_process
 from pipeloom.families import make_schedule
-from pipeloom.passes import add_data_parallel, lower, split_backward
+from pipeloom.passes import add_data_parallel, exchanges, lower, split_backward
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
@@ -124,7 +123,7 @@ def test_gradients_of_narrow_stages_add_up_wide():
     found = []
     for change in (lambda schedule: schedule, split_backward):
         schedule = change(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4))
-        cluster = Cluster(layout, add_data_parallel(lower(schedule), "full", **sizes), dtype=torch.bfloat16)
+        cluster = Cluster(layout, add_data_parallel(lower(schedule), *exchanges("full", **sizes)), dtype=torch.bfloat16)
         cluster.step()
         found.append(cluster.gradients)
     for whole, halves in zip(*found, strict=True):

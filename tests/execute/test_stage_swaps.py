@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from in_process import Post
 
 from pipeloom.errors import RunError, StallError
-from pipeloom.execute.clock import CudaClock, HostClock
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.lanes import StreamLane, WaitingStreamLane
+from pipeloom.execute.clock import Clock, CudaClock
+from pipeloom.execute.lanes import Lanes, WaitingStreamLane
 from pipeloom.execute.parts.part import RankRow
-from pipeloom.execute.parts.stage_swaps import HostLanes, StageSwaps
+from pipeloom.execute.parts.stage_swaps import StageSwaps
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, lower
@@ -49,6 +49,11 @@ def bound(swaps, schedule):
     return row
 
 
+def lanes_of(to_host, from_host, clock=None):
+    lanes = {"to host": to_host, "from host": from_host}
+    return SimpleNamespace(lane=lambda name, **_: lanes[name], clock=clock or Clock())
+
+
 class Ahead:
     """A lane of a host that is ahead of its device: jobs are issued, and end when the host waits for their marks."""
 
@@ -62,7 +67,7 @@ class Ahead:
         return SimpleNamespace(wait=lambda _: True, take=lambda: None, end=f"out {self.number}")
 
 
-class Watched(HostClock):
+class Watched(Clock):
     def __init__(self, log):
         self.log = log
 
@@ -74,8 +79,7 @@ def test_room_is_taken_when_the_stage_that_had_it_has_left_the_device(monkeypatc
     schedule, log, store = swapped(5), [], store_of(5)
     honest = store.bring
     monkeypatch.setattr(store, "bring", lambda stage, *parts: (log.append(f"in {stage}"), honest(stage, *parts)))
-    lanes = HostLanes(Ahead(log), Ahead(log), Watched(log))
-    swaps = StageSwaps(store, lanes, 5.0)
+    swaps = StageSwaps(store, lanes_of(Ahead(log), Ahead(log), Watched(log)), 5.0)
     run(swaps, schedule)
     assert log == ["in 0", "in 1", "out 1", "in 2", "out 2", "in 3", "out 3", "in 4"]
 
@@ -84,7 +88,7 @@ def test_a_stage_that_does_not_leave_is_named_with_the_setting():
     schedule, store = swapped(3), store_of(3)
     lane = Ahead([])
     stuck = SimpleNamespace(start=lambda job: (list(job), SimpleNamespace(wait=lambda _: False))[1])
-    swaps = StageSwaps(store, HostLanes(stuck, lane, HostClock()), 5.0)
+    swaps = StageSwaps(store, lanes_of(stuck, lane), 5.0)
     with pytest.raises(StallError, match=r"waited 5 s in vain for stage 0 to leave .*training.stall_timeout_s"):
         run(swaps, schedule)
 
@@ -109,7 +113,7 @@ def test_a_lane_whose_jobs_wait_on_the_host_stands_between_compute_and_compute(m
     log = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    lane = WaitingStreamLane(HostClock(), "from host", Stream("lane", log))
+    lane = WaitingStreamLane(Clock(), "from host", Stream("lane", log))
 
     def job():
         yield lambda: log.append("the host waits")
@@ -160,7 +164,7 @@ def test_on_a_device_stages_take_no_more_memory_than_their_budget():
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    lanes = HostLanes(StreamLane(clock, 0), WaitingStreamLane(clock, "from host", torch.cuda.Stream(device)), clock)
+    lanes = Lanes(clock, device)
     swaps, brought, sums = StageSwaps(store, lanes, 60.0), {}, {}
     row = bound(swaps, schedule)
     for slot, action in enumerate(schedule.rows[0]):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pipeloom.execute.communication.process_group import _on_stream
+from pipeloom.execute.communication.transport import _on_stream
 
 
 def test_a_sent_tensor_is_not_kept_until_the_end_of_the_step():

@@ -9,7 +9,9 @@ from transformers import TransformerCluster, differences, plain_steps, tied_sche
 
 from pipeloom.analysis.bubble import account_bubble
 from pipeloom.errors import UserError
-from pipeloom.execute.parts.tied import handover
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.parts.part import RankRow
+from pipeloom.execute.parts.tied import Tied
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME
 from pipeloom.passes import lower
@@ -182,11 +184,13 @@ def test_a_schedule_without_the_messages_is_refused():
 
 
 def test_a_last_reduction_before_the_head_is_done_is_refused_on_one_rank_too():
-    schedule = parse_schedule("0F0 1F0 1I0 0B0 1W0 0REDUCE_GRAD 1REDUCE_GRAD")
-    assert handover(schedule, 0) == (True, 0, 5, False)
-    late = parse_schedule("0F0 1F0 1I0 0B0 0REDUCE_GRAD 1W0 1REDUCE_GRAD")
+    tied = Tied("name", TensorSpec((1,), torch.float32), gradient_dtype=torch.float32, lender=None, borrower=None)
+    row = RankRow(parse_schedule("0F0 1F0 1I0 0B0 1W0 0REDUCE_GRAD 1REDUCE_GRAD"), 0, None)
+    tied.bind(row)
+    assert [slot for slot, calls in enumerate(row.before) if calls] == [0, 5]
+    late = RankRow(parse_schedule("0F0 1F0 1I0 0B0 0REDUCE_GRAD 1W0 1REDUCE_GRAD"), 0, None)
     with pytest.raises(UserError, match="the last 0REDUCE_GRAD stands before a backward of stage 1"):
-        handover(late, 0)
+        tied.bind(late)
 
 
 def test_a_single_stage_needs_nothing_of_this():

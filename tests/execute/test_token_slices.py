@@ -7,25 +7,19 @@ import pytest
 import torch
 from families import SOME, fitting
 from gloo import differences_over_gloo
+from in_process import InProcessLanes, MovePost, Neighborhood, Post, run_in_process
 from small_run import small_run
 from toy import make_executor
 
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
-from pipeloom.execute.clock import HostClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.communication.wires import MovePost
-from pipeloom.execute.drive import run_in_process
-from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
-from pipeloom.passes import lower
-from pipeloom.passes.balance import balance
-from pipeloom.passes.offload import offload
+from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.train.equivalence import Gradients, compare, reference_gradients
 from pipeloom.train.pipeline import training_schedule
@@ -43,10 +37,7 @@ def swaps_of(schedule):
     if not any(row.is_kind(*MOVE_KINDS).any() for row in schedule.rows):
         return [None] * schedule.num_ranks
     lanes, wires = Neighborhood(), MovePost().wires(schedule)
-    return [
-        ActivationMoves(schedule, rank, InProcessMoveLanes(lanes, HostClock()), wires)
-        for rank in range(schedule.num_ranks)
-    ]
+    return [ActivationMoves(schedule, rank, InProcessLanes(lanes), wires) for rank in range(schedule.num_ranks)]
 
 
 def sliced_differences(tmp_path, model, layout, schedule_config, swap=None):

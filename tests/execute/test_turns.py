@@ -4,9 +4,7 @@ import threading
 
 import pytest
 import torch
-from together import run_together, tensor_groups_in_process
-
-from pipeloom.execute.communication.turns import Turn, wait_for
+from in_process import Turn, blocking_groups_in_process, run_together, wait_for
 
 
 def test_ranks_meet_in_the_middle_of_a_function():
@@ -19,7 +17,7 @@ def test_ranks_meet_in_the_middle_of_a_function():
 
         return run
 
-    assert run_together([rank(group) for group in tensor_groups_in_process(3)]) == [18.0] * 3
+    assert run_together([rank(group) for group in blocking_groups_in_process([range(3)]).values()]) == [18.0] * 3
 
 
 def test_an_error_reaches_whoever_asks():
@@ -52,4 +50,4 @@ def test_a_turn_that_nobody_asks_again_ends():
 
 def test_outside_a_turn_waiting_is_a_mistake():
     with pytest.raises(AssertionError, match="take turns"):
-        wait_for(lambda: True)
+        wait_for(lambda: False)

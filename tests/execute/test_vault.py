@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipeloom.errors import RunError
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.lanes import ThreadLane
-from pipeloom.execute.parts.vault import Vault
+from pipeloom.execute.parts.moves import Vault
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def waiting(vault, lane):
 
 
 def test_who_waits_gets_what_is_put_there():
-    vault, lane = Vault(waits=True), ThreadLane(HostClock())
+    vault, lane = Vault(waits=True), ThreadLane(Clock())
     pending = waiting(vault, lane)
     vault.put((0,), torch.ones(3), CPU)
     assert pending.wait(10)
@@ -38,7 +38,7 @@ def test_who_waits_gets_what_is_put_there():
 
 
 def test_after_a_failed_step_nobody_waits_for_anything_of_it():
-    vault, lane = Vault(waits=True), ThreadLane(HostClock())
+    vault, lane = Vault(waits=True), ThreadLane(Clock())
     pending = waiting(vault, lane)
     vault.begin()
     assert pending.wait(10)

@@ -13,7 +13,7 @@ def names(folder):
 
 def test_without_targets_everything_that_can_express_the_run_is_written(tmp_path):
     done = hand_over(run_of(), CLUSTER, tmp_path / "new" / "folder")
-    assert [written.target for written in done.written] == list(TARGETS)
+    assert [written.target.name for written in done.written] == list(TARGETS)
     assert done.refused == ()
     assert names(done.folder) == {name for target in TARGETS.values() for name in target.files}
     assert {file.name for written in done.written for file in written.files} == names(done.folder)
@@ -22,7 +22,7 @@ def test_without_targets_everything_that_can_express_the_run_is_written(tmp_path
 def test_what_is_refused_is_not_left_from_an_earlier_call_and_the_rest_is(tmp_path):
     hand_over(run_of(), CLUSTER, tmp_path)
     done = hand_over(run_of(schedule={"placement": "v"}), CLUSTER, tmp_path, ["megatron"])
-    assert [refused.target for refused in done.refused] == ["megatron"]
+    assert [refused.target.name for refused in done.refused] == ["megatron"]
     assert "megatron.sh" not in names(tmp_path)
     assert "torchtitan.sh" in names(tmp_path)
 

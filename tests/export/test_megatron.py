@@ -94,13 +94,13 @@ def test_breadth_first_is_handed_over_with_what_is_different(tmp_path):
     written = written_for("megatron", tmp_path, schedule={"family": "breadth-first"})
     found = command_of(written.files[0], MEGATRON="/megatron", DATA="mock")
     assert value(found, "microbatch-group-size-per-virtual-pipeline-stage") == "8"
-    (sentence,) = written.differs
+    (sentence,) = written.notes.differs
     assert "forwards are those of breadth-first" in sentence
     assert "hybrid and group_size 8" in sentence
     assert "Differs from what pipeloom does:" in written.files[0].read_text()
     same = run_of(schedule={"family": "hybrid", "group_size": 8}).choice().make()
     assert is_megatrons(same.rows, 2, 8, 8)
-    assert written_for("megatron", tmp_path, schedule={"family": "hybrid", "group_size": 8}).differs == ()
+    assert written_for("megatron", tmp_path, schedule={"family": "hybrid", "group_size": 8}).notes.differs == ()
 
 
 def test_1f1b_is_without_loops(tmp_path):
@@ -135,7 +135,7 @@ def test_more_sharding_takes_fsdp_and_no_pipeline(tmp_path, shard, strategy):
     assert value(found, "data-parallel-sharding-strategy") == strategy
     assert {"--use-megatron-fsdp", "--no-gradient-accumulation-fusion"} <= set(found)
     assert "connections=0" in written.files[0].read_text()
-    assert any("for each micro-batch" in sentence for sentence in written.differs)
+    assert any("for each micro-batch" in sentence for sentence in written.notes.differs)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_what_has_no_counterpart_is_named(tmp_path):
         tmp_path,
         training=training,
     )
-    said = "\n".join((*written.left_out, *written.differs))
+    said = "\n".join((*written.notes.left_out, *written.notes.differs))
     for words in (
         "training.compile",
         "receive_buffers",
@@ -231,6 +231,21 @@ def test_all_reasons_come_at_once(tmp_path):
     layout = {"dp": 2, "shard": "full", "num_microbatches": 10, "recompute_layers": ["selective"] * 5 + ["full"] * 5}
     found = reasons_of("megatron", tmp_path, layout=layout, schedule={"placement": "v"}, training={"dtype": "float64"})
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan"])
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        ({}, "checkpoint.every_s 1800: "),
+        ({"every": 5, "every_s": 60.0}, "by steps alone, here every 5 steps"),
+        ({"every_s": 0.0}, None),
+    ],
+)
+def test_checkpoints_by_the_clock_are_named_as_left_out(tmp_path, target, checkpoint, words):
+    left_out = written_for(target, tmp_path, checkpoint=checkpoint).notes.left_out
+    found = [sentence for sentence in left_out if "checkpoint.every_s" in sentence]
+    assert found == [] if words is None else words in found[0]
 
 
 def test_flags_have_every_digit_of_a_number():

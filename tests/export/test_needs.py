@@ -67,11 +67,11 @@ def start(script: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_a_script_names_everything_that_is_missing_and_starts_nothing(tmp_path, elsewhere, target):
     (written,) = hand_over(elsewhere, CLUSTER, tmp_path / "out", [target]).written
     name, variables = SCRIPTS[target]
-    assert dict(written.needs).keys() == variables.keys()
+    assert {need.name for need in written.notes.needs} == variables.keys()
     script = tmp_path / "out" / name
     done = start(script)
     assert done.returncode == 2
-    assert all(f"  {variable}: {what}" in done.stderr for variable, what in written.needs)
+    assert all(f"  {need.name}: {need.what}" in done.stderr for need in written.notes.needs)
     assert not script.with_name("started").exists()
     for left_out in variables:
         some = {variable: value for variable, value in variables.items() if variable != left_out}
@@ -150,7 +150,7 @@ def test_a_slurm_job_that_lacks_settings_ends_and_is_not_queued_again(tmp_path, 
     assert done.returncode == 2
     assert "DATA_PATH: a text file" in done.stderr
     assert {line.split()[1] for line in (folder / "calls").read_text().splitlines()} == {"show"}
-    assert dict(written.needs).keys() == {*RECIPE, *OWN}
+    assert {need.name for need in written.notes.needs} == {*RECIPE, *OWN}
     done = subprocess.run(words, env={**environment, **RECIPE, **OWN}, capture_output=True, timeout=10, check=False)
     assert done.returncode == 0
     assert "srun" in (folder / "calls").read_text()
@@ -159,4 +159,4 @@ def test_a_slurm_job_that_lacks_settings_ends_and_is_not_queued_again(tmp_path, 
 @pytest.mark.parametrize("target", ["torchrun", "slurm"])
 def test_a_run_that_states_its_model_needs_nothing(tmp_path, target):
     (written,) = hand_over(run_of(), CLUSTER, tmp_path, [target]).written
-    assert written.needs == ()
+    assert written.notes.needs == ()

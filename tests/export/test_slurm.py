@@ -58,13 +58,13 @@ def test_the_job_asks_for_whole_nodes_and_one_task_on_each(tmp_path, played):
     for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--time=24:00:00", "--requeue"):
         assert f"#SBATCH {option}" in options
     assert "#SBATCH --signal=B:USR1@120" in options
-    assert played[0].differs == ()
+    assert played[0].notes.differs == ()
 
 
 def test_a_run_without_checkpoints_and_one_with_a_long_grace_are_said_and_signalled_in_time(tmp_path):
     written = written_for("slurm", tmp_path, checkpoint={"every_s": 0, "grace_s": 300})
-    assert any("a run that fails has no checkpoint and begins anew" in sentence for sentence in written.differs)
-    assert any("torchrun kills processes 30 s after the signal" in sentence for sentence in written.differs)
+    assert any("a run that fails has no checkpoint and begins anew" in sentence for sentence in written.notes.differs)
+    assert any("torchrun kills processes 30 s after the signal" in sentence for sentence in written.notes.differs)
     assert "#SBATCH --signal=B:USR1@360" in (tmp_path / "pipeloom.sbatch").read_text()
 
 
@@ -77,13 +77,13 @@ def test_nodes_with_gpus_are_asked_for_them_whatever_this_program_computes_on(tm
 def test_a_run_on_cpus_asks_for_no_gpus_and_one_with_checkpoints_does_not_begin_anew(tmp_path):
     written = written_for("slurm", tmp_path, checkpoint={"every": 10})
     assert "--gpus" not in (tmp_path / "pipeloom.sbatch").read_text()
-    assert written.differs == ()
+    assert written.notes.differs == ()
 
 
 def test_nodes_of_several_kinds_have_to_be_ordered_and_the_script_says_so(tmp_path):
     both = mixed(*((replace(CLUSTER, name=name), 2) for name in ("new", "old")))
     (written,) = hand_over(run_of(layout={"dp": 4}), both, tmp_path, ["slurm"]).written
-    assert any("the first ranks belong on new, then old" in sentence for sentence in written.differs)
+    assert any("the first ranks belong on new, then old" in sentence for sentence in written.notes.differs)
     assert "new, then old" in " ".join((tmp_path / "pipeloom.sbatch").read_text().replace("#", " ").split())
 
 

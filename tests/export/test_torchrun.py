@@ -29,7 +29,7 @@ def test_one_node_starts_as_many_processes_as_the_layout_has(tmp_path):
 
 def test_several_nodes_take_the_number_of_each_and_the_host_of_the_first(tmp_path):
     written = written_for("torchrun", tmp_path, layout={"dp": 2})
-    assert written.start.endswith("NODE_RANK=0 MASTER_ADDR=<host of node 0> bash torchrun.sh")
+    assert written.notes.start.endswith("NODE_RANK=0 MASTER_ADDR=<host of node 0> bash torchrun.sh")
     command = command_of(written.files[1], NODE_RANK="1", MASTER_ADDR="node-a", MASTER_PORT="1234", RUN="/runs/one")
     assert values_of(command, "--nnodes") == ["2"]
     assert values_of(command, "--node-rank") == ["1"]
@@ -121,20 +121,20 @@ def test_the_run_file_can_be_read_from_any_folder(tmp_path, monkeypatch):
     assert problems == []
     assert read.data.path == tmp_path / "text.txt"
     assert read.layout == config.layout
-    assert any("data.path is" in sentence for sentence in written.differs)
+    assert any("data.path is" in sentence for sentence in written.notes.differs)
 
 
 def test_a_cpu_run_for_a_cluster_of_gpus_is_pointed_out(tmp_path):
     gpus = replace(CLUSTER, device=replace(CLUSTER.device, num_multiprocessors=108, name="gpu"))
     (written,) = hand_over(small_run(tmp_path), gpus, tmp_path / "out", ["torchrun"]).written
-    assert any("add --training.device cuda" in sentence for sentence in written.differs)
+    assert any("add --training.device cuda" in sentence for sentence in written.notes.differs)
 
 
 def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_path):
     written = written_for("torchrun", tmp_path, machine={"software": "nanotron"}, layout={"pp": 2})
-    assert any("not as machine.software nanotron" in sentence for sentence in written.differs)
+    assert any("not as machine.software nanotron" in sentence for sentence in written.notes.differs)
     named = written_for("torchrun", tmp_path, machine={"software": "nanotron"})
-    assert named.differs == ()
+    assert named.notes.differs == ()
 
 
 @pytest.mark.timeout(300)
@@ -177,9 +177,9 @@ def test_nodes_of_several_kinds_are_named_in_the_order_of_their_ranks(tmp_path):
     script = written.files[1].read_text()
     assert "NODE_RANK 0 to 1 on new." in script
     assert "NODE_RANK 2 to 3 on old." in script
-    assert not any("as if all devices were alike" in note for note in written.differs)
+    assert not any("as if all devices were alike" in note for note in written.notes.differs)
     (balanced,) = hand_over(run_of(layout={"pp": 2, "dp": 8}), both, tmp_path / "balanced", ["torchrun"]).written
-    assert any(f"name a layout.partition for {both.name}" in note for note in balanced.differs)
+    assert any(f"name a layout.partition for {both.name}" in note for note in balanced.notes.differs)
     uneven = mixed((kinds[0], 2), (replace(kinds[1], devices_per_node=8), 1))
     for cluster, reason in (
         (uneven, "nodes have different numbers of devices (4 in new, 8 in old)"),

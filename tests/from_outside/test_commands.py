@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from commands import run_command
+from commands import TRAINS, run_command
 from wrong_inputs import LLAMA
 
 PLAN = ("plan", "--model", "llama-3-8b", "--cluster", "dgx-h100", "--seq", "2048", "--budget-s", "1")
@@ -85,13 +85,13 @@ def test_paths_of_a_run_file_are_those_beside_it(folder):
 def test_a_run_is_trained_damaged_and_refused_with_its_whole_checkpoint_named(folder):
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
     words = (*TINY, *SHORT, "--data.path", "text.txt", "--training.steps", "2", "--checkpoint.every", "1")
-    done, _ = run_command("train", *words, "--output.folder", "run", folder=folder)
+    done, _ = run_command("train", *words, "--output.folder", "run", folder=folder, imported=TRAINS)
     assert done.returncode == 0, done.stderr
     damaged = folder / "run" / "checkpoints" / "step-000002" / "__0_0.distcp"
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused, written = run_command("export", "run", "weights", folder=folder)
+    refused, written = run_command("export", "run", "weights", folder=folder, imported=TRAINS)
     assert refused.returncode == 2
     assert "__0_0.distcp has changed since it was written" in refused.stderr
     assert "whole ones beside it: step-000001" in refused.stderr

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from commands import run_command
+from commands import TRAINS, run_command
 from plugins import write_plugin
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
@@ -35,7 +35,7 @@ def answer(site, tmp_path):
 
     def run(*words):
         path = os.pathsep.join([str(site), *sys.path])
-        done, _ = run_command(*words, folder=folder, PYTHONPATH=path)
+        done, _ = run_command(*words, folder=folder, imported=TRAINS, PYTHONPATH=path)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         return json.loads(done.stdout) if "--json" in words else done.stdout
 

@@ -4,7 +4,7 @@ import pytest
 from machines import findings, messages, timing
 
 from pipeloom.catalog import load_cluster
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cost.hardware import Group
 from pipeloom.measure.describe import datasheet_peaks, describe_cluster
 from pipeloom.measure.findings import Product

@@ -38,8 +38,8 @@ class Ranks:
     def __init__(self, rank, said=None):
         self.rank, self.said = rank, said
 
-    def sum(self, numbers):
-        self.said = numbers if self.said is None else [a + b for a, b in zip(numbers, self.said, strict=True)]
+    def from_first(self, value):
+        self.said = value if self.rank == 0 else self.said
         return self.said
 
 
@@ -69,9 +69,9 @@ def test_points_are_at_both_ends_of_sequences(tmp_path):
     ("slices", "compiles", "minutes"), [(None, False, 0), (4, False, 0), ("auto", False, 30), (None, True, 30)]
 )
 def test_ranks_wait_longer_for_one_that_measures_or_compiles(tmp_path, monkeypatch, slices, compiles, minutes):
-    monkeypatch.setattr(session, "run_workers", lambda work, *_, **__: [work.keywords["patience_s"]])
+    monkeypatch.setattr(session, "run_workers", lambda work, *_, **__: [work.keywords["timeout_s"]])
     layout = Layout(pp=2, loops=1, num_microbatches=2, token_slices=slices)
     training = TrainingConfig(compile=compiles, compile_backend="eager")
-    assert (
-        session.run_on_all_ranks(small_run(tmp_path, layout=layout, training=training), None, 30.0) == 30 + 60 * minutes
-    )
+    config = small_run(tmp_path, layout=layout, training=training)
+    expected_s = training.stall_timeout_s + 30 + 60 * minutes
+    assert session.run_on_all_ranks(config, None, 30.0) == expected_s

@@ -13,16 +13,17 @@ from pipeloom.execute.communication.boundary import TokenSlices
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.families import make_schedule
+from pipeloom.measure.rehearsal import Times
 from pipeloom.measure.slices import with_slices
-from pipeloom.measure.stages import Profile, Times, most_held
+from pipeloom.measure.stages import Profile, most_held
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.prediction import simulate_profile
 from pipeloom.train.session import resolve
+from pipeloom.train.stages import saved_bytes
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)

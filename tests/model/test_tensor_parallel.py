@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from together import run_together, tensor_groups_in_process
+from in_process import blocking_groups_in_process, run_together
 from torch.nn import functional
 
 from pipeloom.config import ModelConfig
@@ -26,7 +26,10 @@ def build(family, pieces, parallel=None):
 
 
 def stages_of(family, pieces, size, *, splits_sequence):
-    return [build(family, pieces, TensorParallel(group, splits_sequence)) for group in tensor_groups_in_process(size)]
+    return [
+        build(family, pieces, TensorParallel(group, splits_sequence))
+        for group in blocking_groups_in_process([range(size)]).values()
+    ]
 
 
 def tokens():
@@ -118,7 +121,7 @@ def test_what_crosses_a_boundary_is_the_ranks_own_tokens(splits_sequence):
 
 
 def test_shapes_are_known_without_the_other_ranks():
-    group = tensor_groups_in_process(2)[1]
+    group = blocking_groups_in_process([range(2)])[1]
     stage = build_stage(
         config_of("llama"),
         range(2, 4),
@@ -137,7 +140,7 @@ def test_shapes_are_known_without_the_other_ranks():
 
 def test_logits_come_together_for_people():
     logits = torch.arange(13.0)
-    groups = [SplitVocabulary(TensorParallel(group), 13) for group in tensor_groups_in_process(3)]
+    groups = [SplitVocabulary(TensorParallel(group), 13) for group in blocking_groups_in_process([range(3)]).values()]
 
     def run(vocabulary):
         own = vocabulary.parallel.share(13)
@@ -148,7 +151,9 @@ def test_logits_come_together_for_people():
 
 def test_very_large_logits_do_not_overflow():
     logits = torch.tensor([[1000.0, -1000.0, 900.0, 0.0]], dtype=torch.float64)
-    vocabularies = [SplitVocabulary(TensorParallel(group), 4) for group in tensor_groups_in_process(2)]
+    vocabularies = [
+        SplitVocabulary(TensorParallel(group), 4) for group in blocking_groups_in_process([range(2)]).values()
+    ]
     halves = [(one, logits[:, 2 * i : 2 * i + 2]) for i, one in enumerate(vocabularies)]
     run = lambda one, part: lambda: one.summed_cross_entropy(part, torch.tensor([2])).item()  # noqa: E731
     assert run_together([run(*half) for half in halves]) == [100.0, 100.0]

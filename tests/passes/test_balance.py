@@ -66,15 +66,6 @@ def test_pairs_are_of_the_fullest_and_the_emptiest():
     assert pair_ranks([1, 2, 3]) == (2, 1, 0)
 
 
-def test_bytes_that_are_always_held_decide_who_is_full():
-    # rank 1 holds fewer inputs, but so much besides that rank 0 keeps something for it
-    plain = one_f_one_b(2, 8)
-    assert num_moved(balance(plain, always_bytes=[0, 20]), Kind.EVICT)[0] == 0
-    balanced = balance(one_f_one_b(4, 16), always_bytes=[0, 0, 0, 9])
-    assert balanced.partners is not None
-    assert balanced.partners[3] == 2
-
-
 @settings(deadline=None, max_examples=40)
 @given(any_schedules())
 def test_a_balanced_schedule_computes_in_the_same_order_and_time_and_no_pair_is_fuller(plain):
@@ -141,7 +132,7 @@ def test_slow_transfers_move_less_rather_than_stall():
         ({"partners": [1, 0]}, "partners must pair ranks 0..3"),
         ({"kept": KeptBytes([1, 2])}, "kept whole must be 4 numbers of at least 0, found"),
         ({"budget_bytes": [1, 2, 3, -1]}, "budget_bytes must be 4 numbers of at least 0, found"),
-        ({"always_bytes": [float("nan")] * 4}, "always_bytes must be 4 numbers"),
+        ({"kept": KeptBytes([1, 2, 3, float("nan")])}, "kept whole must be 4 numbers of at least 0, found"),
     ],
 )
 def test_wrong_arguments_are_refused(changes, words):

@@ -9,7 +9,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError, ScheduleTextError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import FAMILIES, Choice, make_schedule
-from pipeloom.passes import add_data_parallel, add_slices, lower
+from pipeloom.passes import add_data_parallel, add_slices, exchanges, lower
 from pipeloom.schedule import Kind, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import COMPUTE_KINDS
@@ -65,7 +65,10 @@ def test_the_bubble_is_that_of_as_many_micro_batches(family, pp, loops, num_micr
     bubble = summarize(trace).bubble_overhead
     assert bubble == pytest.approx((pp - 1) / (num_microbatches * num_slices * loops), abs=1e-9)
     assert parse_schedule(format_schedule(schedule)).rows == schedule.rows
-    assert add_data_parallel(schedule, "full", residency=1, prefetch=1, gradient_buffers=None).num_slices == num_slices
+    assert (
+        add_data_parallel(schedule, *exchanges("full", residency=1, prefetch=1, gradient_buffers=None)).num_slices
+        == num_slices
+    )
 
 
 def _has_known_bubble(choice):

@@ -14,9 +14,9 @@ from pipeloom.cost.placed import Placed
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import lower
 from pipeloom.planner.bounds import Bounds
-from pipeloom.planner.plan import with_memory
+from pipeloom.planner.comparison import with_memory
 from pipeloom.planner.question import Question
-from pipeloom.planner.settle import settle, settled_bound_s, unsent_bound_s
+from pipeloom.planner.settle import settle
 from pipeloom.planner.space import arrangements
 from pipeloom.simulate import simulate
 from pipeloom.workload.run import Run
@@ -42,7 +42,7 @@ def leaves(draw, programs=PROGRAMS, *, splits=False):
     )
     found = [one for one in arrangements(question)[0] if one.splits == splits]
     arrangement = draw(st.sampled_from(found))
-    cuts = [cut for cut in arrangement.cuts() if cut.choices and cut.run.num_microbatches * cut.run.num_stages <= 512]
+    cuts = [cut for cut in arrangement.cuts if cut.choices and cut.run.num_microbatches * cut.run.num_stages <= 512]
     if not cuts:
         return None
     cut = draw(st.sampled_from(cuts))
@@ -67,8 +67,8 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
     narrowed = leaf.narrowed()
     assert narrowed is not None
     assert narrowed.bound_s <= step_s
-    assert settled_bound_s(leaf, chosen) <= step_s
-    assert unsent_bound_s(leaf, chosen) <= step_s
+    assert chosen.bound_s <= step_s
+    assert chosen.unsent_s <= step_s
     if leaf.cut.arrangement.kept == "some":
         kinds = chosen.run.recompute_layers
         assert "full" in kinds
@@ -78,7 +78,7 @@ def test_what_is_settled_fits_and_bounds_are_never_above_what_is_simulated(leaf)
 def test_without_communication_the_bound_of_even_stages_is_exact(ask):
     question = ask(num_devices=1, global_batch=4).limited(recompute=("none",), loops=(1,), families=("1f1b",))
     (arrangement, *_), _ = arrangements(question)
-    (leaf,) = next(arrangement.cuts()).leaves()
+    (leaf,) = arrangement.cuts[0].leaves()
     step = settle(leaf).simulate()
     assert leaf.bound_s == pytest.approx(step.prediction.step_time_s, rel=1e-9)
 
@@ -89,7 +89,7 @@ def test_a_rank_that_holds_all_its_inputs_need_not_turn_before_its_last_forward(
     model = {"shape": load_model("llama-13b"), "seq": 1024, "attention": "plain"}
     question = ask(**model, cluster=load_cluster("dgx-a100"), num_devices=64, global_batch=48)
     question = question.limited(**layout, shards=("none",))
-    leaves = [leaf for one in arrangements(question)[0] for cut in one.cuts() for leaf in cut.leaves()]
+    leaves = [leaf for one in arrangements(question)[0] for cut in one.cuts for leaf in cut.leaves()]
     settled = [(leaf, chosen) for leaf in leaves if (chosen := settle(leaf)) is not None]
     assert settled
     for leaf, chosen in settled:

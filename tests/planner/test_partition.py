@@ -5,7 +5,7 @@ import pytest
 from partition import CASES, CLUSTER, PROGRAM, Case, slowest_rank_s, step_s
 from pipeloom.catalog import load_model
 from pipeloom.config import ModelConfig
-from pipeloom.cost.analytic import with_fastest_layers
+from pipeloom.cost.placed import Placed
 from pipeloom.planner.partition import default_partition
 from pipeloom.schedule import Placement
 from pipeloom.workload.run import Run
@@ -48,7 +48,7 @@ def test_ranks_count_with_loops():
 )
 def test_it_beats_even_layers(case, gain):
     even = case.even()
-    fastest = with_fastest_layers(even, CLUSTER, PROGRAM)
+    fastest = Placed(even, CLUSTER, PROGRAM).with_fastest_layers().run
     assert slowest_rank_s(even) >= gain * slowest_rank_s(fastest)
     assert step_s(even) >= gain * step_s(fastest)
 
@@ -56,20 +56,20 @@ def test_it_beats_even_layers(case, gain):
 @pytest.mark.parametrize(("pp", "loops", "recomputed"), [(8, 2, 0.5), (4, 4, 0.25)])
 def test_with_loops_and_some_layers_that_recompute_ranks_have_their_long_stages_together(pp, loops, recomputed):
     even = Case("llama-13b", pp, loops, recomputed=recomputed).even()
-    assert step_s(even) >= 1.1 * step_s(with_fastest_layers(even, CLUSTER, PROGRAM))
+    assert step_s(even) >= 1.1 * step_s(Placed(even, CLUSTER, PROGRAM).with_fastest_layers().run)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.loops == 1 or case.recomputed in (0, 1)])
 def test_no_rank_is_slower_than_with_even_layers(case):
     even = case.even()
-    fastest = with_fastest_layers(even, CLUSTER, PROGRAM)
+    fastest = Placed(even, CLUSTER, PROGRAM).with_fastest_layers().run
     assert slowest_rank_s(fastest) <= slowest_rank_s(even) * (1 + 1e-9)
     assert sum(fastest.layers_by_stage) == fastest.shape.layers
 
 
 def test_a_slow_rank_gets_fewer_layers():
     run = Run(shape=load_model("llama-13b"), seq=2048, pp=4, loops=2, global_batch=32)
-    layers = with_fastest_layers(run, CLUSTER, PROGRAM, slowness=(1, 2, 1, 1)).layers_by_stage
+    layers = Placed(run, CLUSTER, PROGRAM).with_fastest_layers(slowness=(1, 2, 1, 1)).run.layers_by_stage
     by_rank = [sum(layers[rank::4]) for rank in range(4)]
     assert sum(layers) == 40
     assert by_rank[1] * 2 <= max(by_rank) + 2
@@ -78,5 +78,5 @@ def test_a_slow_rank_gets_fewer_layers():
 
 def test_a_v_is_balanced_as_a_v():
     run = Run(shape=load_model("llama-3-8b"), seq=2048, pp=4, loops=2, placement="v")
-    layers = with_fastest_layers(run, CLUSTER, PROGRAM).layers_by_stage
+    layers = Placed(run, CLUSTER, PROGRAM).with_fastest_layers().run.layers_by_stage
     assert layers[0] + layers[7] < layers[1] + layers[6]  # embedding and head are on rank 0

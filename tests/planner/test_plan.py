@@ -11,9 +11,9 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import find_problems
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.advice import near_devices
-from pipeloom.planner.causes import causes
-from pipeloom.planner.plan import make_plan, with_bandwidth, with_memory
+from pipeloom.planner.comparison import causes, with_bandwidth, with_memory
+from pipeloom.planner.no_answer import near_devices
+from pipeloom.planner.plan import make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config
 from pipeloom.planner.search import search
@@ -128,7 +128,7 @@ def test_the_budget_is_for_the_whole_answer(ask):
     plan = make_plan(ask(num_devices=16, global_batch=32), budget_s=1e-6)
     assert plan.best is None
     assert (plan.stopped, plan.open_bound_s) == ("time", plan.question.least_s)
-    assert (plan.rivals, plan.changes) == ((), ())
+    assert (plan.rivals, plan.changes) == ([], [])
 
 
 MILLION = {
@@ -149,7 +149,7 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
     name = {
         "enumeration": "search.Arrangement.count",
         "bounds": "space.Cut.leaves",
-        "simulation": "candidate.Candidate.simulate",
+        "simulation": "settle.Candidate.simulate",
         "what a lack would need": "plan.closest",
     }[phase]
     changes = MILLION | {"global_batch": 1_000_000}

@@ -93,7 +93,7 @@ def test_where_nothing_fits_nothing_is_found(ask):
 
 def test_a_search_whose_time_is_up_says_what_may_still_be_faster(ask):
     question = ask(num_devices=16, global_batch=32)
-    found = search(question, budget_s=0.0)
+    found = search(question, deadline=0.0)
     best = search(question).best
     assert found.open_bound_s is not None
     assert found.open_bound_s <= best.prediction.step_time_s
@@ -112,5 +112,5 @@ def test_why_axes_are_no_layout(ask):
 
 def test_the_number_of_layouts_is_what_the_tree_has(ask):
     for arrangement in arrangements(ask())[0]:
-        assert arrangement.count == sum(cut.count for cut in arrangement.cuts())
-        assert all(cut.count == len(list(cut.leaves())) for cut in arrangement.cuts())
+        assert arrangement.count == sum(cut.count for cut in arrangement.cuts)
+        assert all(cut.count == len(list(cut.leaves())) for cut in arrangement.cuts)

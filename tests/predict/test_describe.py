@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeloom.catalog import load_model, names
+from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers
+from pipeloom.cost.stages import layers_of_pieces, stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.planner.partition import default_partition
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
@@ -121,6 +122,28 @@ def test_our_program_divides_layers_as_training_does():
     recompute = config.layout.recompute_by_layer(model.num_layers)
     partition = default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
     assert stage_layers(described.run, described.software) == (layers_of_pieces(partition), 7)
+
+
+def test_layers_are_divided_as_training_does_where_ranks_are_not_equally_fast():
+    machine = MachineConfig(cluster=str(Path(__file__).parents[2] / "examples" / "a100-and-v100.toml"))
+    config = RunConfig(
+        model=ModelConfig(num_layers=32, hidden_size=4096, num_heads=32),
+        data=DataConfig(seq_len=1024),
+        machine=machine,
+        layout=Layout(pp=2, loops=2, dp=32),
+        training=TrainingConfig(dtype="float16"),
+    )
+    model = config.model.resolve(config.data.vocab_size)
+    placed = describe(config)
+    recompute = config.layout.recompute_by_layer(model.num_layers)
+    partition = default_partition(model, config.data.seq_len, config.choice().placed(), recompute)
+    assert placed.slowness[0] < placed.slowness[1]
+    assert placed.layers == layers_of_pieces(partition)
+    step = simulate_config(config)
+    assert step.run.layers_by_stage == placed.layers
+    faster = simulate_config(replace(config, layout=replace(config.layout, partition=step.fastest_partition)))
+    assert faster.fastest_partition is None
+    assert faster.prediction.step_time_s < step.prediction.step_time_s
 
 
 def test_another_program_divides_as_it_does_unless_it_is_told():

@@ -6,22 +6,23 @@ import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.cost.measured import MeasuredPieces
+from pipeloom.cost.hardware import MeasuredPieces
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
-from pipeloom.predict.links import shared_links
+from pipeloom.predict.places import shared_links
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.workload.run import Run
 
 CLUSTER = load_cluster("dgx-a100")
+OURS = load_software("pipeloom")
 RUN = Run(shape=load_model("gpt-52b"), seq=1024, pp=4, tp=8, dp=2)
 SMALL = Run(shape=replace(RUN.shape, layers=2, hidden=32, heads=2, kv_heads=2, ffn=64, vocab=16, tied=False), seq=16)
 
 
 def resources(run, placement=None):
-    links = shared_links(run, CLUSTER, placement or Placement.looped(run.pp, 2))
+    links = shared_links(Placed(run, CLUSTER, OURS), placement or Placement.looped(run.pp, 2))
     if links is None:
         return None
     kinds = {"1RECV_F0": 1, "0RECV_B0": 0, "2UNSHARD": 2, "3REDUCE_GRAD": 3, "1F0": 1, "1SEND_F0": 1, "2RESHARD": 2}
@@ -41,12 +42,12 @@ def test_a_rank_that_fills_nodes_shares_its_network_with_its_own_collectives():
 
 
 def test_a_tied_matrix_goes_by_the_adapter_of_its_receiver():
-    links = shared_links(RUN, CLUSTER, Placement.looped(4, 2))
+    links = shared_links(Placed(RUN, CLUSTER, OURS), Placement.looped(4, 2))
     assert links.resource_of(Action(Kind.RECV_TIED, 7), 3) == (6, 0)
     assert links.resource_of(Action(Kind.RECV_TIED_GRAD, 0), 0) == (0, 0)
     assert links.resource_of(Action(Kind.SEND_TIED, 0), 0) is None
     near = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes
-    links = shared_links(near, replace(CLUSTER, adapters_per_node=1), Placement((0, 1, 2, 3, 3, 2, 1)))
+    links = shared_links(Placed(near, replace(CLUSTER, adapters_per_node=1), OURS), Placement((0, 1, 2, 3, 3, 2, 1)))
     assert links.resource_of(Action(Kind.RECV_TIED, 6), 1) is None  # from rank 0, on the same node
 
 
@@ -59,7 +60,7 @@ def test_ranks_of_one_adapter_share_what_leaves_by_it():
     run = replace(RUN, tp=2, dp=2)  # two pipeline ranks on each of two nodes; collectives stay inside
     assert resources(run) is None  # an adapter for each device
     one = replace(CLUSTER, adapters_per_node=1)
-    links = shared_links(run, one, Placement.looped(4, 2))
+    links = shared_links(Placed(run, one, OURS), Placement.looped(4, 2))
     assert links.resource_of(Action(Kind.RECV_F, 2, 0), 2) == (1, 0)  # from rank 1
     assert links.resource_of(Action(Kind.RECV_F, 4, 0), 0) == (0, 0)  # from rank 3, round the loop
     assert links.resource_of(Action(Kind.RECV_F, 1, 0), 1) is None  # from rank 0, on the same node
@@ -76,7 +77,7 @@ def test_a_device_has_its_adapter_and_shares_it_with_its_copies(adapters, copies
 def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
     run = replace(RUN, pp=2, tp=8, dp=2)
     schedule = parse_schedule("0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE_GRAD\n1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD\n")
-    links = shared_links(run, CLUSTER, schedule.placement)
+    links = shared_links(Placed(run, CLUSTER, OURS), schedule.placement)
     costs = UniformCosts(1, 2, transfer_s=4, reduce_s=4)
     alone = {str(s.action): s for s in simulate(schedule, costs).spans}
     shared = {str(s.action): s for s in simulate(schedule, costs, links).spans}
@@ -86,7 +87,7 @@ def test_a_transfer_and_a_reduction_on_one_network_slow_each_other_down():
         "0F0 0SEND_F0 2RECV_F0 2F0 2B0 2SEND_B0 2REDUCE_GRAD 0RECV_B0 0B0 0REDUCE_GRAD\n"
         "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0 1REDUCE_GRAD\n"
     )
-    links = shared_links(run, CLUSTER, both.placement)
+    links = shared_links(Placed(run, CLUSTER, OURS), both.placement)
     alone = {str(s.action): s for s in simulate(both, costs).spans}
     shared = {str(s.action): s for s in simulate(both, costs, links).spans}
     # rank 0 reduces stage 2 from 13 on while nothing comes in; then stage 1's gradient comes 19-23
@@ -121,17 +122,17 @@ def test_a_short_pipeline_fills_while_cores_are_free():
     schedule = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1\n")
     run = replace(SMALL, pp=3)
     cluster = replace(CLUSTER, name="three on two", cores_per_node=2)
-    sharing = shared_links(run, cluster, schedule.placement)
+    sharing = shared_links(Placed(run, cluster, OURS), schedule.placement)
     spans = {str(s.action): s for s in simulate(schedule, UniformCosts(1, 1), sharing).spans}
     assert spans["1F0"].end_s == 2  # two ranks, two cores
     assert spans["0B1"].end_s == 8  # never more than two at once
-    one = shared_links(run, replace(cluster, name="three on one", cores_per_node=1), schedule.placement)
+    one = shared_links(Placed(run, replace(cluster, name="three on one", cores_per_node=1), OURS), schedule.placement)
     assert max(s.end_s for s in simulate(schedule, UniformCosts(1, 1), one).spans) == 12  # all the work, one core
 
 
 def test_what_stays_on_a_node_draws_on_its_cores_and_what_leaves_it_on_its_adapter():
     cluster = replace(CLUSTER, name="crowded", cores_per_node=4, adapters_per_node=1)
-    links = shared_links(replace(RUN, tp=2, dp=2), cluster, Placement.looped(4, 2))
+    links = shared_links(Placed(replace(RUN, tp=2, dp=2), cluster, OURS), Placement.looped(4, 2))
     crossing = links.resource_of(Action(Kind.RECV_F, 2, 0), 2)
     staying = links.resource_of(Action(Kind.RECV_F, 1, 0), 1)
     assert (links.capacity[crossing], links.capacity[staying]) == (1.0, 1.0)  # four devices of a rank, four cores

@@ -6,21 +6,12 @@ import pytest
 from clusters import mixed, nodes, slow_link
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import (
-    stage_collectives_s,
-    stage_costs,
-    step_seconds,
-    step_terms,
-    with_fastest_layers,
-    with_own_layers,
-)
-from pipeloom.cost.pieces import piece_seconds
+from pipeloom.cost.exchanges import stage_collectives_s, step_terms
+from pipeloom.cost.layers import piece_seconds
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.ranks import rank_slowness
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
-from pipeloom.predict.links import shared_links
-from pipeloom.predict.places import describe_places
+from pipeloom.predict.places import describe_places, shared_links
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Action, Placement
 from pipeloom.workload.run import Run
@@ -71,7 +62,7 @@ def test_only_the_edge_round_the_loop_may_be_the_slow_one():
         *((nodes(name), 1) for name in "abcd"),
         links=[slow_link("a", "d", gb_per_s=2), slow_link("a", "c", gb_per_s=1), slow_link("b", "d", gb_per_s=1)],
     )
-    costs = stage_costs(EVEN, ring, OURS)
+    costs = Placed(EVEN, ring, OURS).costs
     near, round_s = hop_s(RUN, 100), hop_s(RUN, 2)
     assert costs.boundary_s == pytest.approx((near, near, near, round_s, near, near, near))
     assert costs.transfer_s == pytest.approx(near)
@@ -99,7 +90,7 @@ def test_gpipe_waits_for_the_slow_rank():
 
 def test_a_blocking_program_stands_still_for_half_of_each_message_on_either_side():
     cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=5)])
-    blocking, free = (stage_costs(EVEN, cluster, replace(OURS, is_blocking=flag)) for flag in (True, False))
+    blocking, free = (Placed(EVEN, cluster, replace(OURS, is_blocking=flag)).costs for flag in (True, False))
     near, far = hop_s(RUN, 100), hop_s(RUN, 5)
     more = [b - f for b, f in zip(blocking.forward_s, free.forward_s, strict=True)]
     either = (near + far) / 2
@@ -113,23 +104,23 @@ def test_a_tied_matrix_goes_over_the_link_between_the_first_and_the_last_rank():
     cluster = mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=5)])
     matrix = SHAPE.vocab * SHAPE.hidden / 8
     rate = 5e9 / 8 * OURS.efficiency.p2p
-    costs = stage_costs(tied, cluster, OURS)
+    costs = Placed(tied, cluster, OURS).costs
     assert costs.tied_s == pytest.approx(2 * matrix / rate + OURS.efficiency.exchange_s)
     assert costs.tied_grad_s == pytest.approx(4 * matrix / rate + OURS.efficiency.exchange_s)
-    copies = step_terms(tied, cluster, MEGATRON, 0.0).tied_s
-    assert copies > 5 * step_terms(tied, FAST, MEGATRON, 0.0).tied_s
+    copies = step_terms(Placed(tied, cluster, MEGATRON), 0.0).tied_s
+    assert copies > 5 * step_terms(Placed(tied, FAST, MEGATRON), 0.0).tied_s
 
 
 def test_collectives_and_the_optimizer_are_those_of_the_nodes_where_a_stage_is():
     run = replace(EVEN, dp=2, shard="full", global_batch=2)
     cluster = mixed((FAST, 4), (nodes("slow", rate=5e13, gb_per_s=10), 4))
-    gathers, reductions = stage_collectives_s(run, cluster, OURS)
-    alone = [stage_collectives_s(run, kind.cluster, OURS) for kind in cluster.groups]
+    gathers, reductions = stage_collectives_s(Placed(run, cluster, OURS))
+    alone = [stage_collectives_s(Placed(run, kind.cluster, OURS)) for kind in cluster.groups]
     assert gathers[:4] == (*alone[0][0][:2], *alone[1][0][2:4])
     assert reductions[:4] == (*alone[0][1][:2], *alone[1][1][2:4])
     assert reductions[2] > 5 * reductions[1]
-    expected = [step_terms(run, kind.cluster, OURS, 0.0).optimizer_s for kind in cluster.groups]
-    found = step_terms(run, cluster, OURS, 0.0).optimizer_s
+    expected = [step_terms(Placed(run, kind.cluster, OURS), 0.0).optimizer_s for kind in cluster.groups]
+    found = step_terms(Placed(run, cluster, OURS), 0.0).optimizer_s
     assert expected[0] < found == pytest.approx(expected[1], rel=0.2)  # the last rank holds more than the one before
 
 
@@ -171,35 +162,35 @@ def test_every_rank_has_to_fit_its_own_devices():
 
 def test_slower_ranks_get_fewer_layers():
     cluster = mixed((FAST, 2), (SLOW, 2))
-    slowness = rank_slowness(RUN, cluster, OURS)
+    slowness = Placed(RUN, cluster, OURS).slowness
     assert slowness[:2] == (1.0, 1.0)
     assert (
         slowness[2]
         == slowness[3]
         == pytest.approx(sum(piece_seconds(RUN, SLOW, OURS).layer) / sum(piece_seconds(RUN, FAST, OURS).layer))
     )
-    layers = with_fastest_layers(RUN, cluster, OURS).layers_by_stage
+    layers = Placed(RUN, cluster, OURS).with_fastest_layers().run.layers_by_stage
     by_rank = [sum(layers[rank::4]) for rank in range(4)]
     assert sum(layers) == 32
     assert min(by_rank[:2]) > max(by_rank[2:])
     many = replace(RUN, global_batch=16)
     found = step_of(many, cluster)
-    assert found.run.layers_by_stage == with_fastest_layers(many, cluster, OURS).layers_by_stage
+    assert found.run.layers_by_stage == Placed(many, cluster, OURS).with_fastest_layers().run.layers_by_stage
     even = step_of(replace(many, layers_by_stage=(4,) * 8), cluster)
     assert found.prediction.step_time_s < 0.85 * even.prediction.step_time_s
 
 
 def test_layers_are_weighed_by_the_fastest_rank_wherever_it_is():
     backwards = mixed((SLOW, 2), (FAST, 2))
-    assert step_seconds(RUN, backwards, OURS) == step_seconds(RUN, FAST, OURS)
-    assert rank_slowness(RUN, backwards, OURS)[2:] == (1.0, 1.0)
+    assert Placed(RUN, backwards, OURS).piece_seconds == Placed(RUN, FAST, OURS).piece_seconds
+    assert Placed(RUN, backwards, OURS).slowness[2:] == (1.0, 1.0)
 
 
 def test_layers_that_recompute_do_so_at_their_ranks_speed():
     kinds = ("full",) * 8 + ("none",) * 24  # all layers of the stages 0 and 1
     run = replace(EVEN, recompute_layers=kinds)
     cluster = mixed((FAST, 1), (SLOW, 3))
-    found, alone = stage_costs(run, cluster, OURS), [stage_costs(run, kind, OURS) for kind in (FAST, SLOW)]
+    found, alone = Placed(run, cluster, OURS).costs, [Placed(run, kind, OURS).costs for kind in (FAST, SLOW)]
     inner = slice(1, 7)
     on_fast = [stage % 4 == 0 for stage in range(8)]
     for side in ("forward_s", "backward_s"):
@@ -210,7 +201,7 @@ def test_layers_that_recompute_do_so_at_their_ranks_speed():
 
 def test_the_share_of_a_split_backward_is_that_of_all_layers():
     cluster = mixed((FAST, 2), (nodes("slow", rate=1e13), 2))
-    costs = stage_costs(EVEN, cluster, OURS)
+    costs = Placed(EVEN, cluster, OURS).costs
     pieces = [piece_seconds(EVEN, kind.cluster, OURS) for kind in cluster.groups]
     of_weights, backward = sum(piece.weight_s for piece in pieces), sum(piece.layer[1] for piece in pieces)
     assert costs.weight_share == pytest.approx(of_weights / backward)
@@ -228,9 +219,9 @@ def test_in_a_v_only_the_way_between_neighbors_counts():
 
 def test_layers_stay_where_the_run_or_its_program_puts_them():
     cluster = mixed((FAST, 2), (SLOW, 2))
-    assert with_own_layers(EVEN, cluster, OURS) == EVEN
-    assert with_own_layers(RUN, cluster, MEGATRON) == RUN
-    assert with_own_layers(RUN, FAST, OURS) == RUN
+    assert Placed(EVEN, cluster, OURS).balanced.run == EVEN
+    assert Placed(RUN, cluster, MEGATRON).balanced.run == RUN
+    assert Placed(RUN, FAST, OURS).balanced.run == RUN
 
 
 def split(cluster):
@@ -270,15 +261,15 @@ def test_a_run_inside_one_group_does_not_know_of_the_others():
 def test_a_rank_over_two_kinds_is_no_faster_than_on_either():
     run = replace(RUN, pp=1, dp=4, loops=1, global_batch=8, shard="optimizer")
     over = step_of(run, mixed((FAST, 2), (SLOW, 2), links=[slow_link("fast", "slow", gb_per_s=5)])).prediction
-    assert over.costs.forward_s == stage_costs(run, SLOW, OURS).forward_s
-    assert over.costs.forward_s > stage_costs(run, FAST, OURS).forward_s
+    assert over.costs.forward_s == Placed(run, SLOW, OURS).costs.forward_s
+    assert over.costs.forward_s > Placed(run, FAST, OURS).costs.forward_s
     assert over.step_time_s > step_of(run, SLOW).prediction.step_time_s
 
 
 def test_what_leaves_a_node_shares_the_adapter_of_its_own_kind():
     one = mixed((nodes("a", devices_per_node=4, adapters_per_node=1), 1), (nodes("b", devices_per_node=8), 1))
     run = replace(RUN, tp=1, dp=2, pp=6, loops=1, global_batch=2)
-    links = shared_links(run, one, Placement.looped(6, 1))
+    links = shared_links(Placed(run, one, OURS), Placement.looped(6, 1))
     places = {stage: links.resource_of(Action.parse(f"{stage}RECV_F0"), stage) for stage in range(1, 6)}
     assert places == {1: None, 2: (1, 0), 3: None, 4: None, 5: None}
     assert links.resource_of(Action.parse("1RECV_B0"), 1) == (0, 0)  # from rank 2, by the only adapter
@@ -287,7 +278,7 @@ def test_what_leaves_a_node_shares_the_adapter_of_its_own_kind():
 def test_collectives_leave_the_nodes_of_their_own_rank_only():
     cluster = mixed((nodes("wide"), 2), (nodes("narrow", devices_per_node=4), 4))
     run = replace(RUN, tp=1, dp=8, pp=4, loops=1, global_batch=8)
-    links = shared_links(run, cluster, Placement.looped(4, 1))
+    links = shared_links(Placed(run, cluster, OURS), Placement.looped(4, 1))
     reductions = {stage: links.resource_of(Action.parse(f"{stage}REDUCE_GRAD"), stage) for stage in range(4)}
     assert reductions == {0: None, 1: None, 2: (2, 0), 3: (4, 0)}
 
@@ -295,9 +286,9 @@ def test_collectives_leave_the_nodes_of_their_own_rank_only():
 def test_a_node_of_another_kind_has_its_own_adapters():
     cluster = mixed((nodes("one", adapters_per_node=1), 1), (nodes("eight"), 1))
     run = replace(RUN, tp=1, dp=4, pp=4, loops=1, global_batch=4)
-    links = shared_links(run, cluster, Placement.looped(4, 1))
+    links = shared_links(Placed(run, cluster, OURS), Placement.looped(4, 1))
     assert links.resource_of(Action.parse("2RECV_F0"), 2) == (1, 0)
-    looped = shared_links(replace(run, loops=2), cluster, Placement.looped(4, 2))
+    looped = shared_links(Placed(replace(run, loops=2), cluster, OURS), Placement.looped(4, 2))
     assert looped.resource_of(Action.parse("3RECV_B0"), 3) == (1, 4)  # from rank 0
     assert looped.resource_of(Action.parse("4RECV_F0"), 0) == (0, 0)
 

@@ -6,14 +6,13 @@ import pytest
 
 from pipeloom.analysis.summary import communication
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.moves import evict_seconds, offload_seconds
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.placed import Placed
-from pipeloom.cost.ranks import are_near, first_device
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import memory_by_rank
+from pipeloom.predict.places import shared_links
 from pipeloom.predict.step import Order, simulate_step
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.layout import paired_order
@@ -70,12 +69,12 @@ def test_a_paired_order_puts_partners_on_one_node():
     partners = tuple(reversed(range(8)))
     assert paired_order(partners) == PAIRED
     assert paired_order((2, 1, 0)) == (0, 2, 1)
-    assert [first_device(RUN, rank) for rank in range(8)] == [0, 8, 16, 24, 28, 20, 12, 4]
-    assert all(are_near(RUN, A100, rank, partners[rank]) for rank in range(8))
+    assert [Placed(RUN, A100, OURS).first_device(rank) for rank in range(8)] == [0, 8, 16, 24, 28, 20, 12, 4]
+    assert all(Placed(RUN, A100, OURS).are_near(rank, partners[rank]) for rank in range(8))
     ascending = replace(RUN, pipeline_order=None)
-    assert [are_near(ascending, A100, rank, rank + 1) for rank in range(7)] == [True, False] * 3 + [True]
-    assert not any(are_near(ascending, A100, rank, partners[rank]) for rank in (0, 1, 2))
-    assert are_near(ascending, A100, 3, 4) is False
+    assert [Placed(ascending, A100, OURS).are_near(rank, rank + 1) for rank in range(7)] == [True, False] * 3 + [True]
+    assert not any(Placed(ascending, A100, OURS).are_near(rank, partners[rank]) for rank in (0, 1, 2))
+    assert Placed(ascending, A100, OURS).are_near(3, 4) is False
 
 
 def test_messages_between_stages_take_the_links_where_their_ranks_stand():
@@ -87,28 +86,30 @@ def test_messages_between_stages_take_the_links_where_their_ranks_stand():
 
 def test_seconds_of_a_swap_are_bytes_over_the_link():
     sizes, partners = [1e9] * 8, tuple(reversed(range(8)))
-    near = evict_seconds(RUN, A100, OURS, partners, sizes)
+    near = evict_seconds(Placed(RUN, A100, OURS), partners, sizes)
     use = OURS.efficiency
     assert near[0] == pytest.approx(A100.intra.latency_s + 1e9 / (300e9 * use.p2p) + use.exchange_s)
-    far = evict_seconds(replace(RUN, pipeline_order=None), A100, OURS, partners, sizes)
+    far = evict_seconds(Placed(replace(RUN, pipeline_order=None), A100, OURS), partners, sizes)
     assert far[0] == pytest.approx(A100.inter.latency_s + 1e9 / (200e9 / 8 * use.p2p) + use.exchange_s)
-    assert evict_seconds(RUN, A100, OURS, tuple(range(8)), sizes) == (0.0,) * 8
+    assert evict_seconds(Placed(RUN, A100, OURS), tuple(range(8)), sizes) == (0.0,) * 8
 
 
 def test_swaps_between_nodes_draw_on_the_network_adapter():
     run, one = replace(RUN, tp=2, pipeline_order=None), replace(A100, adapters_per_node=1)
     partners = tuple(reversed(range(8)))
-    links = shared_links(run, one, step().schedule.placement, partners)
+    links = shared_links(Placed(run, one, OURS), step().schedule.placement, partners)
     assert links is not None
     assert links.resource_of(Action(Kind.EVICT, 0, 0), 0) == (0, 0)  # rank 7 is on the second node
-    near = shared_links(replace(run, pipeline_order=PAIRED), one, step().schedule.placement, partners)
+    near = shared_links(Placed(replace(run, pipeline_order=PAIRED), one, OURS), step().schedule.placement, partners)
     assert near is not None
     assert near.resource_of(Action(Kind.EVICT, 0, 0), 0) is None
 
 
 def test_offload_goes_at_the_speed_of_the_host_and_names_a_cluster_that_has_none():
     assert A100.host is not None
-    assert offload_seconds(RUN, A100, [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
+    assert (
+        offload_seconds(Placed(RUN, A100, OURS), [1e9] * 8) == (A100.host.latency_s + 1e9 / A100.host.bytes_per_s,) * 8
+    )
     alone = replace(A100, name="alone", host=None)
     with pytest.raises(UserError, match="alone does not say how fast .* add to its file a table .host."):
         step(cluster=alone, offload=True, budget_bytes=1e15)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.cost.analytic import stage_costs
 from pipeloom.cost.memory import stage_kept_bytes, working_bytes
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
@@ -33,13 +32,13 @@ def test_each_stage_pays_for_its_own_layers():
     layers = ("none", "none", "full", "full", "none", "full", "selective", "selective")
     mixed = replace(RUN, recompute_layers=layers)
     alike = {kind: replace(RUN, recompute=kind) for kind in KINDS}
-    backward = {kind: stage_costs(run, CLUSTER, OURS).backward_s for kind, run in alike.items()}
+    backward = {kind: Placed(run, CLUSTER, OURS).costs.backward_s for kind, run in alike.items()}
     kept = {kind: stage_kept_bytes(run, OURS) for kind, run in alike.items()}
-    found = stage_costs(mixed, CLUSTER, OURS)
+    found = Placed(mixed, CLUSTER, OURS).costs
     half = (backward["none"][2] + backward["full"][2]) / 2
     expected = (backward["none"][0], backward["full"][1], half, backward["selective"][3])
     assert found.backward_s == pytest.approx(expected)
-    assert found.forward_s == stage_costs(RUN, CLUSTER, OURS).forward_s
+    assert found.forward_s == Placed(RUN, CLUSTER, OURS).costs.forward_s
     half = (kept["none"][2] + kept["full"][2]) / 2
     assert stage_kept_bytes(mixed, OURS) == [kept["none"][0], kept["full"][1], half, kept["selective"][3]]
 

@@ -139,7 +139,7 @@ def test_smooth_products_explain_the_papers_175b_and_tiles_do_not():
 def test_what_comes_before_is_a_small_part_of_the_last_slice():
     for row in SETTINGS:
         run = terapipe.run_of(terapipe.SETTINGS[row["setting"]])
-        model = SliceModel(run, terapipe.PRODUCTS[row["products"]], terapipe.MESSAGES[row["messages"]])
+        model = SliceModel(Placed(run, terapipe.PRODUCTS[row["products"]], terapipe.MESSAGES[row["messages"]]))
         last = float(row["lengths"].split()[-1])
         behind_s, alone_s = model.seconds(np.array([last, last]), np.array([terapipe.SEQ - last, 0.0]))
         assert 0.055 < 1 - alone_s / behind_s < 0.145

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from orders import family_schedules
 
 from pipeloom.errors import ScheduleError
-from pipeloom.passes import add_data_parallel, add_tied
+from pipeloom.passes import add_data_parallel, add_tied, exchanges
 from pipeloom.schedule import Level, Placement
 
 # Two ranks, a stage each, two micro-batches; the first stage is sharded, the last one's backward is split.
@@ -143,9 +143,9 @@ def test_nothing_comes_back_to_a_stage_that_does_not_train():
 def test_leaving_any_of_the_messages_out_is_refused(data, schedule, shard, is_first):
     knobs = {"residency": 1, "prefetch": 1, "gradient_buffers": data.draw(st.sampled_from([None, 1]))}
     if is_first:
-        result = add_data_parallel(add_tied(schedule), shard, **knobs)
+        result = add_data_parallel(add_tied(schedule), *exchanges(shard, **knobs))
     else:
-        result = add_tied(add_data_parallel(schedule, shard, **knobs))
+        result = add_tied(add_data_parallel(schedule, *exchanges(shard, **knobs)))
     places = [(rank, slot) for rank, slot, action in result.actions() if "TIED" in action.kind.value]
     owner = schedule.placement.rank_by_stage
     is_apart = owner[0] != owner[-1]

@@ -14,7 +14,7 @@ from pipeloom.errors import ScheduleError, UserError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unshard, add_updates, lower
-from pipeloom.passes.lower_stage_swaps import UpdatePlace, num_swaps_in
+from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.kinds import USES_STAGE
 from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays
@@ -22,6 +22,10 @@ from pipeloom.simulate import simulate
 
 quick = settings(max_examples=60, deadline=None)
 places = st.sampled_from(get_args(UpdatePlace))
+
+
+def num_swaps_in(schedule):
+    return tuple(int(row.is_kind(Kind.SWAP_IN).sum()) for row in schedule.rows)
 
 
 def one_rank(stages, count, family="breadth-first"):

@@ -18,9 +18,13 @@ from typing import Any
 
 import command_server
 
-THINKS = tuple(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate"))
-"""What most commands import; it does not load PyTorch, so that the memory of a command is its own."""
-TRAINS = ("matplotlib.pyplot", "torch._dynamo", "pipeloom.train.trainer", "pipeloom.train.export")
+THINKS = (
+    "typeguard",
+    "tyro",
+    *(f"pipeloom.cli.{name}" for name in ("plan", "schedule", "simulate", "train", "validate")),
+)
+"""What most commands import, and what tyro imports late; without PyTorch, so that a command's memory is its own."""
+TRAINS = (*THINKS, "matplotlib.pyplot", "torch._dynamo", "pipeloom.train.trainer", "pipeloom.train.export")
 """What commands import that train, verify or export."""
 
 
@@ -158,13 +162,16 @@ _LIBRARIES = (".tmp/torchinductor", ".cache/matplotlib", ".cache/fontconfig")
 """Caches of libraries, which they write when they are imported."""
 
 
-def run_command(*words: str, folder: Path, timeout_s: float = 60.0, **variables: str) -> tuple[Outcome, list[str]]:
+def run_command(
+    *words: str, folder: Path, timeout_s: float = 60.0, imported: tuple[str, ...] = THINKS, **variables: str
+) -> tuple[Outcome, list[str]]:
     """Run ``pipeloom WORDS`` in a folder and wait for it.
 
     Args:
         words: of the command line.
         folder: where it runs.
         timeout_s: it is killed after this many seconds, with every process that it started.
+        imported: modules that it finds imported.
         variables: of the environment, over those of ``environment``.
 
     Returns:
@@ -172,7 +179,7 @@ def run_command(*words: str, folder: Path, timeout_s: float = 60.0, **variables:
     """
     env = {**environment(folder), **variables}
     before = _states(folder)
-    done = Command(words, folder, env, THINKS).wait(timeout_s)
+    done = Command(words, folder, env, imported).wait(timeout_s)
     return done, sorted(path for path, _ in before.items() ^ _states(folder).items())
 
 

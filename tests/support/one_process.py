@@ -8,20 +8,21 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from replicas import groups_in_process
+from in_process import (
+    InProcessLanes,
+    MovePost,
+    Neighborhood,
+    Post,
+    blocking_groups_in_process,
+    groups_in_process,
+    play_in_process,
+)
 
-from pipeloom.execute.communication.blocking_group import BlockingGroup
 from pipeloom.execute.communication.collectives import Groups
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.communication.wires import MovePost
-from pipeloom.execute.drive import play_in_process
-from pipeloom.execute.lanes import InProcessMoveLanes, Neighborhood
-from pipeloom.execute.parts.stage_swaps import HostLanes
 from pipeloom.schedule.stage_swaps import defers_updates
 from pipeloom.train import pipeline as module
-from pipeloom.train.optimizer import make_optimizer
+from pipeloom.train.optimizer import StageUpdates, make_optimizer
 from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.stage_updates import StageUpdates
 
 
 class OneProcess:
@@ -39,7 +40,7 @@ class OneProcess:
         self.config, layout = config, config.layout
         lanes, posts, wires = Neighborhood(), defaultdict(Post), defaultdict(MovePost)
         groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
-        teams = groups_in_process(layout.tensor_groups())
+        teams = blocking_groups_in_process(layout.tensor_groups())
 
         def place(rank):
             here = layout.coordinates(rank)
@@ -48,12 +49,10 @@ class OneProcess:
         def build(rank):
             connections = {
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
-                "make_tensor_group": lambda *_: BlockingGroup(teams[rank]),
-                "ThreadLane": lanes.lane,
-                "ProcessMoveLanes": lambda clock, _: InProcessMoveLanes(lanes, clock),
+                "make_tensor_group": lambda *_: teams[rank],
+                "Lanes": lambda *_: InProcessLanes(lanes),
                 "ProcessGroupTransport": lambda own, *_: posts[place(rank)].transport(own),
                 "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
-                "make_host_lanes": lambda clock, _: HostLanes(lanes.lane(clock), lanes.lane(clock), clock),
                 "Watch": lambda *_, **__: SimpleNamespace(end=lambda: None, positions=lambda: ""),
             }
             world = SimpleNamespace(

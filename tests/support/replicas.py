@@ -1,21 +1,19 @@
 """All ranks of a data-parallel layout over toy pipelines, in one process."""
 
 import torch
+from in_process import Neighborhood, Post, groups_in_process, play_in_process
 from toy import Toy, objective
 
 from pipeloom.config import OptimizerConfig
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.collectives import Groups, InProcessGroups
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import play_in_process
+from pipeloom.execute.clock import Clock
+from pipeloom.execute.communication.collectives import Groups
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
-from pipeloom.passes import add_data_parallel, lower
+from pipeloom.passes import add_data_parallel, exchanges, lower
 from pipeloom.train.optimizer import make_optimizer
 
 
@@ -33,7 +31,7 @@ class Cluster:
             own = self.schedule.placement.stages_of(place.pipeline)
             modules = {index: module for index, module in enumerate(self.toy.modules()) if index in own}
             groups = Groups(shards[rank], copies[rank])
-            lane = lanes.lane(HostClock())
+            lane = lanes.lane(Clock())
             parallel = DataParallel(self.schedule, modules.items(), layout.shard, groups, lane, dtype=dtype)
             stages = {
                 index: Stage(
@@ -52,7 +50,7 @@ class Cluster:
                     place.pipeline,
                     [Compute(stages), Messages(self.toy.outputs()), parallel],
                     transport=posts[place.data].transport(place.pipeline),
-                    clock=HostClock(),
+                    clock=Clock(),
                 )
             )
         self.optimizers = [adamw(*parallel.optimizer_parts()) for parallel in self.parallel]
@@ -88,24 +86,8 @@ class Cluster:
 
 def cluster_of(layout, family="breadth-first", *, gradient_buffers=None, residency=2, prefetch=1, dtype=torch.float64):
     choice = {"pp": layout.pp, "loops": layout.loops, "num_microbatches": layout.num_microbatches}
-    schedule = add_data_parallel(
-        lower(make_schedule(family, **choice)),
-        layout.shard,
-        residency=residency,
-        prefetch=prefetch,
-        gradient_buffers=gradient_buffers,
-    )
-    return Cluster(layout, schedule, dtype)
-
-
-def groups_in_process(lists):
-    """By rank its group among lists of ranks."""
-    return {
-        rank: shared.group(index)
-        for ranks in lists
-        for shared in [InProcessGroups(len(ranks))]
-        for index, rank in enumerate(ranks)
-    }
+    added = exchanges(layout.shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers)
+    return Cluster(layout, add_data_parallel(lower(make_schedule(family, **choice)), *added), dtype)
 
 
 def adamw(decayed, plain):

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from pipeloom.execute.clock import HostClock
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.executor import Executor
@@ -33,19 +34,25 @@ class Toy:
         """Every stage, the same weights at every call, in the type that an optimizer updates."""
         modules = []
         for stage in range(self.num_stages):
-            torch.manual_seed(stage)
+            _seed(stage)
             modules.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device, master_dtype(self.dtype)))
         return modules
 
     def inputs(self) -> list[Tensor]:
         """One tensor for each micro-batch."""
-        torch.manual_seed(1000)
+        _seed(1000)
         return [torch.randn(ROWS, WIDTH, dtype=torch.float64).to(self.dtype) for _ in range(self.num_microbatches)]
 
+    @cache  # noqa: B019  there are few toys, and a stage on meta tensors takes milliseconds
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The agreed specs."""
         modules = [module.to(self.dtype) for module in self.modules("meta")]
         return stage_outputs(lambda stage: modules[stage], self.num_stages, TensorSpec((ROWS, WIDTH), self.dtype))
+
+
+def _seed(number: int) -> None:
+    """What ``torch.manual_seed`` does on CPUs; that one also formats the stack, for devices that begin later."""
+    torch.default_generator.manual_seed(number)
 
 
 def objective(output: Tensor, microbatch: int) -> Tensor:
@@ -89,7 +96,7 @@ def make_executor(
         for index in schedule.placement.stages_of(rank)
     }
     parts = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices), *([moves] if moves else [])]
-    return Executor(schedule, rank, parts, transport=transport, clock=HostClock())
+    return Executor(schedule, rank, parts, transport=transport, clock=Clock())
 
 
 def worst_difference(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:

@@ -4,17 +4,14 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
-from replicas import adamw, groups_in_process
+from in_process import Neighborhood, Post, blocking_groups_in_process, groups_in_process, play_in_process
+from replicas import adamw
 
 from pipeloom.config import ModelConfig
-from pipeloom.execute.clock import HostClock
-from pipeloom.execute.communication.blocking_group import BlockingGroup
+from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, stage_outputs
 from pipeloom.execute.communication.collectives import Groups
-from pipeloom.execute.communication.transport import Post
-from pipeloom.execute.drive import play_in_process
 from pipeloom.execute.executor import Executor
-from pipeloom.execute.lanes import Neighborhood
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
@@ -23,7 +20,7 @@ from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.model import TIED_NAME, SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.tensor_parallel import WHOLE
-from pipeloom.passes import add_data_parallel, add_tied, lower
+from pipeloom.passes import add_data_parallel, add_tied, exchanges, lower
 
 VOCAB, NUM_TOKENS, ROWS = 11, 6, 2
 
@@ -96,15 +93,14 @@ class TransformerCluster:
         self.model = SmallModel(partition, layout.dp * layout.num_microbatches, family, tied, layout.recompute)
         self.lanes, self.posts = Neighborhood(), [Post() for _ in range(layout.dp * layout.tp)]
         shards, copies = groups_in_process(layout.shard_groups()), groups_in_process(layout.copy_groups())
-        sums, teams = (groups_in_process(layout.tensor_groups()) for _ in range(2))
-        self.teams = [
-            TensorParallel(BlockingGroup(teams[rank]), layout.sequence_parallel) for rank in range(layout.num_ranks)
-        ]
+        sums, teams = (make(layout.tensor_groups()) for make in (groups_in_process, blocking_groups_in_process))
+        self.teams = [TensorParallel(teams[rank], layout.sequence_parallel) for rank in range(layout.num_ranks)]
+        self.outputs = [self.model.outputs(team) for team in self.teams[: layout.tp]]  # the same for all pipelines
         self.parallel, self.executors, self.tied = [], [], []
         for rank in range(layout.num_ranks):
             own = schedule.placement.stages_of(layout.coordinates(rank).pipeline)
             modules = ((index, self.model.stage(index, parallel=self.teams[rank])) for index in own)
-            groups, lane = Groups(shards[rank], copies[rank], sums[rank]), self.lanes.lane(HostClock())
+            groups, lane = Groups(shards[rank], copies[rank], sums[rank]), self.lanes.lane(Clock())
             shared = {"replicated": Transformer.replicated, "sums_replicated": layout.sequence_parallel}
             self.parallel.append(DataParallel(schedule, modules, layout.shard, groups, lane, **shared))
             self.tied.append(self._tied(self.parallel[-1].weights, self.teams[rank]) if tied else None)
@@ -125,7 +121,7 @@ class TransformerCluster:
 
     def executor(self, rank, schedule):
         place, parallel = self.layout.coordinates(rank), self.parallel[rank]
-        outputs = self.model.outputs(self.teams[rank])
+        outputs = self.outputs[place.tensor]
         first, split = schedule.first_backward_stage, schedule.split_stages
         stages = {
             index: Stage(one.module, index, outputs[index], needs_input_gradient=index > first, splits=index in split)
@@ -136,7 +132,7 @@ class TransformerCluster:
             place.pipeline,
             [Compute(stages), Messages(outputs), parallel, *([self.tied[rank]] if self.tied[rank] else [])],
             transport=self.posts[place.data * self.layout.tp + place.tensor].transport(place.pipeline),
-            clock=HostClock(),
+            clock=Clock(),
         )
 
     def play(self, executors=None):
@@ -220,4 +216,5 @@ def complete(layout, schedule, *, tied, gradient_buffers=None, residency=2):
 def _shared(layout, schedule, gradient_buffers=None, residency=2):
     if layout.dp == 1 and not layout.sequence_parallel:
         return schedule
-    return add_data_parallel(schedule, layout.shard, residency=residency, prefetch=1, gradient_buffers=gradient_buffers)
+    added = exchanges(layout.shard, residency=residency, prefetch=1, gradient_buffers=gradient_buffers)
+    return add_data_parallel(schedule, *added)

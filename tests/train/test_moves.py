@@ -10,13 +10,13 @@ from pipeloom.data.text import load_data
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
-from pipeloom.passes.budget import kept_on, sizes_of
+from pipeloom.passes.budget import kept_on
 from pipeloom.schedule import Kind
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.train.moves import saved_bytes
 from pipeloom.train.pipeline import Pipeline, training_schedule
 from pipeloom.train.session import resolve
+from pipeloom.train.stages import saved_bytes
 from pipeloom.workload.layout import Layout
 
 LAYOUT = {"pp": 2, "loops": 1, "num_microbatches": 4}
@@ -102,8 +102,7 @@ def test_a_budget_counts_what_waits_for_a_second_half_and_no_more(tmp_path):
     found = saved_bytes(resolved(tmp_path, family), splits=True)
     assert all(0 < waits < whole for waits, whole in zip(found.pending, found.whole, strict=True))
     plain = training_schedule(resolved(tmp_path, family))
-    sizes = sizes_of(plain, KeptBytes(found.whole, found.pending), None)
-    held = kept_on(plain, times(plain, nominal_s), sizes)
+    held = kept_on(plain, times(plain, nominal_s), KeptBytes(found.whole, found.pending))
     room = family | {"offload": True, "activation_budget": str(int(1.001 * max(held.peak(0), held.peak(1))))}
     assert training_schedule(resolved(tmp_path, room)).rows == plain.rows
 

@@ -13,8 +13,7 @@ from pipeloom.predict.need import need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available
 from pipeloom.train import room
 from pipeloom.train.room import check_memory, processes_here
-from pipeloom.train.stage_swaps import piece_bytes
-from pipeloom.train.stages import stage_of
+from pipeloom.train.stages import piece_bytes, stage_of
 from pipeloom.workload.layout import Layout
 
 SMALL = RunConfig(

@@ -9,12 +9,12 @@ from small_run import small_run
 from pipeloom.catalog import load_software
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
-from pipeloom.cost.analytic import replicated_parameters
 from pipeloom.cost.placed import Placed
+from pipeloom.cost.stages import replicated_parameters
 from pipeloom.model import TensorParallel, stage_pieces
+from pipeloom.model.tensor_parallel import TensorGroup
 from pipeloom.predict.describe import describe, described_run
 from pipeloom.predict.step import simulate_step
-from pipeloom.train.moves import _LastRank
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.stages import stage_of
 from pipeloom.workload.layout import Layout
@@ -33,7 +33,7 @@ def test_replicated_parameters_are_those_that_stages_hold_whole(family, tied):
     model = ModelConfig(family=family, num_layers=6, hidden_size=16, num_heads=4, num_kv_heads=4, tied=tied)
     layout = Layout(pp=2, loops=2, tp=2, sequence_parallel=True, partition=(2, 2, 2, 2))
     config = RunConfig(model=model.resolve(64), layout=layout)
-    parallel = TensorParallel(_LastRank(2), splits_sequence=True)
+    parallel = TensorParallel(TensorGroup(2, 1), splits_sequence=True)
     stages = [stage_of(config, pieces, "meta", parallel=parallel) for pieces in stage_pieces(layout.partition)]
     for stage in stages:
         stage.borrow(None)  # what the last stage has of the first one's is not its own

@@ -29,7 +29,7 @@ from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
 from pipeloom.train.export import export
 from pipeloom.train.pipeline import forward_schedule, training_schedule
 from pipeloom.train.session import resolve
-from pipeloom.train.stage_swaps import piece_bytes, stage_amounts
+from pipeloom.train.stages import piece_bytes, stage_amounts
 from pipeloom.train.trainer import Trainer
 from pipeloom.workload.layout import Layout
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeloom.schedule.kinds import Kind
-from pipeloom.schedule.lanes import COMPUTE_LANE, DATA_PARALLEL_LANE, HOST_LANE, Lane
+from pipeloom.schedule.lanes import COMPUTE_LANE, HOST_LANE, Lane
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Seconds, Spans
 
@@ -102,36 +102,6 @@ def communication(trace: Trace) -> list[LaneUse]:
             hidden = _covered(computing, ends) - _covered(computing, begins)
             uses.append(LaneUse(rank, lane, len(here), float((ends - begins).sum()), float(hidden.sum())))
     return uses
-
-
-@dataclass(frozen=True)
-class PipelineUse:
-    """One pipeline of several beside the others: what its ranks did in a step, added up.
-
-    Attributes:
-        makespan_s: from the first action's start to the last one's end.
-        compute_s: seconds of compute.
-        p2p: seconds in which messages were under way, and those of them that compute hid.
-        data_parallel: the same of collectives.
-    """
-
-    makespan_s: float
-    compute_s: float
-    p2p: tuple[float, float]
-    data_parallel: tuple[float, float]
-
-
-def pipeline_use(trace: Trace) -> PipelineUse:
-    """A pipeline's step in a few numbers."""
-    uses = communication(trace)
-    edges = [use for use in uses if use.lane.peer is not None]
-    others = [use for use in uses if use.lane == DATA_PARALLEL_LANE]
-    return PipelineUse(
-        makespan_s=trace.end_s - trace.start_s,
-        compute_s=float(trace.compute().duration_s.sum()),
-        p2p=(sum(use.busy_s for use in edges), sum(use.hidden_s for use in edges)),
-        data_parallel=(sum(use.busy_s for use in others), sum(use.hidden_s for use in others)),
-    )
 
 
 Stretches = tuple[Seconds, Seconds]

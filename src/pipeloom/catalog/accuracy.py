@@ -1,10 +1,10 @@
 """How far predictions were off where they were compared with measurements: ``accuracy.toml`` of the catalog."""
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +62,4 @@ def load_accuracy() -> Accuracy:
 
 
 def _errors(entry: dict[str, Any]) -> Errors:
-    return Errors(
-        rows=entry["rows"],
-        mean_abs_error=entry["mean_abs_error"],
-        p90_abs_error=entry["p90_abs_error"],
-        bias=entry["bias"],
-        groups=entry["groups"],
-        median_regret=entry.get("median_regret"),
-        worst_regret=entry.get("worst_regret"),
-    )
+    return Errors(**{item.name: cast("Any", entry.get(item.name)) for item in fields(Errors)})

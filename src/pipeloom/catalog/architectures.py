@@ -42,7 +42,7 @@ class Architecture:
         family: of ``MODELS``; what it is decides whether there are keys for rotary positions or a table of them.
         tied, default_eps: what missing keys mean.
         fixed: keys that have to have one value.
-        used: further keys that are read, each in its own way (``hugging_face``).
+        used: further keys that are read, each in its own way (``model_files``).
         unused: keys without an effect on the function, beside ``UNUSED``.
         window: what a missing ``sliding_window`` means; ``None`` for an architecture without windows.
     """

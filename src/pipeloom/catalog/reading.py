@@ -1,8 +1,7 @@
 """Reading of data files: by name from the package or by path, with every problem reported at once."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Set
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -13,29 +12,6 @@ from pipeloom.cost.hardware import Curve
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break, same_name
-from pipeloom.workload.model import ModelConfig, ModelShape, model_of
-
-
-@dataclass(frozen=True)
-class ModelFile:
-    """The content of the file of a model.
-
-    Attributes:
-        shape: the sizes.
-        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file has none.
-    """
-
-    shape: ModelShape
-    norm_eps: float | None = None
-    rope_theta: float | None = None
-
-    def over(self, model: ModelConfig) -> ModelConfig:
-        """A model's settings with those of the file."""
-        return replace(
-            model_of(self.shape, model),
-            norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
-            rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
-        )
 
 
 def names(folder: str) -> list[str]:
@@ -73,6 +49,11 @@ def read_toml(folder: str, name_or_path: str, known: Collection[str] = ()) -> tu
             f"(with a folder or .toml in its name) or one of {', '.join(known)}"
         )
     return parse_toml(read_text(path), path), str(path)
+
+
+def source_of(folder: str, name_or_path: str) -> str:
+    """The sources of the facts in a file of the catalog; empty if it names none."""
+    return str(read_toml(folder, name_or_path)[0].get("source", ""))
 
 
 _MOST = 1e100
@@ -117,6 +98,10 @@ class Reader:
             self.complain(f"{key} must be a number of at least {least:g}{_bound(value)}, found {_shown(value)}")
             return least * scale
         return float(value) * scale
+
+    def numbers_of(self, units: Mapping[str, tuple[str, float]]) -> dict[str, float]:
+        """Numbers by the names of their quantities, from a table: key -> (name, SI units in one of the file)."""
+        return {name: self.number(key, scale=scale) for key, (name, scale) in units.items()}
 
     def fraction(
         self, key: str, default: float | None = None, *, most: float = 1.0, is_zero_allowed: bool = False
@@ -163,7 +148,7 @@ class Reader:
         value = self._find(key, None)
         is_pair = isinstance(value, list) and len(value) == 2
         if not is_pair or not all(_is_number(item) and item >= 0 for item in value):
-            self._problems.append(f"{key} must be a list of two numbers of at least 0, found {value!r}")
+            self.complain(f"{key} must be a list of two numbers of at least 0, found {value!r}")
             return 0.0, 0.0
         return float(value[0]) * scale, float(value[1]) * scale
 
@@ -258,13 +243,16 @@ class Reader:
         """Keys of the table."""
         return list(self._table)
 
-    def check(self, known: Callable[[], set[str]] | None = None) -> None:
+    def check(self, known: Set[str] = frozenset()) -> None:
         """Raise if anything was wrong, or if there are keys that nothing has read, here or in a table inside.
+
+        Args:
+            known: keys that need not be read.
 
         Raises:
             ConfigError: with all problems.
         """
-        self.complain_of_unknown("here", known() if known else set())
+        self.complain_of_unknown("here", known)
         if self._problems:
             # Each once: a value that two settings read is complained of twice.
             raise ConfigError(list(dict.fromkeys(self._problems)), self._source)

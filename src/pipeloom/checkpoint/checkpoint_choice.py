@@ -32,9 +32,6 @@ class Choice:
 def choose_checkpoint(path: Path) -> Choice:
     """The checkpoint itself, or the newest whole one of a run folder. Its files are compared with their hashes.
 
-    Args:
-        path: a checkpoint or a run folder.
-
     Raises:
         UserError: there is none that is whole; the message names what is wrong with each and, for a damaged checkpoint
             that was named, which others of its run are whole.
@@ -58,12 +55,7 @@ def choose_checkpoint(path: Path) -> Choice:
 
 
 def refuse_steps(choice: Choice, steps: int, folder: Path) -> None:
-    """Refuse a checkpoint that a run cannot go on from.
-
-    Args:
-        choice: the checkpoint.
-        steps: of the run, counted from its first start.
-        folder: where the run is written to.
+    """Refuse a checkpoint that a run of so many steps, counted from its first start, cannot go on from in a folder.
 
     Raises:
         UserError: it has done more steps, or the folder has a whole checkpoint of later steps.

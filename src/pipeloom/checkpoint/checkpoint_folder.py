@@ -180,12 +180,7 @@ def read_tokenizer(checkpoint: Path) -> str | None:
 
 
 def write_info(checkpoint: Path, info: CheckpointInfo, files: Mapping[str, StoredFile]) -> None:
-    """Write the description of a checkpoint, on disk when the call returns.
-
-    Args:
-        checkpoint: the folder, with all of its other files.
-        info: what it describes.
-        files: every other file by name, as ``measure`` returns it.
+    """Write the description of a checkpoint and of all other files in it, on disk when the call returns.
 
     Raises:
         OSError: it cannot be written.

@@ -4,16 +4,17 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
-from pipeloom.analysis.comparison import MEMORY_UNIT, Comparison, compare
-from pipeloom.cli.figures import print_table, table, wide_console
+from pipeloom.analysis.comparison import MEMORY_UNIT, compare
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import ConfigError
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import balance, offload
 from pipeloom.schedule import Schedule
-from pipeloom.terminal.words import count
+from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
+from pipeloom.terminal.words import count, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,6 @@ class Options:
     """For programs."""
 
 
-COLUMNS = ("loops", "bubble", "own", "memory by rank", "gathers", "messages", "sent", "moves", "moved")
 SLICES = 4
 """Token slices of the rows that have some."""
 LEGEND = (
@@ -39,34 +39,6 @@ LEGEND = (
     "messages: tensors that change rank; sent: what they carry, in micro-batches at the border of a stage; moves: "
     "transfers to a partner or the host and back; moved: what they carry, in units of the memory"
 )
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table.
-
-    Attributes:
-        name: of the family, with what was made of it.
-        loops: stages on each pipeline rank.
-        comparison: its numbers.
-    """
-
-    name: str
-    loops: int
-    comparison: Comparison
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Texts of ``COLUMNS``."""
-        found = self.comparison
-        amounts = (found.gathers, found.messages, found.sent, found.moves, found.moved)
-        return (
-            str(self.loops),
-            f"{100 * found.bubble_overhead:.1f} %",
-            f"{100 * found.own_overhead:.1f} %",
-            by_rank(found.memory),
-            *(f"{amount:,.4g}" if amount < 1000 else f"{amount:,.0f}" for amount in amounts),
-        )
 
 
 def run(words: list[str]) -> int:
@@ -78,25 +50,33 @@ def run(words: list[str]) -> int:
         raise ConfigError(problems, "the command line")
     found = list(lines(options.pp, options.microbatches, options.loops))
     if options.json:
-        print(json.dumps([{"name": a.name, "loops": a.loops, **asdict(a.comparison)} for a in found]))
+        print(json.dumps(found))
         return 0
-    _print(options, found)
+    console = wide_console()
+    ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
+    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
+    print_table(console, table_of({line["name"]: line for line in found}, COLUMNS, "family"))
+    console.print(LEGEND, style="dim")
     return 0
 
 
-def lines(pp: int, num_microbatches: int, loops: int, names: Collection[str] = FAMILIES) -> Iterator[Line]:
-    """A line for each family, and for each pass over one that changes its memory.
+def lines(pp: int, num_microbatches: int, loops: int, names: Collection[str] = FAMILIES) -> Iterator[dict[str, Any]]:
+    """A record for each family, and for each pass over one that changes its memory.
 
     Args:
         pp: pipeline ranks.
         num_microbatches: micro-batches of a step.
         loops: stages on each pipeline rank, for families that take several.
         names: of the families, of which those that train have a line.
+
+    Yields:
+        ``name`` (of the family, with its passes), ``loops`` (stages on each rank), and what ``Comparison`` has.
     """
     for name, schedule in [*_schedules(pp, num_microbatches, loops, names), *_passes(pp, num_microbatches, loops)]:
         forward = 1 / schedule.num_slices
         costs = UniformCosts(forward, 2 * forward, evict_s=forward, offload_s=forward)
-        yield Line(name, schedule.num_stages // schedule.num_ranks, compare(schedule, costs))
+        stages = schedule.num_stages // schedule.num_ranks
+        yield {"name": name, "loops": stages, **asdict(compare(schedule, costs))}
 
 
 def _schedules(pp: int, num_microbatches: int, loops: int, names: Collection[str]) -> Iterator[tuple[str, Schedule]]:
@@ -145,12 +125,14 @@ def _even(values: Sequence[float]) -> int:
     return size if size >= 3 else 1
 
 
-def _print(options: Options, found: Sequence[Line]) -> None:
-    console = wide_console()
-    ranks, microbatches = count(options.pp, "pipeline rank"), count(options.microbatches, "micro-batch")
-    console.print(f"{ranks}, {microbatches}, equal stages, a backward takes two forwards")
-    rows = table("family", COLUMNS)
-    for line in found:
-        rows.add_row(line.name, *line.cells)
-    print_table(console, rows)
-    console.print(LEGEND, style="dim")
+def _amount(value: float) -> str:
+    return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+
+
+COLUMNS: Columns = {
+    "loops": ("loops", str),
+    "bubble_overhead": ("bubble", percent),
+    "own_overhead": ("own", percent),
+    "memory": ("memory by rank", by_rank),
+    **{name: (name, _amount) for name in ("gathers", "messages", "sent", "moves", "moved")},
+}

@@ -42,8 +42,9 @@ def run(words: list[str]) -> int:
         options, load_cluster(options.machine.cluster), options.out, options.to, time_limit=options.time_limit
     )
     print_handed_over(done)
-    # A refusal is an error where the target was named, or where nothing else was written.
-    return 2 if done.refused and (options.to or not done.written) else 0
+    # A refusal is an error where the target was named, or where nothing that was written starts the run.
+    starts = any(written.target.starts for written in done.written)
+    return 2 if done.refused and (options.to or not starts) else 0
 
 
 def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
@@ -82,16 +83,16 @@ def print_run(config: RunConfig, cluster: Cluster, file: Path) -> None:
 def print_handed_over(done: HandedOver) -> None:
     """Print what was written and how to start it, and what was refused and why."""
     for written in done.written:
-        print(f"\n{written.target}: {written.program}")
+        target, notes = written.target, written.notes
+        print(f"\n{target.name}: {target.program}")
         _print_item("files", ", ".join(map(str, written.files)))
-        if written.needs:
-            _print_item("to set", ", ".join(name for name, _ in written.needs))
-        _print_item("start", written.start)
-        for sentence in written.differs:
-            _print_item("differs", sentence)
-        for sentence in written.left_out:
-            _print_item("left out", sentence)
-    needs = {name: what for written in done.written for name, what in written.needs}
+        if notes.needs:
+            _print_item("to set", ", ".join(need.name for need in notes.needs))
+        _print_item("start", notes.start)
+        for head, sentences in (("differs", notes.differs), ("left out", notes.left_out)):
+            for sentence in sentences:
+                _print_item(head, sentence)
+    needs = {need.name: need.what for written in done.written for need in written.notes.needs}
     if needs:
         print("\nto set, as variables of the environment; without them nothing starts")
         for name, what in needs.items():
@@ -100,7 +101,7 @@ def print_handed_over(done: HandedOver) -> None:
         print("\ndefaults")
         _print_item("", done.usual)
     for refused in done.refused:
-        print(f"\n{refused.target}: {refused.program} cannot express this run")
+        print(f"\n{refused.target.name}: {refused.target.program} cannot express this run")
         for reason in refused.reasons:
             _print_item("reason", reason)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from pipeloom.catalog import load_cluster, load_model, load_software
-from pipeloom.catalog.writing import cluster_to_toml
+from pipeloom.catalog.cluster_files import cluster_to_toml
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cli.run_config import refuse_retired
 from pipeloom.config import RunConfig
@@ -16,7 +16,7 @@ from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.software import with_optimizer
 from pipeloom.errors import ConfigError, UserError
-from pipeloom.planner.causes import causes
+from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config

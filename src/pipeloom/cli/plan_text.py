@@ -3,26 +3,16 @@
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import (
-    amount,
-    print_table,
-    seconds,
-    short,
-    table,
-    told_dtype,
-    unit_bytes,
-    unit_s,
-    wide_console,
-)
-from pipeloom.planner.advice import MOST_DOUBLINGS, Closest
-from pipeloom.planner.causes import CAUSES, causes
-from pipeloom.planner.plan import Change, Plan, Rival
+from pipeloom.cli.run_config import dtype_words
+from pipeloom.planner.comparison import CAUSES, Change, Rival, causes
+from pipeloom.planner.no_answer import MOST_DOUBLINGS, Closest
+from pipeloom.planner.plan import Plan
 from pipeloom.planner.question import Question
 from pipeloom.predict.places import describe_places
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.console import headed
-from pipeloom.terminal.words import count, format_bytes
+from pipeloom.terminal.console import headed, print_table, table, wide_console
+from pipeloom.terminal.words import amount, count, format_bytes, seconds, short, unit_bytes, unit_s
 
 _SHARED = {
     "none": "nothing",
@@ -66,7 +56,7 @@ def _print_question(console: Console, plan: Plan) -> None:
     console.print(
         f"{question.shape.name or 'model'}, {amount(question.shape.parameters)} parameters, {question.global_batch:,} "
         f"sequences of {question.seq:,} tokens a step, "
-        f"{told_dtype(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
+        f"{dtype_words(question.precision, is_default=question.has_default_dtype)}; {question.num_devices:,} x "
         f"{_devices(question)} ({question.cluster.name}), trained by {question.software.name}"
     )
     proof = "nothing else can be among the best"
@@ -200,7 +190,7 @@ def _axes(step: SimulatedStep) -> str:
     return f"{axes}, {batches}, {schedule_of(step)}, {shard}{again}"
 
 
-def _rival_table(best: SimulatedStep, rivals: tuple[Rival, ...]) -> Table:
+def _rival_table(best: SimulatedStep, rivals: list[Rival]) -> Table:
     """What each takes more, by cause."""
     unit, _ = unit_s(best.prediction.step_time_s)
     # Causes that differ by less explain nothing that the table shows.
@@ -220,7 +210,7 @@ def _signed(value: float) -> str:
     return f"{'+' if value >= 0 else '-'}{short(abs(value))}"
 
 
-def _change_table(best: SimulatedStep, changes: tuple[Change, ...]) -> Table:
+def _change_table(best: SimulatedStep, changes: list[Change]) -> Table:
     rows = table("", ["tokens/s", "best layout then"], texts=["best layout then"])
     for change in changes:
         if change.step is None:

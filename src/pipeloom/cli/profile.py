@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +18,7 @@ from pipeloom.workload.layout import Recompute
 if TYPE_CHECKING:
     from pipeloom.config import ModelConfig
     from pipeloom.measure import Request
-    from pipeloom.measure.findings import Collectives, Findings, Messages, Product, Timing
+    from pipeloom.measure.findings import Findings, Timing
     from pipeloom.measure.pieces import PieceRequest
 
 
@@ -56,7 +57,7 @@ class Options:
 def run(words: list[str]) -> int:
     """Parse the arguments, measure with own processes or with those of a launcher, write the file, print a table."""
     options = parse_flags(Options, words, "profile", Options.__doc__ or "")
-    from pipeloom.catalog.writing import cluster_to_toml
+    from pipeloom.catalog.cluster_files import cluster_to_toml
     from pipeloom.execute.processes.world import is_first
     from pipeloom.measure import Request, describe_cluster, measure_machine
     from pipeloom.terminal.progress import restore_terminal
@@ -86,8 +87,7 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps({"file": str(options.output), "cluster": asdict(cluster), "findings": asdict(findings)}))
     else:
-        _print_table(cluster, findings)
-        _print_end(options.output, findings)
+        _print(options.output, cluster, findings)
     return 0
 
 
@@ -182,86 +182,27 @@ def check_writable(path: Path) -> None:
         raise UserError(f"cannot write {path}: no permission; choose another place with --output")
 
 
-def _print_table(cluster: Cluster, findings: "Findings") -> None:
-    from rich.table import Table
-
-    from pipeloom.terminal.console import make_console
-
-    table = Table(title=f"{findings.host.device_name}, {findings.host.devices}", box=None, pad_edge=False)
-    table.add_column("what")
-    table.add_column("measured", justify="right")
-    table.add_column("spread", justify="right")
-    table.add_column("repeats", justify="right")
-    for row in _rows(cluster, findings):
-        table.add_row(*row)
-    make_console().print(table)
-    print()
-
-
-def _row(what: str, value: str, timing: "Timing") -> tuple[str, str, str, str]:
-    return what, value, f"{timing.spread:.0%}", str(timing.repeats)
-
-
-def _rows(cluster: Cluster, findings: "Findings") -> Iterator[tuple[str, ...]]:
-    yield from _product_rows(findings.products)
-    for name, rate in findings.too_slow.items():
-        yield f"{name} products: emulated, left out", f"{rate / 1e9:,.1f} GFLOP/s", "", ""
-    yield _row("fixed time of a kernel", f"{findings.kernel.median_s * 1e6:,.1f} us", findings.kernel)
-    yield _row("host's time for an operation", f"{findings.launch.median_s * 1e6:,.1f} us", findings.launch)
-    for what, traffic in (("copy", findings.copy), ("sum", findings.add)):
-        yield _row(f"memory, {what}", f"{traffic.bytes_per_s / 1e9:,.1f} GB/s", traffic.timing)
-    yield "memory of a device", f"{cluster.device.memory_bytes / 1e9:,.1f} GB", "", ""
-    yield from _message_rows("two processes", findings.intra)
-    yield from _message_rows("two hosts", findings.inter)
-    for found in findings.collectives:
-        yield from _collective_rows(found)
-    yield from _piece_rows(cluster)
-
-
-def _piece_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
+def _piece_rows(cluster: Cluster) -> "Iterator[tuple[str, str, Timing | None]]":
     for found in cluster.pieces:
         run = found.run
         name = f"micro-batch {run.micro_batch}, tp {run.tp}"
         name += "" if run.recompute == "none" else f", {run.recompute} recomputation"
         for part, (forward_s, backward_s) in (("layer", found.layer), ("head", found.head)):
-            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", "", ""
+            yield f"{part}, {name}", f"{forward_s * 1e3:.2f} + {backward_s * 1e3:.2f} ms", None
         if found.message_s:
-            yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", "", ""
+            yield "  message between stages", f"{found.message_s * 1e3:.2f} ms", None
 
 
-def _product_rows(products: "tuple[Product, ...]") -> Iterator[tuple[str, ...]]:
-    for product in products:
-        width = round((product.flops / 2) ** (1 / 3))
-        yield _row(
-            f"{product.precision} product, {width} wide", f"{product.flops_per_s / 1e9:,.1f} GFLOP/s", product.timing
-        )
+def _print(path: Path, cluster: Cluster, findings: "Findings") -> None:
+    from pipeloom.measure.describe import crowding, table_rows
+    from pipeloom.terminal.console import make_console, print_table, table
 
-
-def _message_rows(between: str, found: "Messages | None") -> Iterator[tuple[str, ...]]:
-    if found is None:
-        return
-    link = found.link
-    yield f"link of {between}: latency", f"{link.latency_s * 1e6:,.0f} us", "", ""
-    yield f"link of {between}: bandwidth", f"{link.bytes_per_s / 1e9:,.2f} GB/s", "", ""
-    for size, timing in (found.points[0], found.points[-1]):
-        yield _row(f"  message of {_size(size)}", f"{timing.median_s * 1e6:,.0f} us", timing)
-
-
-def _collective_rows(found: "Collectives") -> Iterator[tuple[str, ...]]:
-    (least, least_timing), (_, most_timing) = found.points[0], found.points[-1]
-    most, bus = found.bus[-1]
-    name = f"{found.collective} of {found.ranks}"
-    yield _row(f"{name}, {_size(least)}", f"{least_timing.median_s * 1e6:,.0f} us", least_timing)
-    yield _row(f"{name}, {_size(most)}, bus", f"{bus / 1e9:,.2f} GB/s", most_timing)
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size >= 2**20 else f"{size / 2**10:,.0f} KiB"
-
-
-def _print_end(path: Path, findings: "Findings") -> None:
-    from pipeloom.measure.describe import crowding
-
+    rows = table("what", ["measured", "spread", "repeats"])
+    for what, value, timing in chain(table_rows(findings), _piece_rows(cluster)):
+        rows.add_row(what, value, *(("", "") if timing is None else (f"{timing.spread:.0%}", str(timing.repeats))))
+    print(f"{findings.host.device_name}, {findings.host.devices}\n")
+    print_table(make_console(), rows)
+    print()
     if crowding(findings):
         print(f"busy       {crowding(findings)}")
     if findings.num_processes == 1:

@@ -1,5 +1,6 @@
 """``[CONFIG] [--section.field value ...]`` -> a configuration, with all of its problems at once."""
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -12,6 +13,8 @@ from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import machine_problems, with_model_sizes
+from pipeloom.terminal.words import count
+from pipeloom.workload.dtypes import dtype_of
 
 _Config = TypeVar("_Config", bound=RunConfig)
 _CONFIG = (
@@ -54,10 +57,12 @@ def parse_config(
         sections, problems = read_run_file(Path(words[0]), _run_part(config))
         config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
         words, source = words[1:], words[0]
+    # Path(".") is also how an empty path reads; a shell's "here" gets its name.
+    words = [_named(word) for word in words]
     if words:
         refuse_retired(words, {f"--{name}": what for name, what in RETIRED.items()}, command)
         words, found = _without_truths(words, config)
-        problems += found
+        problems += [*found, *_unused_flags(words, command)]
         given = config
         config = parse_flags(
             type(given),
@@ -95,6 +100,47 @@ def refuse_retired(words: list[str], retired: dict[str, str], command: str) -> N
         raise ConfigError(problems, "the command line")
 
 
+_USED_BY = {
+    "predictions": (
+        *("model", "layout", "schedule", "machine", "data.seq-len", "data.tokenizer", "data.bpe-vocab-size"),
+        *("optimizer.name", "optimizer.clip-grad-norm", "training.dtype", "training.device"),
+    ),
+    "training": ("model", "data", "layout", "schedule", "optimizer", "training", "checkpoint", "output"),
+}
+"""What commands do -> the settings that they read. A run file is for all commands; a flag is for one."""
+_DOES = {"simulate": "predictions", "slices": "predictions", "train": "training", "verify": "training"}
+
+
+def _unused_flags(words: list[str], command: str) -> list[str]:
+    """A sentence for each flag of a setting that the command does not read."""
+    if command not in _DOES:
+        return []
+    used = tuple(f"{name}." for name in _USED_BY[_DOES[command]])  # the dot ends a section, or the whole name
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--[\w-]+\.\w", word)]
+    names = {flag: f"{flag.removeprefix('--').replace('.no-', '.')}." for flag in flags}
+    return [
+        f"{flag} has no effect on {command}; leave it out (a run file may have the setting for other commands)"
+        for flag, name in names.items()
+        if not name.startswith(used)
+    ]
+
+
+def dtype_words(precision: str, *, is_default: bool) -> str:
+    """A run's type of weights and activations, and whether nobody chose it."""
+    return dtype_of(precision) + (" (the devices' default)" if is_default else "")
+
+
+def other_axes(config: RunConfig) -> str:
+    """What tensor and data parallelism add to the pipeline; nothing without them."""
+    layout = config.layout
+    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
+    tensor += " (sequence too)" if layout.sequence_parallel else ""
+    if layout.dp == 1:
+        return tensor
+    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
+    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
+
+
 def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], list[str]]:
     """The words without values of flags that take none, and a sentence for each of these."""
     is_given = [_is_truth(flag, word, config) for flag, word in pairwise(["", *words])]
@@ -104,6 +150,12 @@ def _without_truths(words: list[str], config: RunConfig) -> tuple[list[str], lis
         if is_followed
     ]
     return [word for word, is_extra in zip(words, is_given, strict=True) if not is_extra], problems
+
+
+def _named(word: str) -> str:
+    """A word, or ``--flag=word``, with the current folder by its name."""
+    flag, is_joined, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    return f"{flag}{is_joined}{Path.cwd()}" if value and Path(value) == Path() else word
 
 
 def _is_truth(flag: str, word: str, config: RunConfig) -> bool:

@@ -5,17 +5,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeloom.analysis.summary import communication
+from pipeloom.analysis.summary import LaneUse, communication
 from pipeloom.cli.run_config import described_problems, parse_config
 from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan, swap_plan_to_json
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
-from pipeloom.planner.slice_plan import plan_slices
+from pipeloom.planner.slice_lengths import plan_slices
 from pipeloom.predict.describe import describe
-from pipeloom.predict.moves import why_schedules_may_differ
+from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
+from pipeloom.terminal.words import unit_s
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
@@ -67,31 +68,48 @@ def run(words: list[str]) -> int:
         print_swap_plan(plan, refused=str(error), as_json=options.json)
         return 1
     if options.trace is not None:
-        _write_trace(step, options.trace)
-    if options.schedule_out is not None:
-        write_schedule(step, options.schedule_out)
-    if options.plot is not None:
-        from pipeloom.analysis.excerpt import excerpt
-        from pipeloom.plot.draw import plot_timeline
+        from pipeloom.trace import to_chrome
 
-        part = excerpt(step.trace)
-        plot_timeline(part.trace, [options.plot], title=f"{options.schedule.title}, simulated{part.note}")
+        _write(options.trace, "trace", to_chrome(step.trace, "simulated"))
+    if options.schedule_out is not None:
+        # Programs that block between stages run an order of compute alone, which `train` does not.
+        if not step.software.has_lanes:
+            raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
+        _write(options.schedule_out, "schedule", step.schedule_text)
+    if options.plot is not None:
+        from pipeloom.plot.draw import excerpt, plot_timeline
+
+        part, note = excerpt(step.trace)
+        unit, name = unit_s(part.end_s - part.start_s)
+        title = f"{options.schedule.title}, simulated{note}"
+        plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
 
 
+def _write(file: Path, what: str, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the {what} {file}: {error.strerror}") from error
+
+
 def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> None:
-    is_default, may_differ = options.training.dtype is None, why_schedules_may_differ(options)
+    tree = to_json(step, with_curves=options.memory_over_time)
+    # What other programs do is not what ``pipeloom train`` runs.
+    may_differ = why_training_may_differ(options, dtype_of(step.run.precision) if step.software.has_lanes else None)
+    tree |= {"has_default_dtype": options.training.dtype is None, "may_differ": may_differ}
     if options.json:
-        tree = to_json(step, with_curves=options.memory_over_time)
-        tree |= {"has_default_dtype": is_default, "may_differ": may_differ}
         print(json.dumps(tree if plan is None else tree | swap_plan_to_json(plan)))
         return
     from pipeloom.cli.simulate_text import print_step
 
-    print_step(step, with_lanes=options.lanes, with_peaks=options.memory_over_time, has_default_dtype=is_default)
+    print_step(step, tree, with_lanes=options.lanes)
     if may_differ is not None:
         print(f"\n{may_differ}")
+    if step.fastest_partition is not None:
+        pieces = " ".join(map(str, step.fastest_partition))
+        print(f"\nranks are not equally fast: layout.partition {pieces} gives the slowest one least to do")
     if plan is not None:
         print()
         print_swap_plan(plan)
@@ -136,43 +154,20 @@ def _swapping(config: RunConfig) -> Swapping | None:
     return None if budget is None else Swapping(budget, needs_norm=config.optimizer.clips)
 
 
-def write_schedule(step: SimulatedStep, file: Path) -> None:
-    """Write the schedule of a step, with what it promises and how it was made.
-
-    Raises:
-        UserError: the program has an order of its own, or the file cannot be written.
-    """
-    # Programs that block between stages run an order of compute alone, which `train` does not.
-    if not step.software.has_lanes:
-        raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
-    try:
-        file.write_text(step.schedule_text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the schedule {file}: {error.strerror}") from error
-
-
-def _write_trace(step: SimulatedStep, file: Path) -> None:
-    from pipeloom.trace import to_chrome
-
-    try:
-        file.write_text(to_chrome(step.trace, "simulated"), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the trace {file}: {error.strerror}") from error
-
-
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:
     """What ``--json`` prints, in SI units.
 
     Keys: ``step_time_s`` = ``pipeline_s`` + the sum of ``after_s`` (``reduce_s``, ``tied_s``, ``optimizer_s``,
     ``fixed_s``); ``tokens_per_s``, ``mfu``, ``hfu``, ``bubble_fraction``; ``run`` (the model's sizes and the
-    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may run another
-    schedule, or null), ``cluster``, ``software``, ``has_measured_pieces``, ``num_devices``; ``accounts`` (for each
-    pipeline rank the seconds of each part of the step, which add up to ``step_time_s``); ``communication`` (for each
-    rank and lane ``actions``, ``busy_s``, ``hidden_s``, ``exposed_s``; empty for programs whose exchanges block);
-    ``memory`` (for each pipeline rank ``total_bytes`` and what it is made of), ``device_memory_bytes``,
-    ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the fullest rank -> its bytes then). With
-    ``--memory-over-time`` also ``memory_over_time``: for each rank ``peak_bytes``, ``peak_s``, ``peak_parts`` and
-    ``points``, (seconds, bytes held from then on).
+    layout), ``dtype``, ``has_default_dtype`` (whether nobody chose it), ``may_differ`` (why ``train`` may do
+    something else, or null), ``fastest_partition`` (where ranks are not equally fast, the ``layout.partition`` that
+    gives the slowest one least to do, unless the run has it), ``cluster``, ``software``, ``has_measured_pieces``,
+    ``num_devices``; ``accounts`` (for each pipeline rank the seconds of each part of the step, which add up to
+    ``step_time_s``); ``communication`` (for each rank and lane ``actions``, ``busy_s``, ``hidden_s``,
+    ``exposed_s``; empty for programs whose exchanges block); ``memory`` (for each pipeline rank ``total_bytes`` and
+    what it is made of), ``device_memory_bytes``, ``fullest_rank``, ``fits``, ``help`` (a setting that lowers the
+    fullest rank -> its bytes then). With ``--memory-over-time`` also ``memory_over_time``: for each rank
+    ``peak_bytes``, ``peak_s``, ``peak_parts`` and ``points``, (seconds, bytes held from then on).
 
     ``places`` has for each pipeline rank the ``kind`` of its nodes, ``first_node``, ``last_node`` and
     ``device_memory_bytes``. Where nodes are not alike, the ``device_memory_bytes`` of the whole, and the bytes of
@@ -180,6 +175,8 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     ``num_microbatches``, ``device_budget``, ``step_s``, and as fractions ``utilization`` and ``hidden``.
     """
     prediction = step.prediction
+    # Programs whose exchanges block have no lanes beside compute.
+    uses: list[LaneUse] = [] if step.schedule.level is Level.COMPUTE else communication(step.trace)
     tree: dict[str, Any] = {
         "step_time_s": prediction.step_time_s,
         "pipeline_s": prediction.pipeline_s,
@@ -190,13 +187,14 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
         "bubble_fraction": step.bubble_fraction,
         "num_devices": step.run.num_devices,
         "dtype": dtype_of(step.run.precision),
+        "fastest_partition": step.fastest_partition,
         "cluster": step.cluster.name,
         "places": [asdict(place) for place in step.places],
         "software": step.software.name,
         "has_measured_pieces": step.has_measured_pieces,
         "run": asdict(step.run),
         "accounts": [account.to_dict() for account in step.accounts],
-        "communication": _communication(step),
+        "communication": [_lane_use(use) for use in uses],
         "memory": [
             {"total_bytes": memory.total_bytes, **asdict(memory)} for memory in prediction.memory_by_rank
         ],
@@ -210,17 +208,12 @@ def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]
     return tree
 
 
-def _communication(step: SimulatedStep) -> list[dict[str, Any]]:
-    if step.schedule.level is Level.COMPUTE:
-        return []
-    return [
-        {
-            "rank": use.rank,
-            "lane": str(use.lane),
-            "actions": use.num_actions,
-            "busy_s": use.busy_s,
-            "hidden_s": use.hidden_s,
-            "exposed_s": use.exposed_s,
-        }
-        for use in communication(step.trace)
-    ]
+def _lane_use(use: LaneUse) -> dict[str, Any]:
+    return {
+        "rank": use.rank,
+        "lane": str(use.lane),
+        "actions": use.num_actions,
+        "busy_s": use.busy_s,
+        "hidden_s": use.hidden_s,
+        "exposed_s": use.exposed_s,
+    }

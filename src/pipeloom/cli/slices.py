@@ -4,14 +4,12 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeloom.cli.figures import told_dtype, unit_bytes
-from pipeloom.cli.run_config import described_problems, parse_config
+from pipeloom.cli.run_config import described_problems, dtype_words, parse_config
 from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
-from pipeloom.planner.slice_plan import SlicePlan, plan_slices
+from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
 from pipeloom.predict.describe import describe
-from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.words import count
+from pipeloom.terminal.words import count, unit_bytes
 from pipeloom.workload.dtypes import dtype_of
 
 _SUMMARY = (
@@ -57,20 +55,14 @@ def to_json(plan: SlicePlan) -> dict[str, Any]:
     ``step_time_s``, ``pipeline_s``, ``bubble_fraction``, ``memory_bytes`` (of the fullest rank), and ``even``: for each
     number of even slices ``number`` and the same figures.
     """
-    even = [{"number": one.number, "formula_s": one.formula_s, **_figures(one.step)} for one in plan.even]
-    dtype = dtype_of(plan.step.run.precision)
-    return {
-        "lengths": list(plan.lengths),
-        "dtype": dtype,
-        "formula_s": plan.formula_s,
-        **_figures(plan.step),
-        "even": even,
-    }
+    even = [{"number": len(one.lengths), **_figures(one)} for one in plan.even]
+    return {"lengths": list(plan.lengths), "dtype": dtype_of(plan.step.run.precision), **_figures(plan), "even": even}
 
 
-def _figures(step: SimulatedStep) -> dict[str, float]:
-    prediction = step.prediction
+def _figures(one: SlicedStep) -> dict[str, float]:
+    step, prediction = one.step, one.step.prediction
     return {
+        "formula_s": one.formula_s,
         "step_time_s": prediction.step_time_s,
         "pipeline_s": prediction.pipeline_s,
         "bubble_fraction": step.bubble_fraction,
@@ -81,24 +73,23 @@ def _figures(step: SimulatedStep) -> dict[str, float]:
 def _text(plan: SlicePlan, is_default: bool) -> str:
     run, choice = plan.step.run, plan.step.order.choice
     batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
-    dtype = told_dtype(run.precision, is_default=is_default)
+    dtype = dtype_words(run.precision, is_default=is_default)
+    rows = [(f"{len(one.lengths)} even", _figures(one)) for one in plan.even]
+    rows.append((f"{len(plan.lengths)} chosen", _figures(plan)))
+    unit = unit_bytes(max(figures["memory_bytes"] for _, figures in rows))
     where = f"{dtype}; {plan.step.cluster.name}, {plan.step.software.name}"
-    unit = unit_bytes(max(step.prediction.memory.total_bytes for step in (plan.step, *(one.step for one in plan.even))))
+    chosen = f"--layout.token-slices {' '.join(map(str, plan.lengths))}"
     lines = [
         f"{choice.family}: {count(run.pp, 'pipeline rank')}, {batch}; {where}",
         "",
         f"{'slices':<10}{'formula':>12}{'pipeline':>12}{'step':>12}{'bubble':>9}{'memory':>12}",
-        *(_line(f"{one.number} even", one.formula_s, one.step, unit) for one in plan.even),
-        _line(f"{len(plan.lengths)} chosen", plan.formula_s, plan.step, unit),
+        *(_line(name, figures, unit) for name, figures in rows),
         "",
-        f"--layout.token-slices {' '.join(map(str, plan.lengths))}"
-        if len(plan.lengths) > 1
-        else "whole sequences are fastest",
+        chosen if len(plan.lengths) > 1 else "whole sequences are fastest",
     ]
     return "\n".join(lines)
 
 
-def _line(name: str, formula_s: float, step: SimulatedStep, unit: tuple[float, str]) -> str:
-    figures = _figures(step)
-    times = "".join(f"{value * 1e3:>9.1f} ms" for value in (formula_s, figures["pipeline_s"], figures["step_time_s"]))
+def _line(name: str, figures: dict[str, float], unit: tuple[float, str]) -> str:
+    times = "".join(f"{figures[key] * 1e3:>9.1f} ms" for key in ("formula_s", "pipeline_s", "step_time_s"))
     return f"{name:<10}{times}{figures['bubble_fraction']:>9.1%}{figures['memory_bytes'] / unit[0]:>9.1f} {unit[1]}"

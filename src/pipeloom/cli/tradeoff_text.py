@@ -3,9 +3,9 @@
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.cli.figures import print_table, table, told_dtype, wide_console
+from pipeloom.cli.run_config import dtype_words
 from pipeloom.planner.tradeoff import Curves, Point
-from pipeloom.terminal.console import headed
+from pipeloom.terminal.console import headed, print_table, table, wide_console
 
 
 def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
@@ -39,7 +39,7 @@ def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool
     by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
     lines = {
         "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
-        + told_dtype(question.precision, is_default=question.has_default_dtype),
+        + dtype_words(question.precision, is_default=question.has_default_dtype),
         "cluster": f"{question.cluster.name} at {dollars(training.price_per_device_hour)} for a device and hour",
         "program": trained or by_method,
         "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
-from pipeloom.cli.run_config import parse_config
+from pipeloom.cli.run_config import other_axes, parse_config
 from pipeloom.config import RunConfig, find_problems, recipe_problems
-from pipeloom.predict.moves import why_schedules_may_differ
+from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.schedule import Kind
-from pipeloom.terminal.words import count, format_bytes, told_passes
+from pipeloom.terminal.words import count, format_bytes, passes_of
 
 if TYPE_CHECKING:
     from pipeloom.data.text import Data
@@ -52,11 +52,12 @@ def _run_in(path: Path, config: RunConfig) -> None:
     from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
-    from pipeloom.train.checkpoints.safe_steps import safe_steps
-    from pipeloom.train.session import load_text, resolve, run_on_all_ranks
+    from pipeloom.train.checkpoints.saving import safe_steps
+    from pipeloom.train.session import load_text, long_start, resolve, run_on_all_ranks
 
-    choice = _choose_checkpoint(config, path)
+    choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
     if choice is not None:
+        refuse_steps(choice, config.training.known_steps, path)
         config = replace(config, checkpoint=replace(config.checkpoint, resume=choice.path))
     # Here, before the processes: one tokenizes, and all of them find the text in the cache.
     data = load_text(config)
@@ -69,8 +70,9 @@ def _run_in(path: Path, config: RunConfig) -> None:
         goes_on += f"\n           after the first step, {', '.join(folder.damaged)} will be called *.damaged"
     print(f"text       {data.description}{moved}\nrun        {path}{goes_on}", flush=True)
     has_steps = choice is None or read_info(choice.path).step < resolved.training.known_steps
-    patience = f"; {_patience(config)}" if has_steps else ""
-    print(f"starting   {count(config.layout.num_ranks, 'process')}{patience}\n", flush=True)
+    slow = long_start(config)
+    patience = "; the first step takes a few seconds" if slow is None else f"; {slow} may take minutes"
+    print(f"starting   {count(config.layout.num_ranks, 'process')}{patience if has_steps else ''}\n", flush=True)
     try:
         result = run_on_all_ranks(config, partial(_train, folder))
         # The ranks have ended, and with them the handling of signals; what this process writes must still end in order.
@@ -82,15 +84,6 @@ def _run_in(path: Path, config: RunConfig) -> None:
         error.add_note(safe_steps(resolved, folder))
         raise
     _print_end(result.summary, path)
-
-
-def _choose_checkpoint(config: RunConfig, folder: Path) -> Choice | None:
-    """The checkpoint that the run goes on from; ``None`` for a new one."""
-    if config.checkpoint.resume is None:
-        return None
-    choice = choose_checkpoint(config.checkpoint.resume)
-    refuse_steps(choice, config.training.known_steps, folder)
-    return choice
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
@@ -107,14 +100,6 @@ def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
     if config.checkpoint.final == "safetensors":
         export(folder / FOLDER / name_of(result.summary.steps), folder)
     write_report(folder)
-
-
-def _patience(config: RunConfig) -> str:
-    """What to expect before the first step."""
-    from pipeloom.train.session import long_start
-
-    what = long_start(config)
-    return "the first step takes a few seconds" if what is None else f"{what} may take minutes"
 
 
 def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) -> str:
@@ -198,63 +183,41 @@ def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data")
 
 
 def _announce(config: RunConfig) -> None:
-    layout, schedule = config.layout, config.schedule
-    print(
-        f"pipeline   {schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
-        f"{config.choice().placement_name}{_passes(config)}{_replicas(config)}\n"
-        f"batch      {count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
-        f"{count(config.data.seq_len, 'token')}{_cut(config)}\n"
-        f"dtype      {config.training.known_dtype}{_dtype_note(config)}{_crowd(config)}",
-        flush=True,
-    )
-    may_differ = why_schedules_may_differ(config)
-    if may_differ is not None:
-        print(f"note       {may_differ}", flush=True)
-    if schedule.budget_bytes is not None:
-        home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
-        print(f"stages     at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them")
-
-
-def _dtype_note(config: RunConfig) -> str:
-    """That nobody chose the type, if nobody did."""
-    training = config.training
-    return "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
-
-
-def _crowd(config: RunConfig) -> str:
-    """A line where a run on CPUs has more processes on this host than there are cores; empty elsewhere."""
     from pipeloom.execute.processes.world import is_launched
     from pipeloom.measure.host import num_devices
 
-    num_ranks = config.layout.num_ranks
-    if is_launched() or config.training.device != "cpu" or (cores := num_devices("cpu")) >= num_ranks:
-        return ""
-    several = "`pipeloom launch` writes what starts them on several hosts"
-    return f"\nhost       {count(num_ranks, 'process')} share {count(cores, 'core')}; {several}"
+    layout, schedule, training = config.layout, config.schedule, config.training
+    default = "" if training.dtype else f" (the default on {'GPUs' if training.device == 'cuda' else 'CPUs'})"
+    lines = {
+        "pipeline": f"{schedule.title}: {count(layout.pp, 'pipeline rank')} x {count(layout.loops, 'stage')} each, "
+        f"{config.choice().placement_name}{_passes(config)}{other_axes(config)}",
+        "batch": f"{count(layout.num_microbatches, 'micro-batch')} of {count(layout.microbatch_size, 'sequence')} of "
+        f"{count(config.data.seq_len, 'token')}{_cut(config)}",
+        "dtype": f"{training.known_dtype}{default}",
+    }
+    is_here = training.device == "cpu" and not is_launched()
+    if is_here and (cores := num_devices("cpu")) < layout.num_ranks:
+        several = "`pipeloom launch` writes what starts them on several hosts"
+        lines["host"] = f"{count(layout.num_ranks, 'process')} share {count(cores, 'core')}; {several}"
+    if (may_differ := why_training_may_differ(config)) is not None:
+        lines["note"] = may_differ
+    if schedule.budget_bytes is not None:
+        home = "memory of the host" if schedule.swap_folder is None else f"files in {schedule.swap_folder}"
+        lines["stages"] = f"at rest in {home}; on the device at most {format_bytes(schedule.budget_bytes)} of them"
+    for name, text in lines.items():
+        print(f"{name:<11}{text}", flush=True)
 
 
 def _passes(config: RunConfig) -> str:
     schedule = config.schedule
-    return told_passes(schedule.keep, balance=schedule.balance, offload=schedule.offload)
+    return passes_of(schedule.keep, balance=schedule.balance, offload=schedule.offload)
 
 
 def _cut(config: RunConfig) -> str:
     """Token slices; nothing without them."""
-    slices = config.layout.token_slices
-    if slices == "auto":
+    if config.layout.token_slices == "auto":
         return ", in slices that suit this machine"
     return f", in {count(config.layout.num_slices, 'slice')}" if config.layout.num_slices > 1 else ""
-
-
-def _replicas(config: RunConfig) -> str:
-    """What tensor and data parallelism add to the pipeline; nothing without them."""
-    layout = config.layout
-    tensor = f", each by {layout.tp} tensor-parallel ranks" if layout.tp > 1 else ""
-    tensor += " (sequence too)" if layout.sequence_parallel else ""
-    if layout.dp == 1:
-        return tensor
-    copies = f", {layout.replicate} copies" if layout.replicate is not None else ""
-    return f"{tensor}; {count(layout.dp, 'replica')}, shard {layout.shard}{copies}"
 
 
 def _print_end(summary: "RunSummary", folder: Path) -> None:
@@ -262,14 +225,11 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
 
     sample = folder / names.SAMPLE
     if sample.exists():
-        print(f"\nsample\n{_indented(sample.read_text(encoding='utf-8'))}")
-    print(f"\nparameters        {summary.num_parameters:,}")
-    _print_measured(summary)
-    if summary.train_loss is not None:
-        print(f"training loss     {summary.train_loss:.4f} nats per token in step {summary.steps}")
-    if summary.validation_loss is not None:
-        print(f"validation loss   {summary.validation_loss:.4f}")
-    print(f"unigram loss      {summary.unigram_loss:.4f} (a model of token frequencies alone)")
+        text = sample.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        print("\nsample\n" + "\n".join(f"  | {line}" for line in text))
+    print()
+    for name, text in _results(summary).items():
+        print(f"{name:<18}{text}")
     print(f"\nwritten to {folder}:")
     described = {
         names.CONFIG: f"the complete configuration; `pipeloom train {folder / names.CONFIG}` runs it again",
@@ -293,38 +253,31 @@ def _print_end(summary: "RunSummary", folder: Path) -> None:
             print(f"  {name:<21} {what}")
 
 
-def _print_measured(summary: "RunSummary") -> None:
-    """What steps took and held."""
-    if summary.step_time_s is None or summary.tokens_per_s is None:
-        print("step time         not measured: all steps were done before, with other settings or in another folder")
+def _results(summary: "RunSummary") -> dict[str, str]:
+    """What steps took and held, and what the model learned."""
+    step_s, predicted_s, bubble = summary.step_time_s, summary.predicted_step_time_s, summary.bubble_fraction
+    lines = {"parameters": f"{summary.num_parameters:,}"}
+    if step_s is None or summary.tokens_per_s is None:
+        lines["step time"] = "not measured: all steps were done before, with other settings or in another folder"
     else:
-        print(f"step time         {summary.step_time_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s")
-    if summary.predicted_step_time_s is not None and summary.step_time_s is not None:
-        ratio = summary.predicted_step_time_s / summary.step_time_s
-        print(
-            f"predicted         {summary.predicted_step_time_s * 1e3:.0f} ms before the first step, {ratio:.2f} of that"
-        )
+        lines["step time"] = f"{step_s * 1e3:.0f} ms (median), {summary.tokens_per_s:,.0f} tokens/s"
+    if predicted_s is not None and step_s is not None:
+        lines["predicted"] = f"{predicted_s * 1e3:.0f} ms before the first step, {predicted_s / step_s:.2f} of that"
     if summary.exchange_s is not None:
-        print(f"exchanges         {summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism")
+        lines["exchanges"] = f"{summary.exchange_s * 1e3:.0f} ms of a rank's traced step, of tensor parallelism"
     if any(summary.live_bytes):
         held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary.live_bytes)
-        print(f"for backwards     {held} MB at most, by pipeline rank")
-    if summary.bubble_fraction is not None:
-        bubble = f"{summary.bubble_fraction:.0%} of the ranks' time in the traced step"
-        if summary.predicted_bubble_fraction is not None:
-            bubble += f", {summary.predicted_bubble_fraction:.0%} predicted"
-        print(f"bubble            {bubble}")
-    _print_swapping(summary)
-
-
-def _print_swapping(summary: "RunSummary") -> None:
-    """What swapped stages took, if there were any."""
-    if summary.peak_stage_bytes is None or summary.swap_s is None or summary.swap_hidden_s is None:
-        return
-    hidden = f"{summary.swap_hidden_s / summary.swap_s:.0%} of them hidden" if summary.swap_s else "nothing to hide"
-    print(f"swapped stages    {summary.swap_s * 1e3:.0f} ms on their way in the traced step, {hidden}")
-    print(f"                  at most {format_bytes(summary.peak_stage_bytes)} of them on the device")
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.removesuffix("\n").split("\n"))
+        lines["for backwards"] = f"{held} MB at most, by pipeline rank"
+    if bubble is not None:
+        predicted = summary.predicted_bubble_fraction
+        also = "" if predicted is None else f", {predicted:.0%} predicted"
+        lines["bubble"] = f"{bubble:.0%} of the ranks' time in the traced step{also}"
+    if summary.peak_stage_bytes is not None and summary.swap_s is not None and summary.swap_hidden_s is not None:
+        hidden = f"{summary.swap_hidden_s / summary.swap_s:.0%} of them hidden" if summary.swap_s else "nothing to hide"
+        lines["swapped stages"] = f"{summary.swap_s * 1e3:.0f} ms on their way in the traced step, {hidden}"
+        lines[""] = f"at most {format_bytes(summary.peak_stage_bytes)} of them on the device"
+    if summary.train_loss is not None:
+        lines["training loss"] = f"{summary.train_loss:.4f} nats per token in step {summary.steps}"
+    if summary.validation_loss is not None:
+        lines["validation loss"] = f"{summary.validation_loss:.4f}"
+    return lines | {"unigram loss": f"{summary.unigram_loss:.4f} (a model of token frequencies alone)"}

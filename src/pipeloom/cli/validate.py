@@ -9,12 +9,13 @@ from typing import Annotated, Any
 import tyro
 
 from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
-from pipeloom.accuracy.measures import Measures, measure, rankings
+from pipeloom.accuracy.measures import rankings
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
-from pipeloom.cli.figures import print_table, table, wide_console
 from pipeloom.cli.flags import parse_flags
 from pipeloom.errors import UserError
+from pipeloom.terminal.console import Columns, print_table, table_of, wide_console
+from pipeloom.terminal.words import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,11 @@ def run(words: list[str]) -> int:
             for name, part in parts_of(answer.outcomes).items()
         }
         plot_accuracy(points, options.plot)
+    tree = answer.to_json()
     if options.json:
-        print(json.dumps(answer.to_json(), indent=2))
+        print(json.dumps(tree, indent=2))
     else:
-        _print_table(answer)
+        _print_table(tree)
         if options.groups:
             _print_groups(answer)
     return 0
@@ -130,25 +132,36 @@ def _fit(options: Options, chosen: list[Row]) -> int:
     return 0
 
 
-def _counted(part: Measures) -> str:
-    oom = "" if not part.oom_first else f"; in {part.oom_first} a layout that ran out of memory was ranked before it"
-    return f"{part.groups} group{'s' * (part.groups != 1)}{oom}"
+def _share(value: float) -> str:
+    return f"{value:.1%}"
 
 
-_HEADER = ("rows", "timed", "mean", "median", "p90", "bias", "ranks", "regret", "oom", "memory")
+_COLUMNS: Columns = {
+    "rows": ("rows", str),
+    "timed_rows": ("timed", str),
+    "mean_abs_error": ("mean", _share),
+    "median_abs_error": ("median", _share),
+    "p90_abs_error": ("p90", _share),
+    "bias": ("bias", _share),
+    "rank_correlation": ("ranks", "{:.3f}".format),
+    "mean_top1_regret": ("regret", _share),
+    "oom_agreement": ("oom", _share),
+    "memory_mean_abs_error": ("memory", _share),
+}
 
 
-def _print_table(answer: Comparison) -> None:
-    parts = {"all": measure(answer.outcomes), **answer.by_set}
-    rows = table("", _HEADER)
-    for name, part in parts.items():
-        rows.add_row(name, *_cells(part))
-    print_table(wide_console(), rows)
+def _print_table(tree: dict[str, Any]) -> None:
+    whole = tree["summary"]
+    print_table(wide_console(), table_of({"all": whole, **tree["sets"]}, _COLUMNS))
+    oom = "; in {} a layout that ran out of memory was ranked before it".format(whole["oom_first"])
     print("# mean, median, p90: |predicted / measured - 1| of the step time; regret: how much slower, as measured, the")
     print("# layout ranked first is than the fastest, mean over groups of one set, model, sequence length, number of")
-    print(f"# devices, batch, precision and kernels ({_counted(parts['all'])})")
-    for reason, count in answer.skipped.items():
-        print(f"# {count} row{'s' * (count > 1)} not predicted: {reason}")
+    print(
+        "# devices, batch, precision and kernels "
+        f"({count(whole['groups'], 'group')}{oom if whole['oom_first'] else ''})"
+    )
+    for reason, number in tree["skipped"].items():
+        print(f"# {count(number, 'row')} not predicted: {reason}")
 
 
 def _print_groups(answer: Comparison) -> None:
@@ -173,17 +186,6 @@ def _layout(row: Row) -> str:
         f"{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} micro-batch {run.micro_batch} "
         f"{row.schedule} shard {run.shard}{''.join(more)}"
     )
-
-
-def _cells(part: Measures) -> list[str]:
-    shares = (part.mean_abs_error, part.median_abs_error, part.p90_abs_error, part.bias)
-    later = (part.mean_top1_regret, part.oom_agreement, part.memory_mean_abs_error)
-    ranks = "-" if part.rank_correlation is None else f"{part.rank_correlation:.3f}"
-    return [str(part.rows), str(part.timed_rows), *map(_percent, shares), ranks, *map(_percent, later)]
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _print_stage_times(answer: dict[str, Any], *, as_json: bool) -> None:

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeloom.cli.run_config import parse_run_config
+from pipeloom.cli.run_config import other_axes, parse_run_config
 from pipeloom.config import RunConfig, TrainingConfig
 from pipeloom.errors import UserError
 from pipeloom.terminal.words import count
@@ -40,13 +40,10 @@ def run(words: list[str]) -> int:
     check_processes(config)
     check_memory(config, verifies=True)
     if is_first():
-        layout, schedule = config.layout, config.schedule
-        replicas = f"{layout.dp} replicas, shard {layout.shard}, " if layout.dp > 1 else ""
-        if layout.tp > 1:
-            replicas += f"{layout.tp} tensor-parallel ranks{', sequence too' * layout.sequence_parallel}, "
+        layout = config.layout
         print(
-            f"{schedule.title} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
-            f"{count(layout.loops, 'stage')}, {replicas}{count(layout.num_microbatches, 'micro-batch')}, "
+            f"{config.schedule.title} ({config.choice().placement_name}) over {count(layout.pp, 'pipeline rank')} x "
+            f"{count(layout.loops, 'stage')}{other_axes(config)}; {count(layout.num_microbatches, 'micro-batch')}, "
             f"{config.training.known_dtype}, {_NUM_BATCHES} batches",
             flush=True,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from pipeloom.config import RunConfig, to_dict, unset, usual_values
-from pipeloom.config.paths import place_paths, with_absolute_paths
+from pipeloom.config.paths import with_absolute_paths
 from pipeloom.system.files import parse_toml, read_text
 from pipeloom.terminal.words import did_you_mean, has_line_break
 
@@ -23,7 +23,7 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
 
     Args:
         path: a TOML file with the sections and keys of ``RunConfig``.
-        default: for what the file does not set.
+        default: for what the file does not set; without relative paths.
 
     Returns:
         The configuration, with defaults where the file is wrong, and a sentence for each thing that is wrong.
@@ -31,8 +31,8 @@ def read_run_file(path: Path, default: RunConfig | None = None) -> tuple[RunConf
     Raises:
         UserError: there is no such file, or it is not TOML.
     """
-    tree = parse_toml(read_text(path, "the configuration"), path)
-    return parse_run(place_paths(tree, RunConfig, path.parent), default)
+    config, problems = parse_run(parse_toml(read_text(path, "the configuration"), path), default)
+    return with_absolute_paths(config, path.parent), problems
 
 
 def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[RunConfig, list[str]]:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 _Config = TypeVar("_Config")
 
@@ -18,28 +18,9 @@ def names_file(name: str) -> bool:
     return os.sep in name or name.endswith(".toml")
 
 
-def place_paths(tree: dict[str, Any], config_class: type, folder: Path) -> dict[str, Any]:
-    """The settings of a file with every path absolute: relative ones begin at ``folder``, ``~`` at the user's home.
-
-    Args:
-        tree: nested dictionaries, as they are read.
-        config_class: the dataclass with these settings; its types show which are paths.
-        folder: the folder of the file.
-    """
-    hints = get_type_hints(config_class, include_extras=True)
-    placed = dict(tree)
-    for key, value in tree.items():
-        hint = hints.get(key)
-        if isinstance(value, dict) and is_dataclass(hint):
-            placed[key] = place_paths(value, cast("type", hint), folder)
-        elif isinstance(value, str) and value and _is_path(hint, value):
-            placed[key] = str(_absolute(folder / expand_home(Path(value))))
-    return placed
-
-
-def with_absolute_paths(config: _Config) -> _Config:
-    """The same settings, which mean the same files from any folder."""
-    return _change(config, _absolute)
+def with_absolute_paths(config: _Config, folder: Path = Path()) -> _Config:
+    """The same settings with every path absolute: relative ones begin at a folder, ``~`` at the user's home."""
+    return _change(config, lambda path: _absolute(folder / expand_home(path)))
 
 
 def with_home(config: _Config) -> _Config:
@@ -73,13 +54,6 @@ def _change(config: Any, change: Callable[[Path], Path]) -> Any:
             changed[item.name] = _change(value, change)
         elif isinstance(value, Path) and value != Path():  # which represents an empty text
             changed[item.name] = change(value)
-        elif isinstance(value, str) and _is_path(hints[item.name], value):
+        elif _IS_FILE_BY_FORM in getattr(hints[item.name], "__metadata__", ()) and names_file(value):
             changed[item.name] = str(change(Path(value)))
     return replace(config, **changed)
-
-
-def _is_path(hint: Any, value: str) -> bool:
-    """Whether a text is a path, by the type of its setting."""
-    if _IS_FILE_BY_FORM in getattr(hint, "__metadata__", ()):
-        return names_file(value)
-    return hint is Path or Path in get_args(hint)

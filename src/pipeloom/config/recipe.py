@@ -5,12 +5,9 @@ A run that states the sizes of its model is the demo, or a variation of it. A mo
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
+from pipeloom.config.run import RunConfig, value_of
 from pipeloom.workload.model_families import MODELS
-
-if TYPE_CHECKING:
-    from pipeloom.config.run import RunConfig
 
 RECIPE = {
     "model.norm_eps": "added to the variance in normalization, as the model was designed",
@@ -28,23 +25,19 @@ _USUAL = ("clip_grad_norm", "lr_min_fraction")
 are named."""
 
 
-def unset(config: "RunConfig") -> dict[str, str]:
-    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo.
-
-    Args:
-        config: the sizes of its model may be in place or not.
-    """
+def unset(config: RunConfig) -> dict[str, str]:
+    """Settings that the user has to give before the run can train: name -> what it is. Empty for the demo."""
     if not _is_from_elsewhere(config):
         return {}
     is_rotary = MODELS[config.model.family].is_rotary
     return {
         name: what
         for name, what in RECIPE.items()
-        if _value(config, name) is None and (is_rotary or name != "model.rope_theta")
+        if value_of(config, name) is None and (is_rotary or name != "model.rope_theta")
     }
 
 
-def recipe_problems(config: "RunConfig") -> list[str]:
+def recipe_problems(config: RunConfig) -> list[str]:
     """Why the run cannot train yet: one sentence with all settings of the recipe that are missing, or nothing."""
     missing = unset(config)
     if not missing:
@@ -54,20 +47,19 @@ def recipe_problems(config: "RunConfig") -> list[str]:
     return [f"the recipe of {source} is not known here; set, in the run file or as flags:\n{wanted}"]
 
 
-def usual_values(config: "RunConfig") -> str | None:
+def usual_values(config: RunConfig) -> str | None:
     """The settings of the optimizer that are defaults and no recipe of the model, a sentence; ``None`` without."""
-    from pipeloom.config.sections import OptimizerConfig
-
-    own, default = config.optimizer, OptimizerConfig()
+    own, default = config.optimizer, RunConfig().optimizer
     kept = {name: value for name, value in own.rule.settings.items() if own.values[name] == value}
     kept |= {name: getattr(own, name) for name in _USUAL if getattr(own, name) == getattr(default, name)}
     if not kept or not _is_from_elsewhere(config):
         return None
-    values = ", ".join(f"optimizer.{name} {_text(value)}" for name, value in kept.items())
+    texts = {name: " ".join(map(str, value)) if isinstance(value, tuple) else value for name, value in kept.items()}
+    values = ", ".join(f"optimizer.{name} {text}" for name, text in texts.items())
     return f"{values}: usual values, which are not from a recipe of this model."
 
 
-def with_demo_recipe(config: "RunConfig") -> "RunConfig":
+def with_demo_recipe(config: RunConfig) -> RunConfig:
     """The run with the demo's value for each setting of the recipe that is unset, but ``data.path``."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     return replace(
@@ -79,14 +71,5 @@ def with_demo_recipe(config: "RunConfig") -> "RunConfig":
     )
 
 
-def _is_from_elsewhere(config: "RunConfig") -> bool:
+def _is_from_elsewhere(config: RunConfig) -> bool:
     return config.model.preset is not None or config.model.file is not None
-
-
-def _value(config: "RunConfig", name: str) -> Any:
-    section, key = name.split(".")
-    return getattr(getattr(config, section), key)
-
-
-def _text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

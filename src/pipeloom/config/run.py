@@ -70,6 +70,12 @@ class RunConfig:
         )
 
 
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a setting, such as ``layout.pp``."""
+    section, key = name.split(".")
+    return getattr(getattr(config, section), key)
+
+
 def to_dict(config: Any) -> dict[str, Any]:
     """A dataclass as nested dictionaries of TOML's types; fields that are ``None`` are left out."""
     tree: dict[str, Any] = {}

@@ -6,11 +6,12 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pipeloom.config.paths import NameOrFile
 from pipeloom.terminal.words import parse_bytes
 from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.limits import Count, CountOrNone, Fraction, Limits, Positive
 from pipeloom.workload.optimizers import OPTIMIZERS, SHARED, Optimizer, Setting
 
 
@@ -24,11 +25,11 @@ class DataConfig:
     tokenizer: Literal["bytes", "bpe"] | None = None
     """bytes: one token a byte. bpe: byte-pair encoding trained on the corpus (needs pipeloom[bpe]). None: bytes; no
     default for a model from model.preset or model.file."""
-    bpe_vocab_size: int = 4096
+    bpe_vocab_size: Annotated[int, Limits(least=257)] = 4096  # the 256 bytes and end of text
     """Tokens of the byte-pair encoding; used with tokenizer bpe only."""
-    seq_len: int = 128
+    seq_len: Count = 128
     """Tokens of a sequence."""
-    validation_fraction: float = 0.05
+    validation_fraction: Annotated[float, Limits(above=0, most=1)] = 0.05
     """Share of the text that is kept for validation."""
     cache: Path | None = None
     """Folder for tokenized text. None: pipeloom/ in the user's cache folder."""
@@ -57,13 +58,13 @@ class ScheduleConfig:
     keep: tuple[int, ...] | None = None
     """For each pipeline rank the stage inputs that it keeps with everything computed from them until their backwards;
     the others are recomputed, one by one, as few as possible. None: all."""
-    receive_buffers: int = 2
+    receive_buffers: Count = 2
     """Receives posted ahead and not yet used, for each directed edge between two ranks."""
-    residency: int | None = None
+    residency: Count | None = None
     """Stages whose gathered weights a rank holds at once, with layout.shard full. None: 2."""
-    prefetch: int | None = None
+    prefetch: CountOrNone | None = None
     """How many stages ahead a gather of sharded weights may start. None: 1."""
-    gradient_buffers: int | None = None
+    gradient_buffers: Count | None = None
     """Stages whose unreduced gradients a rank has room for, with layout.shard gradients or full. None: all of its
     stages."""
     balance: bool = False
@@ -120,24 +121,24 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw, sgd, or an optimizer of another distribution (docs/extending.md)."""
-    lr: float | None = None
+    lr: Positive | None = None
     """Peak learning rate. None: 3e-3; no default for a model from model.preset or model.file."""
-    lr_warmup_steps: int | None = None
+    lr_warmup_steps: CountOrNone | None = None
     """Steps over which the learning rate rises from 0. None: 10; no default for a model from model.preset or
     model.file."""
-    lr_min_fraction: float = 0.1
+    lr_min_fraction: Fraction = 0.1
     """Share of lr that the cosine ends at."""
     betas: tuple[float, float] | None = None
     """Decay of the first and second moment; adamw. None: 0.9 0.95."""
-    eps: float | None = None
+    eps: Positive | None = None
     """Added to the root of the second moment; adamw. None: 1e-8."""
-    momentum: float | None = None
+    momentum: Fraction | None = None
     """Share of the momentum that a step keeps; sgd. None: 0.9."""
-    weight_decay: float | None = None
+    weight_decay: Annotated[float, Limits(least=0)] | None = None
     """Weight decay, on matrices only; decoupled with adamw, added to the gradient with sgd. None: 0.1."""
     settings: tuple[str, ...] = ()
     """Settings of an optimizer of another distribution that have no key here, each as name=number."""
-    clip_grad_norm: float = 1.0
+    clip_grad_norm: Annotated[float, Limits(above=0, most=math.inf)] = 1.0
     """Largest norm of the whole model's gradient; inf clips nothing."""
 
     @property
@@ -176,7 +177,7 @@ class OptimizerConfig:
 class TrainingConfig:
     """The loop."""
 
-    steps: int | None = None
+    steps: Count | None = None
     """Optimizer steps. None: 200; no default for a model from model.preset or model.file."""
     seed: int = 0
     """Seed of the weights, the order of the data and the sample."""
@@ -187,7 +188,7 @@ class TrainingConfig:
     that lack it."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the stages live. cuda takes one device for each process."""
-    threads: int = 1
+    threads: Count = 1
     """CPU threads of each process."""
     compile: bool = False
     """Whether torch.compile compiles embedding, layers and head; layers that are alike share the code. Takes a minute
@@ -196,15 +197,15 @@ class TrainingConfig:
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """inductor: generates code, which takes a C++ compiler on CPUs and a C compiler on CUDA. aot_eager: only traces
     forward and backward, to see whether that works; needs no compiler and gains nothing."""
-    validation_batches: int = 8
+    validation_batches: CountOrNone = 8
     """Batches of the validation loss at the end; 0 for none."""
-    sample_tokens: int = 160
+    sample_tokens: CountOrNone = 160
     """Tokens of the sample at the end; 0 for none."""
     predict: bool = True
     """Profile the stages before the first step and simulate the step, to compare at the end; takes a few seconds."""
-    run_ahead: int = 32
-    """Forwards and backwards that the host may issue before a CUDA device has done them; without effect on a CPU."""
-    stall_timeout_s: float = 60.0
+    run_ahead: Count = 32
+    """Forwards and backwards that the host may issue before a CUDA device has done them; with device cuda only."""
+    stall_timeout_s: Annotated[float, Limits(least=1)] = 60.0
     """Seconds that a rank waits for a tensor before it reports a stall and ends the run."""
 
     @property
@@ -224,7 +225,7 @@ class OutputConfig:
 
     folder: Path | None = None
     """Run folder; made if it is not there. None: outputs/ and the time of the start."""
-    trace_step: int = 10
+    trace_step: Count = 10
     """Step whose trace and timeline picture are written, counted from 1; the last one if there are fewer."""
 
 
@@ -232,16 +233,16 @@ class OutputConfig:
 class CheckpointConfig:
     """When the state of the run is written, and from which one it goes on."""
 
-    every: int | None = None
+    every: Count | None = None
     """Steps between checkpoints, which are written to checkpoints/ in the run folder. None: checkpoints come by
     every_s only."""
-    every_s: float = 1800.0
+    every_s: Annotated[float, Limits(least=0)] = 1800.0
     """Seconds without a checkpoint after which one is written, also with every; 0 for never. The clock of rank 0
     decides."""
-    keep: int | None = None
+    keep: Count | None = None
     """How many checkpoints are kept, the newest ones. None: all that every or final set, and the others as long as they
     are among the two newest."""
-    grace_s: float = 25.0
+    grace_s: Annotated[float, Limits(least=0)] = 25.0
     """Seconds after Ctrl-C, SIGTERM or SIGHUP in which the run ends its step, writes a checkpoint and ends; 0 to end at
     once, without a checkpoint. Less than what the launcher grants: torchrun kills after 30 s, Slurm after its KillWait,
     30 s by default."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
+from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES
 from pipeloom.schedule.stage_swaps import NONE, Amounts, Content
 
 
@@ -80,9 +81,9 @@ class UniformCosts:
     def _of_stage(self, kind: Kind) -> float:
         """Seconds of what runs beside compute and concerns one stage alone."""
         match kind:
-            case Kind.EVICT | Kind.LOAD:
+            case _ if kind in PARTNER_MOVES:
                 return self.evict_s
-            case Kind.OFFLOAD | Kind.RELOAD:
+            case _ if kind in HOST_MOVES:
                 return self.offload_s
             case Kind.UNSHARD:
                 return self.unshard_s
@@ -180,9 +181,9 @@ class StageCosts:
                 return self.unshard_s[stage] if self.unshard_s else 0.0
             case Kind.REDUCE_GRAD:
                 return self.reduce_s[stage] if self.reduce_s else 0.0
-            case Kind.EVICT | Kind.LOAD:
+            case _ if kind in PARTNER_MOVES:
                 return self.evict_s[stage] if self.evict_s else 0.0
-            case Kind.OFFLOAD | Kind.RELOAD:
+            case _ if kind in HOST_MOVES:
                 return self.offload_s[stage] if self.offload_s else 0.0
             case Kind.RECV_TIED:
                 return self.tied_s

@@ -1,7 +1,10 @@
-"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective.
+"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective; and what was measured.
 
-Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read
-(``pipeloom.catalog``).
+Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read (``pipeloom.catalog``).
+
+Where a host has fewer cores than processes, what was measured is in seconds of a core: the CPU time that the process
+takes while all processes are at work. What ranks wait for each other is then left to others, and the simulator shares
+the cores out (``pipeloom.predict.places``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +13,15 @@ from itertools import pairwise
 from math import log
 from typing import Literal
 
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
 from pipeloom.errors import UserError
-from pipeloom.workload.dtypes import Dtype, default_dtype
+from pipeloom.workload.dtypes import Dtype, Precision, default_dtype
+from pipeloom.workload.run import Run
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter"]
 Curve = tuple[tuple[float, float], ...]
 """(x, y) points with rising x."""
+Both = tuple[float, float]
+"""Seconds of a forward and of a backward."""
 
 TILES = (
     (256, 128, 1.0),
@@ -51,7 +56,7 @@ class Device:
         name: as tables of measurements spell it.
         peak_flops_per_s: by precision.
         matmul_curve: (FLOPs of one matrix product, FLOP/s reached as a fraction of the peak), in each precision that
-            has no curve of its own.
+            has no curve of its own; empty where all have one.
         matmul_curves: the curves of precisions that have their own.
         kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
         memory_bytes: what a process can allocate.
@@ -62,7 +67,7 @@ class Device:
 
     name: str
     peak_flops_per_s: dict[str, float]
-    matmul_curve: Curve
+    matmul_curve: Curve = ()
     kernel_s: float
     memory_bytes: float
     memory_bytes_per_s: float
@@ -193,6 +198,45 @@ class Group:
         per_node = max(1, min(size, devices_per_node // stride if stride < devices_per_node else 1))
         # Groups that lie between each other's ranks do the same at the same time, and share the node's network.
         return cls(size, per_node, max(1, min(devices_per_node, devices_per_node // per_node)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPieces:
+    """A model's pieces as they were measured.
+
+    Attributes:
+        run: of what (``Run.of_measured_pieces``).
+        embedding, layer, head: seconds for one micro-batch, with tensor-parallel exchanges.
+        stage: seconds of a stage beside its pieces.
+        message_s: seconds of a core that a message between two stages takes at both ends together; 0 where cores are
+            not shared, so that the link tells.
+    """
+
+    run: Run
+    embedding: Both
+    layer: Both
+    head: Both
+    stage: Both = (0.0, 0.0)
+    message_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredUpdate:
+    """What follows a step's pipeline, as it was measured: gradients to zero, their norm, clipping, the optimizer.
+
+    Attributes:
+        fixed_s: seconds of a rank whatever it holds.
+        parameter_s: seconds for each parameter that the rank updates.
+        precision: of weights and activations.
+    """
+
+    fixed_s: float
+    parameter_s: float
+    precision: Precision
+
+    def seconds(self, parameters: float) -> float:
+        """Of a rank that updates so many."""
+        return self.fixed_s + self.parameter_s * parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,9 +438,8 @@ class Cluster:
             # Measured on a clock while ranks shared cores; predictions count seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency
         moved = bus_bytes(collective, message_bytes, group.size)
-        latency = self.intra.latency_s + (
-            self.inter.latency_s * (group.num_nodes - 1) ** 0.5 if group.num_nodes > 1 else 0
-        )
+        # An assumption: with n nodes a ring has n - 1 hops in a row and a tree about log n. The root lies between.
+        latency = self.intra.latency_s + self.inter.latency_s * (group.num_nodes - 1) ** 0.5
         return latency + moved / (self.bus_bytes_per_s(collective, group) * efficiency)
 
     def p2p_s(self, message_bytes: float, *, is_inside: bool, sharing: int = 1, efficiency: float = 1.0) -> float:

@@ -7,10 +7,10 @@ What micro-batches keep is exact for this program (``pipeloom.cost.kept``), and 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeloom.cost.analytic import layers_by_recompute, stage_layers
 from pipeloom.cost.foreign import GATHERED_COPIES, layer_kept_bytes, layer_pending_bytes, stage_input_bytes
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import layers_by_recompute, stage_layers
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 

@@ -264,7 +264,6 @@ def _slowest_device(devices: Sequence[Device]) -> Device:
     return Device(
         name=" + ".join(dict.fromkeys(device.name for device in devices)),
         peak_flops_per_s={name: min(device.peak_flops_per_s[name] for device in devices) for name in known},
-        matmul_curve=slowest.matmul_curve,
         kernel_s=max(device.kernel_s for device in devices),
         memory_bytes=min(device.memory_bytes for device in devices),
         memory_bytes_per_s=min(device.memory_bytes_per_s for device in devices),

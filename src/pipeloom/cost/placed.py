@@ -1,20 +1,38 @@
-"""A run on a cluster, as a training program executes it."""
+"""A run on a cluster, as a training program executes it: where its ranks stand, and how long its stages take.
 
+Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
+pipeline rank has ``dp x tp`` devices that follow each other. They work in lock-step, tensor-parallel ranks at each
+exchange and replicas at the end of a step, so that the slowest of them counts.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import pairwise
 
-from pipeloom.cost.analytic import stage_costs, stage_layers, stage_parameters, with_own_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import placement_of, rank_device_bytes
+from pipeloom.cost.layers import PieceSeconds, piece_seconds
+from pipeloom.cost.partition import fastest_partition
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import (
+    layers_by_recompute,
+    layers_of_pieces,
+    placement_of,
+    stage_layers,
+    stage_parameters,
+    tied_ranks,
+)
 from pipeloom.schedule import Placement
+from pipeloom.workload.layout import place_of
 from pipeloom.workload.run import Run
 
 
 @dataclass(frozen=True)
 class Placed:
     """A run with everything that its prediction depends on but its schedule.
+
+    What depends on where ranks stand raises a ``UserError`` where the cluster has not so many devices.
 
     Attributes:
         run: what is trained.
@@ -45,32 +63,250 @@ class Placed:
         """Parameters of each stage that one device holds."""
         return stage_parameters(self.run, self.software)
 
-    @cached_property
-    def costs(self) -> StageCosts:
-        """Seconds of each stage, without collectives.
+    def first_device(self, rank: int) -> int:
+        """The first of a pipeline rank's devices; the others follow it."""
+        return place_of(rank, self.run.pipeline_order) * self.run.dp * self.run.tp
 
-        Raises:
-            UserError: the cluster has not so many devices.
-        """
-        return stage_costs(self.run, self.cluster, self.software)
+    @property
+    def first_devices(self) -> list[int]:
+        """That of each pipeline rank."""
+        return [self.first_device(rank) for rank in range(self.run.pp)]
+
+    def are_near(self, one: int, other: int) -> bool:
+        """Whether two pipeline ranks share nodes: each device of the one stands on the same node as its partner."""
+        begin, end, node_of = self.first_device(one), self.first_device(other), self.cluster.node_of
+        return all(node_of(begin + n)[0] == node_of(end + n)[0] for n in range(self.run.dp * self.run.tp))
+
+    @property
+    def parts(self) -> tuple[Cluster, ...]:
+        """For each pipeline rank the cluster as its devices see it."""
+        return _parts(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
+
+    @property
+    def _kinds(self) -> tuple[Cluster, ...]:
+        """The different ones of ``parts``."""
+        return _kinds(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
+
+    def route(self, one: int, other: int) -> Cluster:
+        """The cluster as messages between two pipeline ranks see it."""
+        size = self.run.dp * self.run.tp
+        return self.cluster.route(self.first_device(one), self.first_device(other), size)
 
     @cached_property
     def device_bytes(self) -> tuple[float, ...]:
-        """What a device of each pipeline rank can hold.
+        """What a device of each pipeline rank can hold."""
+        # Most clusters are of one kind: then nothing has to be looked up rank by rank.
+        if len(self._kinds) == 1:
+            return (self._kinds[0].device.memory_bytes,) * self.run.pp
+        return tuple(part.device.memory_bytes for part in self.parts)
+
+    @property
+    def pieces(self) -> tuple[PieceSeconds, ...]:
+        """For each pipeline rank the seconds of the model's pieces there, if all layers recompute ``run.recompute``."""
+        of_part = {part: piece_seconds(self.run, part, self.software) for part in self._kinds}
+        if len(of_part) == 1:
+            return tuple(of_part.values()) * self.run.pp
+        return tuple(of_part[part] for part in self.parts)
+
+    @property
+    def fastest_pieces(self) -> PieceSeconds:
+        """Seconds of the model's pieces, each on the rank where it is fastest."""
+        pieces = [piece_seconds(self.run, part, self.software) for part in self._kinds]
+        if len(pieces) == 1:
+            return pieces[0]
+        return replace(
+            min(pieces, key=lambda each: sum(each.layer)),
+            embedding=min((each.embedding for each in pieces), key=sum),
+            head=min((each.head for each in pieces), key=sum),
+        )
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """For each pipeline rank the seconds of a layer, forward and backward, as a multiple of the fastest rank's."""
+        layer_s = [sum(pieces.layer) for pieces in self.pieces]
+        fastest_s = min(layer_s)
+        return tuple(seconds / fastest_s for seconds in layer_s)
+
+    @property
+    def recompute_s(self) -> tuple[float, ...]:
+        """For each pipeline rank the seconds that a layer takes more if its backward computes it again.
+
+        Not those of its forward: where a host's launches take longest, those of forward and backward overlap the
+        device's.
+        """
+        plain = self.of(replace(self.run, recompute="none", recompute_layers=None)).pieces
+        again = self.of(replace(self.run, recompute="full", recompute_layers=None)).pieces
+        return tuple(max(0.0, full.layer[1] - none.layer[1]) for none, full in zip(plain, again, strict=True))
+
+    @property
+    def piece_seconds(self) -> list[float]:
+        """Seconds of each piece on the fastest rank, forward and backward of a micro-batch: embedding, layers, head."""
+        recompute = self.run.recompute_layers or (self.run.recompute,) * self.run.shape.layers
+        pieces = {kind: self.of(replace(self.run, recompute=kind)).fastest_pieces for kind in set(recompute)}
+        ends = pieces[recompute[0]]
+        return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
+
+    def with_fastest_layers(self, slowness: Sequence[float] | None = None) -> "Placed":
+        """With the layers of each stage that make its slowest rank fastest, by the seconds of its pieces.
+
+        The run's placement counts; what it says of layers does not.
+
+        Args:
+            slowness: for each pipeline rank, by what the fastest rank's seconds are multiplied; ``None`` for what its
+                place on the cluster makes of them.
 
         Raises:
-            UserError: the cluster has not so many devices.
+            UserError: more stages than pieces.
         """
-        return rank_device_bytes(self.run, self.cluster)
+        sizes = fastest_partition(self.piece_seconds, self.placement, slowness or self.slowness)
+        return self.of(replace(self.run, layers_by_stage=layers_of_pieces(sizes)))
 
     @property
     def balanced(self) -> "Placed":
         """With the layers of each stage where its program balances them and its ranks are not equally fast.
 
         Raises:
-            UserError: more stages than pieces, or the cluster has not so many devices.
+            UserError: more stages than pieces.
         """
-        return self.of(with_own_layers(self.run, self.cluster, self.software))
+        if self.run.layers_by_stage is not None or self.software.partition != "balanced":
+            return self
+        slowness = self.slowness
+        return self if min(slowness) == max(slowness) else self.with_fastest_layers(slowness)
+
+    @cached_property
+    def costs(self) -> StageCosts:
+        """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
+
+        A stage is as fast as its rank's part of the cluster. Of a backward that is split, the half for the weights has
+        the second of each matrix product's two, which attention's core has not, the sum over micro-batches, and all of
+        the embedding's.
+        """
+        run, software, owner = self.run, self.software, self.placement.rank_by_stage
+        counts, head = stage_layers(run, software)
+        pieces = [self.pieces[rank] for rank in owner]
+        layers_s, boundary_s = _layers_s(self), _boundary_s(self)
+        around_s = (0.0, *boundary_s, 0.0)
+        sides = []
+        for direction in (0, 1):
+            own_s = software.efficiency.microbatch_s / run.loops * _FIXED_SHARES[direction]
+            seconds = [
+                both_s[direction] + own_s + piece.stage[direction]
+                for both_s, piece in zip(layers_s, pieces, strict=True)
+            ]
+            seconds[0] += pieces[0].embedding[direction]
+            seconds[head] += pieces[head].head[direction]
+            if software.is_blocking:
+                seconds = [value + sum(both_s) / 2 for value, both_s in zip(seconds, pairwise(around_s), strict=True)]
+            sides.append(tuple(seconds))
+        weight_s = [count * piece.weight_s for count, piece in zip(counts, pieces, strict=True)]
+        share = sum(weight_s) / sum(backward_s for _, backward_s in layers_s)
+        weight_s[0] += pieces[0].embedding[1]
+        weight_s[head] += pieces[head].head_weight_s
+        free_s = () if software.is_blocking else boundary_s
+        tied_s, tied_grad_s = _tied_message_s(self)
+        return StageCosts(
+            sides[0],
+            sides[1],
+            min(free_s, default=0.0),
+            weight_share=share,
+            tied_s=tied_s,
+            tied_grad_s=tied_grad_s,
+            boundary_s=() if len(set(free_s)) <= 1 else free_s,
+            weight_s=tuple(weight_s),
+        )
+
+
+_FIXED_SHARES = (0.4, 0.6)
+"""Forward's and backward's shares of the fixed seconds of a micro-batch. An assumption: calibrations determine their
+sum alone, and a backward launches more than a forward."""
+
+
+# Searches place many runs in the same way; equal answers are one object, which makes caches that have it as a key fast.
+@lru_cache(maxsize=4096)
+def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
+    return tuple(cluster.part(place_of(rank, order) * size, size) for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def _kinds(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
+    return tuple(dict.fromkeys(_parts(cluster, size, pp, order)))
+
+
+def _layers_s(placed: Placed) -> list[tuple[float, float]]:
+    """For each stage the seconds of its layers, forward and backward, by what each layer recomputes."""
+    stages = layers_by_recompute(placed.run, placed.software)
+    each_s = {
+        alike.recompute: [pieces.layer for pieces in placed.of(alike).pieces]
+        for alike in {alike.recompute: alike for stage in stages for alike, _ in stage}.values()
+    }
+    return [
+        (
+            sum(count * each_s[alike.recompute][rank][0] for alike, count in stage),
+            sum(count * each_s[alike.recompute][rank][1] for alike, count in stage),
+        )
+        for stage, rank in zip(stages, placed.placement.rank_by_stage, strict=True)
+    ]
+
+
+def _boundary_s(placed: Placed) -> tuple[float, ...]:
+    """For each boundary between two stages the seconds of one message over it."""
+    pairs = list(pairwise(placed.placement.rank_by_stage))
+    routes = {pair: (placed.route(*pair), _is_inside(placed, *pair)) for pair in set(pairs)}
+    of_route = {route: _transfer_s(placed, route[0], is_inside=route[1]) for route in dict.fromkeys(routes.values())}
+    of_pair = {pair: of_route[route] for pair, route in routes.items()}
+    return tuple(of_pair[pair] for pair in pairs)
+
+
+def _is_inside(placed: Placed, one: int, other: int) -> bool:
+    """Whether messages between two pipeline ranks stay on their node.
+
+    In ascending order the slowest boundary sets the pace, so that all are taken for as slow; an order of one's own is
+    there to change which ones are.
+    """
+    if placed.run.pipeline_order is None:
+        return placed.run.num_devices <= placed.route(one, other).devices_per_node
+    return placed.are_near(one, other)
+
+
+def _tied_message_s(placed: Placed) -> tuple[float, float]:
+    """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
+
+    Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
+    the pipeline of other programs.
+    """
+    run, software, ends = placed.run, placed.software, tied_ranks(placed.run)
+    if ends is None or not software.lends_tied:
+        return 0.0, 0.0
+    route, is_inside = placed.route(*ends), _is_inside(placed, *ends)
+    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
+    held = run.shape.embedding_parameters / run.tp
+    weights_s, gradient_s = (
+        route.p2p_s(held * size, is_inside=is_inside, sharing=sharing, efficiency=use.p2p) + use.exchange_s
+        for size in (run.element_bytes, software.gradient_bytes)
+    )
+    return weights_s, gradient_s
+
+
+def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
+    """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
+
+    Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
+    """
+    run, software = placed.run, placed.software
+    if run.pp == 1:
+        return 0.0
+    measured_s = piece_seconds(run, route, software).message_s
+    # Processes that share cores carry their messages themselves: what that takes of a core was measured.
+    if is_inside and measured_s:
+        return measured_s
+    # Each tensor-parallel rank sends its part: Megatron's scatter/gather (arXiv 2104.04473, section 4.1), and with
+    # sequence parallelism each has but a part.
+    is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
+    message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
+    use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
+    seconds = route.p2p_s(message, is_inside=is_inside, sharing=sharing, efficiency=use.p2p)
+    # Otherwise one after the other.
+    return (seconds + use.exchange_s) * (1 if software.is_both_ways else 2)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,13 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.analytic import layers_by_recompute, stage_costs, stage_layers
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.layers import Pieces
+from pipeloom.cost.layers import Pieces, piece_seconds
 from pipeloom.cost.mixed import MixedCluster
-from pipeloom.cost.pieces import piece_seconds
-from pipeloom.cost.ranks import placement_of, rank_parts
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import layers_by_recompute
 from pipeloom.schedule import Action
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.run import Run
@@ -72,26 +71,24 @@ class SliceModel:
     forms say as these do.
 
     Args:
-        run: what is trained; its slices do not count.
-        cluster: where.
-        software: with what.
+        placed: what is trained; its slices do not count.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
 
-    def __init__(self, run: Run, cluster: Cluster, software: Software) -> None:
+    def __init__(self, placed: Placed) -> None:
         # The cut is fixed here: with shorter sequences the head weighs
         # otherwise, and layers would be cut in another way.
-        self._run = replace(run, slices=(), layers_by_stage=stage_layers(run, software)[0])
-        self._cluster, self._software = _unmeasured(cluster), software
-        self._whole = stage_costs(self._run, cluster, software)
-        counted = stage_costs(self._run, self._cluster, software)
+        whole = placed.of(replace(placed.run, slices=(), layers_by_stage=placed.layers))
+        self._placed = replace(whole, cluster=_unmeasured(placed.cluster))
+        self._whole = whole.costs
+        counted = self._placed.costs
         self._factor = (
             _ratio(self._whole.forward_s, counted.forward_s),
             _ratio(self._whole.backward_s, counted.backward_s),
         )
-        self._layers = _layers(self._run, self._cluster, software)
+        self._layers = _layers(self._placed)
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
         """What the stages take for a slice of some tokens behind others, and its messages.
@@ -132,9 +129,9 @@ class SliceModel:
             lengths: tokens of each.
             before: tokens before each.
         """
-        owner = placement_of(self._run).rank_by_stage
+        owner = self._placed.placement.rank_by_stage
         both = [f + b for f, b in zip(self._whole.forward_s, self._whole.backward_s, strict=True)]
-        by_rank = [sum(s for s, one in zip(both, owner, strict=True) if one == rank) for rank in range(self._run.pp)]
+        by_rank = [sum(s for s, one in zip(both, owner, strict=True) if one == rank) for rank in range(max(owner) + 1)]
         slowest = by_rank.index(max(by_rank))
         stages = [stage for stage, rank in enumerate(owner) if rank == slowest]
         places = list(zip(lengths.astype(int).tolist(), before.astype(int).tolist(), strict=True))
@@ -171,12 +168,12 @@ class SliceModel:
 
     def _alone(self, length: int) -> StageCosts:
         """What a whole sequence of this length takes."""
-        return _stage_costs(replace(self._run, seq=length), self._cluster, self._software)
+        return _costs(self._placed.of(replace(self._placed.run, seq=length)))
 
 
 @lru_cache(maxsize=4096)
-def _stage_costs(run: Run, cluster: Cluster, software: Software) -> StageCosts:
-    return stage_costs(run, cluster, software)
+def _costs(placed: Placed) -> StageCosts:
+    return placed.costs
 
 
 def _ratio(ones: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
@@ -216,14 +213,15 @@ class _Layer:
         return self._alone[length]
 
 
-def _layers(run: Run, cluster: Cluster, software: Software) -> list[list[tuple[_Layer, int]]]:
+def _layers(placed: Placed) -> list[list[tuple[_Layer, int]]]:
     """Of each stage its layers by what they recompute, and how many they are."""
-    owner, parts = placement_of(run).rank_by_stage, rank_parts(run, cluster)
     stages = [
-        [((alike, parts[rank]), count) for alike, count in kinds]
-        for rank, kinds in zip(owner, layers_by_recompute(run, software), strict=True)
+        [((alike, placed.parts[rank]), count) for alike, count in kinds]
+        for rank, kinds in zip(
+            placed.placement.rank_by_stage, layers_by_recompute(placed.run, placed.software), strict=True
+        )
     ]
-    different = {key: _Layer(*key, software) for kinds in stages for key, _ in kinds}
+    different = {key: _Layer(*key, placed.software) for kinds in stages for key, _ in kinds}
     return [[(different[key], count) for key, count in kinds] for kinds in stages]
 
 

@@ -104,13 +104,9 @@ def shuffled(documents: Sequence[Document]) -> list[Document]:
 
 
 def split_documents(documents: Sequence[Document], validation_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Keep whole documents for validation.
+    """Keep whole documents for validation: a share of the bytes, 0..1.
 
     Documents are taken in the order of :func:`shuffled`, each if it still fits into the wanted share of the bytes.
-
-    Args:
-        documents: the corpus.
-        validation_fraction: wanted share of the bytes, 0..1.
 
     Returns:
         Training and validation documents, each in the order of the corpus. The second list is empty if no choice of

@@ -142,9 +142,14 @@ def load_data(config: DataConfig, seed: int, tokenizer_json: str | None = None) 
         require_bpe()
     given = None if tokenizer_json is None else _given_tokenizer(config, tokenizer_json)
     folder, summary = _find_or_write(config, list_sources(config.path), given)
-    tokenizer = given or _read_tokenizer(config, folder)
+    tokenizer = given
+    if tokenizer is None:
+        is_trained = config.known_tokenizer == "bpe"
+        text = (folder / TOKENIZER).read_text(encoding="utf-8") if is_trained else ""
+        tokenizer = BpeTokenizer.from_json(text) if is_trained else ByteTokenizer()
     _check_length(summary, config)
-    train, validation = _open_tokens(folder, summary)
+    tokens = np.memmap(folder / "tokens.bin", token_dtype(summary.vocab_size), mode="r")
+    train, validation = tokens[: summary.train_tokens], tokens[summary.train_tokens :]
     return Data(
         tokenizer=tokenizer,
         train=TokenWindows(train, config.seq_len, seed),
@@ -206,11 +211,14 @@ class _Summary:
 
 def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokenizer | None) -> tuple[Path, _Summary]:
     """The cache entry of a corpus and a tokenizer, written now if it is not there."""
-    folder = _cache_folder(config) / _key(config, sources, None)
+    # The XDG base directory specification: an empty variable counts as unset.
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = config.cache or home / "pipeloom"
+    folder = cache / _key(config, sources, None)
     summary = _read_summary(folder)
     # The entry without a given tokenizer serves if it was made with the same one, as in a run that resumes here.
     if given is not None and (summary is None or summary.tokenizer_sha256 != _sha256(given)):
-        folder = _cache_folder(config) / _key(config, sources, given)
+        folder = cache / _key(config, sources, given)
         summary = _read_summary(folder)
     if summary is not None:
         return folder, summary
@@ -219,16 +227,9 @@ def _find_or_write(config: DataConfig, sources: Sequence[Source], given: Tokeniz
         return folder, _write_entry(folder, documents, config, given, len(sources) - len(documents))
     except OSError as error:
         raise UserError(
-            f"the cache folder must be writable and have room, found {error.strerror or error} at {folder.parent}; "
+            f"the cache folder must be writable and have room, found {error.strerror or error} at {cache}; "
             "set data.cache to another folder"
         ) from error
-
-
-def _cache_folder(config: DataConfig) -> Path:
-    if config.cache is not None:
-        return config.cache
-    # The XDG base directory specification: an empty variable counts as unset.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipeloom"
 
 
 def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
@@ -248,13 +249,6 @@ def _given_tokenizer(config: DataConfig, text: str) -> Tokenizer:
             f"tokens; set data.bpe_vocab_size to {tokenizer.vocab_size}"
         )
     return tokenizer
-
-
-def _read_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of an entry."""
-    if config.known_tokenizer == "bytes":
-        return ByteTokenizer()
-    return BpeTokenizer.from_json((folder / TOKENIZER).read_text(encoding="utf-8"))
 
 
 def _sha256(tokenizer: Tokenizer) -> str:
@@ -302,26 +296,21 @@ def _write_entry(
     try:
         summary = _fill_entry(draft, documents, config, given, num_skipped)
         _check_length(summary, config)  # text that is refused leaves nothing
-        return _move_entry(draft, folder, summary)
+        if folder.exists() and _read_summary(folder) is None:
+            shutil.rmtree(folder)
+        try:
+            # Fails on a folder that has files: then another process has put its entry there first, which stays.
+            draft.replace(folder)
+        except OSError:
+            existing = _read_summary(folder)
+            if existing is None:
+                raise
+            return existing
+        return summary
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         with suppress(OSError):  # the folder has other entries
             folder.parent.rmdir()
-
-
-def _move_entry(draft: Path, folder: Path, summary: _Summary) -> _Summary:
-    """Put a draft in its place; if another process was faster, keep what it wrote."""
-    if folder.exists() and _read_summary(folder) is None:
-        shutil.rmtree(folder)
-    try:
-        # Fails on a folder that has files: then another process has put its entry there first.
-        draft.replace(folder)
-    except OSError:
-        existing = _read_summary(folder)
-        if existing is None:
-            raise
-        return existing
-    return summary
 
 
 def _fill_entry(
@@ -381,12 +370,6 @@ def _write_tokens(file: BinaryIO, documents: Sequence[Document], tokenizer: Toke
         file.write(ids.tobytes())
         num_tokens += len(ids)
     return num_tokens
-
-
-def _open_tokens(folder: Path, summary: _Summary) -> tuple[TokenArray, TokenArray]:
-    """Training and validation tokens of an entry, memory-mapped."""
-    tokens = np.memmap(folder / "tokens.bin", token_dtype(summary.vocab_size), mode="r")
-    return tokens[: summary.train_tokens], tokens[summary.train_tokens :]
 
 
 def _check_length(summary: _Summary, config: DataConfig) -> None:

@@ -6,7 +6,7 @@ Whoever has the file can decode tokens, with that library or with those that bui
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,32 +25,6 @@ _BLOCK_BYTES = 16 * 1024
 _BLOCKS_AT_ONCE = 256
 
 
-class Tokenizer(Protocol):
-    """What the rest of the program needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens; they are 0..vocab_size-1."""
-        ...
-
-    @property
-    def end_of_text(self) -> int:
-        """The token between two documents. No text encodes to it."""
-        ...
-
-    def encode(self, text: bytes) -> TokenArray:
-        """UTF-8 text to tokens, [tokens]; the end-of-text token is not added."""
-        ...
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Tokens to text. End-of-text tokens are left out; bytes that are no UTF-8 become U+FFFD."""
-        ...
-
-    def to_json(self) -> str:
-        """The whole tokenizer in the form of the ``tokenizers`` library."""
-        ...
-
-
 def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
     """The narrowest type, of two, that a vocabulary's tokens fit into."""
     # Half of the disk and of the page cache; numpy has no 24 bits.
@@ -58,22 +32,27 @@ def token_dtype(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
 
 
 class ByteTokenizer:
-    """One token a byte; the last token is end of text."""
+    """One token a byte; the last token is end of text.
+
+    Attributes:
+        vocab_size: number of tokens, which are 0..vocab_size-1.
+        end_of_text: the token between two documents. No text encodes to it.
+    """
 
     vocab_size = 257
     end_of_text = 256
 
     def encode(self, text: bytes) -> TokenArray:
-        """Any bytes to tokens, [bytes]."""
+        """UTF-8 text to tokens, [tokens]; the end-of-text token is not added."""
         # Not uint8: end of text is 256.
         return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Tokens to text, as in :class:`Tokenizer`."""
+        """Tokens to text. End-of-text tokens are left out; bytes that are no UTF-8 become U+FFFD."""
         return bytes(token for token in ids if token != self.end_of_text).decode(errors="replace")
 
     def to_json(self) -> str:
-        """As in :class:`Tokenizer`: byte-pair encoding without merges, whose tokens have the numbers of the bytes."""
+        """In the form of the ``tokenizers`` library: byte pairs without merges; tokens have the bytes' numbers."""
         end = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         # No space in front: a text has to come back as it was.
         by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -106,11 +85,7 @@ class ByteTokenizer:
 class BpeTokenizer:
     """Byte-pair encoding over bytes, by the ``tokenizers`` library; any text survives a round trip.
 
-    Made by :meth:`train` or :meth:`from_json`.
-
-    Args:
-        encoding: the library's tokenizer, which has the end-of-text token.
-        text: its JSON.
+    Attributes and methods are those of :class:`ByteTokenizer`. Made by :meth:`train` or :meth:`from_json`.
     """
 
     def __init__(self, encoding: "tokenizers.Tokenizer", text: str) -> None:
@@ -173,7 +148,7 @@ class BpeTokenizer:
         return cls(encoding, text)
 
     def to_json(self) -> str:
-        """As in :class:`Tokenizer`; of a tokenizer that was read, the text that was read."""
+        """The text that was read, of a tokenizer that was read."""
         return self._text
 
     def encode(self, text: bytes) -> TokenArray:
@@ -187,16 +162,15 @@ class BpeTokenizer:
         return np.concatenate(parts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Tokens to text, as in :class:`Tokenizer`."""
+        """Tokens to text."""
         return self._encoding.decode(list(ids), skip_special_tokens=True)
 
 
-def require_bpe() -> None:
-    """Check that byte-pair encoding can be used.
+Tokenizer = ByteTokenizer | BpeTokenizer
 
-    Raises:
-        UserError: the ``tokenizers`` library is missing.
-    """
+
+def require_bpe() -> None:
+    """Raise a ``UserError`` where the ``tokenizers`` library is missing."""
     try:
         import tokenizers  # noqa: F401
     except ImportError as error:

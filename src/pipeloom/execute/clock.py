@@ -1,51 +1,33 @@
 """What spans are measured with: the host's clock, or events on a CUDA stream."""
 
 import time
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 Mark = Any
 """A point in time that a clock can turn into seconds; its type is the clock's own."""
 
 
-class Clock(Protocol):
-    """Marks points in time and later returns their seconds."""
+class Clock:
+    """The host's monotonic clock, which all processes of a host share: right where a call returns when work is done."""
 
     def mark(self) -> Mark:
         """Now, in the order of the work."""
-        ...
+        return time.perf_counter()
 
     def wait(self, mark: Mark) -> None:
         """Wait on the host until a mark is in the past."""
-        ...
 
     def settle(self) -> None:
         """Wait until all marks are in the past."""
-        ...
 
     def seconds(self, mark: Mark) -> float:
-        """Seconds of a mark, on the clock that all processes of a host share; call ``settle`` first."""
-        ...
-
-
-class HostClock:
-    """The host's monotonic clock: right where work is done when the call returns."""
-
-    def mark(self) -> float:
-        """Now."""
-        return time.perf_counter()
-
-    def wait(self, mark: float) -> None:
-        """Nothing to wait for."""
-
-    def settle(self) -> None:
-        """Nothing to wait for."""
-
-    def seconds(self, mark: float) -> float:
-        """The mark itself."""
+        """Seconds of a mark, on the host's clock; call ``settle`` first."""
         return mark
 
 
-class CudaClock:
+class CudaClock(Clock):
     """Events on the current CUDA stream: marks are taken when the device gets there, not when the host does.
 
     Args:
@@ -53,8 +35,6 @@ class CudaClock:
     """
 
     def __init__(self, device: int) -> None:
-        import torch
-
         self._device = torch.device("cuda", device)
         self._origin = self.mark()
         # The event and the host's clock are read when nothing is under way, so that they mean one moment.
@@ -63,8 +43,6 @@ class CudaClock:
 
     def mark(self) -> Mark:
         """An event behind all work issued so far."""
-        import torch
-
         # Without timing, events are cheaper, but have no elapsed_time.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -76,8 +54,6 @@ class CudaClock:
 
     def settle(self) -> None:
         """Wait for the device."""
-        import torch
-
         torch.cuda.synchronize(self._device)
 
     def seconds(self, mark: Mark) -> float:

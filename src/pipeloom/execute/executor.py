@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeloom.errors import ActionError, BoundaryError, PeerLostError, RunError, StallError, UserError
 from pipeloom.execute.clock import Clock, Mark
-from pipeloom.execute.communication.transport import Pending, Transport
-from pipeloom.execute.parts.part import Held, Part, RankRow, Service, UnderWay
+from pipeloom.execute.communication.transport import Transport, UnderWay
+from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage import Objective
 from pipeloom.schedule import Action, Level, Schedule
 from pipeloom.schedule.lanes import COMPUTE_LANE
@@ -43,7 +43,7 @@ class StepResult:
         return self.record()
 
 
-Steps = Generator[Pending, None, StepResult]
+Steps = Generator[UnderWay, None, StepResult]
 """A rank under way: yields what it waits for, returns what came of it."""
 
 
@@ -138,6 +138,50 @@ class Executor:
         self._slot = len(self._actions)
         return result
 
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        objective: Objective | None,
+        timeout_s: float = 60.0,
+        positions: Callable[[], str] | None = None,
+    ) -> StepResult:
+        """``steps`` in a process of its own, which waits for the other ranks where it must.
+
+        Args:
+            inputs: as of ``steps``.
+            objective: as of ``steps``.
+            timeout_s: longest wait for one tensor.
+            positions: returns where all ranks are, for the message of a stall.
+
+        Raises:
+            StallError: a tensor did not come in time.
+            RunError: an action failed.
+        """
+        try:
+            return self._wait_through(self.steps(inputs, objective), timeout_s, positions)
+        except BaseException as error:
+            try:
+                if isinstance(error, PeerLostError | StallError):  # what failed beside the row may be what led to it
+                    self.check_services()
+                raise
+            finally:
+                # Tensors of a failed step would be taken for those of the next one.
+                self.forget()
+
+    def _wait_through(self, steps: Steps, timeout_s: float, positions: Callable[[], str] | None) -> StepResult:
+        def everyone() -> str:
+            return "" if positions is None else f"\nevery rank's position:\n{positions()}"
+
+        while True:
+            try:
+                under_way = next(steps)
+            except StopIteration as end:
+                return end.value
+            except StallError as error:  # in the middle of an action
+                raise StallError(f"{error}{everyone()}") from error
+            if not under_way.wait(timeout_s):
+                raise StallError(f"waited {timeout_s:g} s in vain: {self.position()}{everyone()}")
+
     def _begin(self, inputs: Sequence[Tensor], objective: Objective | None) -> None:
         self._row.begin(inputs, objective)
         self._slot = 0
@@ -180,7 +224,7 @@ class Executor:
         ended = self._done[slot] = self._under_way.pop(slot)
         self._part_at[slot].take(self._row, slot, ended.take())
 
-    def _rest(self) -> Iterator[Pending]:
+    def _rest(self) -> Iterator[UnderWay]:
         """Wait for what no action has waited for."""
         # A copy: taking a result removes it.
         for slot in list(self._under_way):
@@ -190,7 +234,7 @@ class Executor:
             yield from self._until_done(service.what, service.job)
         self.check_services()
 
-    def _until_done(self, what: int | str, pending: Pending) -> Iterator[Pending]:
+    def _until_done(self, what: int | str, pending: UnderWay) -> Iterator[UnderWay]:
         if not pending.is_done():
             self._waits_for = what
             yield pending

@@ -9,7 +9,7 @@ from pipeloom.config import RunConfig, usual_values
 from pipeloom.cost.hardware import Cluster
 from pipeloom.errors import UserError
 from pipeloom.export import megatron, slurm, torch_schedule, torchrun, torchtitan
-from pipeloom.export.job import Target, make_job
+from pipeloom.export.job import Draft, Target, make_job
 from pipeloom.export.text import MARK
 
 _ALL = (torchrun.TARGET, slurm.TARGET, torch_schedule.TARGET, torchtitan.TARGET, megatron.TARGET)
@@ -25,22 +25,14 @@ class Written:
     """A target that the run was written for.
 
     Attributes:
-        target: its name.
-        program: with its version.
+        target: for whom.
         files: that were written.
-        start: how it is started, one line.
-        left_out: settings that have no counterpart there.
-        differs: what runs in another way than here.
-        needs: what the user has to set before it starts: name of a variable, and what it is.
+        notes: how it is started, what it lacks, what the user has to set.
     """
 
-    target: str
-    program: str
+    target: Target
     files: tuple[Path, ...]
-    start: str
-    left_out: tuple[str, ...]
-    differs: tuple[str, ...]
-    needs: tuple[tuple[str, str], ...]
+    notes: Draft
 
 
 @dataclass(frozen=True)
@@ -48,19 +40,17 @@ class Refused:
     """A target that cannot express the run.
 
     Attributes:
-        target: its name.
-        program: with its version.
+        target: for whom.
         reasons: all of them, a sentence each.
     """
 
-    target: str
-    program: str
+    target: Target
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """What became of a run, target by target.
+    """A run, target by target.
 
     Attributes:
         folder: where the files are.
@@ -100,24 +90,15 @@ def hand_over(
         raise UserError(f"the time limit must be like 90, 24:00:00 or 2-12, as sbatch takes it, found {time_limit!r}")
     job = make_job(config, cluster, time_limit)
     chosen = [TARGETS[name] for name in dict.fromkeys(targets or TARGETS)]
-    reasons = {target.name: tuple(target.problems(job)) for target in chosen}
-    drafts = {target.name: target.make(job) for target in chosen if not reasons[target.name]}
-    texts = {name: text for draft in drafts.values() for name, text in draft.files.items()}
+    refused = tuple(Refused(target, reasons) for target in chosen if (reasons := tuple(target.problems(job))))
+    refusing = [one.target for one in refused]
+    drafts = [(target, target.make(job)) for target in chosen if target not in refusing]
+    texts = {name: text for _, draft in drafts for name, text in draft.files.items()}
     # A script of an earlier call would start a run that the target now refuses.
     stale = {name for target in chosen for name in target.files} - set(texts)
     _write(folder, texts, stale)
-    return HandedOver(
-        folder,
-        tuple(
-            Written(
-                name, TARGETS[name].program, tuple(folder / file for file in draft.files), draft.start,
-                draft.left_out, draft.differs, tuple((need.name, need.what) for need in draft.needs),
-            )
-            for name, draft in drafts.items()
-        ),
-        tuple(Refused(name, TARGETS[name].program, found) for name, found in reasons.items() if found),
-        usual_values(job.config),
-    )  # fmt: skip
+    written = tuple(Written(target, tuple(folder / name for name in draft.files), draft) for target, draft in drafts)
+    return HandedOver(folder, written, refused, usual_values(job.config))
 
 
 def _write(folder: Path, texts: dict[str, str], stale: set[str]) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from pipeloom.config import ModelConfig, RunConfig, find_problems, unset
-from pipeloom.cost.analytic import stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
 from pipeloom.predict.describe import describe, with_dtype, with_model_sizes
 from pipeloom.schedule import Action, Kind, Schedule
+from pipeloom.terminal.words import count
 from pipeloom.workload.dtypes import precision_of
 
 
@@ -74,18 +75,6 @@ class Job:
         begin = sum(self.layers_by_stage[:stage])
         return stage == 0, range(begin, begin + self.layers_by_stage[stage]), stage == self.head_stage
 
-    def head_problems(self) -> list[str]:
-        """Why other programs cannot have the head where it is: in a stage before the last one; empty if it is not."""
-        last = len(self.layers_by_stage) - 1
-        if self.head_stage == last:
-            return []
-        return [
-            (
-                f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
-                f"leaves stage {last} empty; name a layout.partition"
-            )
-        ]
-
     def slice_problems(self) -> list[str]:
         """Why other programs cannot cut sequences as the run does; empty if it does not."""
         wanted = self.config.layout.token_slices
@@ -93,28 +82,44 @@ class Job:
             return []
         return [f"layout.token_slices {wanted}: its schedules take whole sequences; leave it out"]
 
-    def own_problems(self, program: str) -> list[str]:
-        """What only pipeloom does: recomputing some micro-batches, moving things away in between, an order of ranks."""
-        schedule, layout = self.config.schedule, self.config.layout
-        found = [
-            f"schedule.{name}: {program} does not move what backwards need; leave it out"
-            for name, is_on in (("balance", schedule.balance), ("offload", schedule.offload))
-            if is_on
-        ]
-        if schedule.keep is not None:
-            found.append(f"schedule.keep: {program} cannot select micro-batches to recompute; leave it out")
-        if schedule.device_budget is not None:
-            found.append(f"schedule.device_budget: {program} keeps all stages on the device; leave it out")
-        if (given := self.config.recipe().given) is not None and not given.recipe:
-            found.append(f"schedule.file: {program} is not handed an order that is no family's; leave it out")
-        if layout.pipeline_order is not None:
-            found.append(f"layout.pipeline_order: {program} numbers pipeline ranks in ascending order; leave it out")
-        return found
+    def accumulation_problems(self, program: str) -> list[str]:
+        """Why a program that accumulates gradients without a pipeline cannot keep the order of a run on one rank."""
+        microbatches = [action.microbatch or 0 for action in self.order[0]]
+        if len(self.order) > 1 or microbatches == sorted(microbatches):
+            return []
+        what = f"layout.pp 1 with schedule.family {self.config.schedule.family}: without a pipeline {program}"
+        return [f"{what} runs each micro-batch forward and back before the next; use depth-first"]
 
-    def optimizer_problems(self, program: str) -> list[str]:
-        """Why a program cannot update the weights as the run does; empty if it can."""
+    def order_problems(self, program: str) -> list[str]:
+        """What only pipeloom does: recomputing some micro-batches, moving things away in between, an order of ranks."""
+        schedule, given = self.config.schedule, self.config.recipe().given
+        reasons = {
+            "schedule.balance": (schedule.balance, "does not move what backwards need"),
+            "schedule.offload": (schedule.offload, "does not move what backwards need"),
+            "schedule.keep": (schedule.keep is not None, "cannot select micro-batches to recompute"),
+            "schedule.device_budget": (schedule.device_budget is not None, "keeps all stages on the device"),
+            "schedule.file": (given is not None and not given.recipe, "is not handed an order that is no family's"),
+            "layout.pipeline_order": (
+                self.config.layout.pipeline_order is not None,
+                "numbers pipeline ranks in ascending order",
+            ),
+        }
+        return [f"{name}: {program} {why}; leave it out" for name, (is_set, why) in reasons.items() if is_set]
+
+    def start_problems(self, program: str) -> list[str]:
+        """Why a program that is started by one command on every node cannot have the run's stages and updates."""
+        found, last = self.node_problems(), len(self.layers_by_stage) - 1
+        if self.head_stage != last:
+            found.append(
+                f"machine.software {self.config.machine.software} puts the head into stage {self.head_stage}, and "
+                f"leaves stage {last} empty; name a layout.partition"
+            )
         name = self.config.optimizer.name
-        return [] if name == "adamw" else [f"optimizer.name {name}: {program} is started with adamw here; use that"]
+        return (
+            found
+            if name == "adamw"
+            else [*found, f"optimizer.name {name}: {program} is started with adamw here; use that"]
+        )
 
     def node_problems(self) -> list[str]:
         """Why one command cannot start the run on every node; empty if it can."""
@@ -124,19 +129,24 @@ class Job:
             return [lack]
         sizes = {kind.name: kind.devices_per_node for kind, _ in self.cluster.kinds(num_ranks)}
         if len(set(sizes.values())) > 1:
-            found = ", ".join(f"{size} in {name}" for name, size in sizes.items())
-            problem = (
-                f"nodes have different numbers of devices ({found}), and one command for all nodes starts as many "
+            what = (
+                f"nodes have different numbers of devices ({', '.join(f'{n} in {kind}' for kind, n in sizes.items())})"
             )
-            return [problem + f"processes on each; describe the larger ones with devices_per_node {per_node}"]
-        if num_ranks <= per_node or num_ranks % per_node == 0:
+            way_out = f"describe the larger ones with devices_per_node {per_node}"
+        elif num_ranks > per_node and num_ranks % per_node:
+            what = f"{num_ranks} processes do not fill nodes of {per_node} devices ({self.cluster.name})"
+            way_out = f"use a multiple of {per_node}, or fewer devices of a node"
+        else:
             return []
-        return [
-            (
-                f"{num_ranks} processes do not fill nodes of {per_node} devices ({self.cluster.name}), and one command "
-                f"for all nodes starts as many on each; use a multiple of {per_node}, or fewer devices of a node"
-            )
-        ]
+        return [f"{what}, and one command for all nodes starts as many processes on each; {way_out}"]
+
+    def checkpoints_left_out(self, program: str) -> list[str]:
+        """That another program writes no checkpoints by the clock, which may be all that the run has."""
+        every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
+        rest = (
+            "none before the end, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
+        )
+        return [f"checkpoint.every_s {every_s:g}: {program} writes them by steps alone, here {rest}"] if every_s else []
 
 
 @dataclass(frozen=True)
@@ -188,6 +198,7 @@ class Target:
         files: names of everything it may write.
         problems: why a run cannot be expressed there, a sentence each; empty if it can.
         make: the files, for a run without such problems.
+        starts: whether its files start the run, and do not only describe a part of it.
     """
 
     name: str
@@ -195,6 +206,7 @@ class Target:
     files: tuple[str, ...]
     problems: Callable[[Job], list[str]]
     make: Callable[[Job], Draft]
+    starts: bool = True
 
 
 def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:

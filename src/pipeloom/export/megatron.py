@@ -6,13 +6,14 @@ Names and rules are those of Megatron-LM with Megatron Core 0.16 (``training/arg
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import group_problems, is_megatrons
-from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
+from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torchrun import about_ranks, start_of, variables
 from pipeloom.workload.model_families import MODELS
 
@@ -34,15 +35,13 @@ _FLAGS = {
 
 
 def _problems(job: Job) -> list[str]:
+    # Without slices the rest of the run would be another one.
     return job.slice_problems() or [
-        *job.node_problems(),
-        *job.head_problems(),
+        *job.start_problems("Megatron-LM"),
         *_order_problems(job),
+        *job.order_problems("Megatron-LM"),
         *_shard_problems(job),
-        *_recompute_problems(job),
-        *job.own_problems("Megatron-LM"),
-        *job.optimizer_problems("Megatron-LM"),
-        *_other(job),
+        *_layer_problems(job),
     ]
 
 
@@ -58,24 +57,11 @@ def _group_size(job: Job) -> int:
 def _order_problems(job: Job) -> list[str]:
     layout, schedule = job.config.layout, job.config.schedule
     if layout.pp == 1:
-        microbatches = [action.microbatch or 0 for action in job.order[0]]
-        if microbatches == sorted(microbatches):
-            return []
-        return [
-            (
-                f"layout.pp 1 with schedule.family {schedule.family}: without a pipeline Megatron-LM runs each "
-                "micro-batch forward and back before the next; use depth-first"
-            )
-        ]
+        return job.accumulation_problems("Megatron-LM")
     if layout.loops == 1:
-        if is_megatrons(job.order, 1, layout.num_microbatches, layout.num_microbatches):
-            return []
-        return [
-            (
-                f"schedule.family {schedule.family} with layout.loops 1: Megatron-LM runs one stage on each rank as "
-                "1F1B; use 1f1b"
-            )
-        ]
+        is_same = is_megatrons(job.order, 1, layout.num_microbatches, layout.num_microbatches)
+        what = f"schedule.family {schedule.family} with layout.loops 1"
+        return [] if is_same else [f"{what}: Megatron-LM runs one stage on each rank as 1F1B; use 1f1b"]
     found = group_problems(layout.pp, layout.num_microbatches, _group_size(job))
     placement = job.config.choice().placement_name
     if placement != "looped":
@@ -95,33 +81,16 @@ def _is_same_order(job: Job) -> bool:
 
 def _shard_problems(job: Job) -> list[str]:
     layout = job.config.layout
-    found: list[str] = []
-    if layout.dp == 1 or layout.shard in ("none", "optimizer"):
+    if not _is_fsdp(job):
         return []
     if layout.pp > 1:
         what = "gradients" if layout.shard == "gradients" else "weights and gradients"
-        found.append(
-            f"layout.shard {layout.shard} with layout.pp {layout.pp}: Megatron-LM's FSDP exchanges {what} in shards "
-            "for every micro-batch, and its torch FSDP2 takes no pipeline; use layout.shard optimizer"
-        )
-    elif layout.shard_size < layout.dp:
-        found.append(
-            f"layout.replicate {layout.replicate} with layout.shard {layout.shard}: hybrid sharding is handed over "
-            "with layout.shard optimizer only"
-        )
-    return found
-
-
-def _recompute_problems(job: Job) -> list[str]:
-    kinds = job.config.layout.recompute_by_layer(job.model.num_layers)
-    if len(set(kinds)) == 1 or _first_layers_recomputed(job) is not None:
-        return []
-    return [
-        (
-            "layout.recompute_layers: Megatron-LM recomputes all layers, or in full the same number of first layers of "
-            "every stage and nothing else"
-        )
-    ]
+        setting = f"layout.shard {layout.shard} with layout.pp {layout.pp}"
+        why = f"its FSDP exchanges {what} in shards for every micro-batch, and its torch FSDP2 takes no pipeline"
+        return [f"{setting}: Megatron-LM has no such run, {why}; use layout.shard optimizer"]
+    what = f"layout.replicate {layout.replicate} with layout.shard {layout.shard}"
+    is_hybrid = layout.shard_size < layout.dp
+    return [f"{what}: hybrid sharding is handed over with layout.shard optimizer only"] if is_hybrid else []
 
 
 def _first_layers_recomputed(job: Job) -> int | None:
@@ -135,9 +104,14 @@ def _first_layers_recomputed(job: Job) -> int | None:
     return number if is_first else None
 
 
-def _other(job: Job) -> list[str]:
-    config = job.config
+def _layer_problems(job: Job) -> list[str]:
+    config, kinds = job.config, job.config.layout.recompute_by_layer(job.model.num_layers)
     found: list[str] = []
+    if len(set(kinds)) > 1 and _first_layers_recomputed(job) is None:
+        found.append(
+            "layout.recompute_layers: Megatron-LM recomputes all layers, or in full the same number of first layers of "
+            "every stage and nothing else"
+        )
     if job.dtype == "fp64":
         found.append("training.dtype float64: Megatron-LM trains in fp32, bf16 or fp16")
     family = MODELS[job.model.family]
@@ -167,13 +141,23 @@ def _make(job: Job) -> Draft:
             "#!/usr/bin/env bash",
             comment(PROGRAM, notes, about, job.config),
             *variables(job, notes),
-            *(bash_array(name, flags) for name, flags in groups.items()),
+            *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
             f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
             f"connections={0 if _is_fsdp(job) else 1}",
             body("start.sh") + "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh"),
         ]
     )
     return replace(notes, files={SCRIPT: script})
+
+
+_FOLLOWING = {"optimizer.lr": ("--min-lr",), "training.steps": ("--eval-interval", "--save-interval")}
+"""Flags that follow from what the user may have to set (``_from_the_user``)."""
+
+
+def _without_unset(job: Job, flags: Sequence[Flag]) -> list[Flag]:
+    """The flags without those of settings that the user has to set, which the script passes on by itself."""
+    names = {name for setting in unset(job.config) for name in (_FLAGS.get(setting), *_FOLLOWING.get(setting, ()))}
+    return [one for one in flags if one.name not in names]
 
 
 def _from_the_user(job: Job) -> list[str]:
@@ -189,7 +173,7 @@ def _from_the_user(job: Job) -> list[str]:
 
 
 def _model(job: Job) -> list[Flag]:
-    model, seq_len, missing = job.model, job.config.data.seq_len, unset(job.config)
+    model, seq_len = job.model, job.config.data.seq_len
     flags = [
         flag("--num-layers", model.num_layers),
         flag("--hidden-size", model.hidden_size),
@@ -199,7 +183,7 @@ def _model(job: Job) -> list[Flag]:
         flag("--max-position-embeddings", seq_len),
         # Its default of 128 would pad the vocabulary, and the model would have other sizes.
         flag("--make-vocab-size-divisible-by", 1),
-        *given("model.norm_eps", _FLAGS["model.norm_eps"], model.known_norm_eps, missing),
+        flag(_FLAGS["model.norm_eps"], model.known_norm_eps),
         # Its defaults are 0.1; nothing is dropped here.
         flag("--attention-dropout", 0.0),
         flag("--hidden-dropout", 0.0),
@@ -212,7 +196,7 @@ def _model(job: Job) -> list[Flag]:
             flag("--swiglu"),
             flag("--normalization", "RMSNorm"),
             flag("--position-embedding-type", "rope"),
-            *given("model.rope_theta", _FLAGS["model.rope_theta"], round(model.known_rope_theta), missing),
+            flag(_FLAGS["model.rope_theta"], round(model.known_rope_theta)),
             flag("--disable-bias-linear"),
         ]
     else:
@@ -281,7 +265,7 @@ def _recompute(job: Job) -> list[Flag]:
 
 def _training(job: Job) -> list[Flag]:
     config, layout, optimizer = job.config, job.config.layout, job.config.optimizer
-    own = optimizer.values
+    own, steps, rate = optimizer.values, config.training.known_steps, optimizer.known_lr
     # Gradients are added up in float32 here as well (docs/decisions/0012).
     precision = {"bf16": [flag("--bf16"), flag("--accumulate-allreduce-grads-in-fp32")], "fp16": [flag("--fp16")]}
     # Megatron-LM has no infinite limit.
@@ -290,7 +274,13 @@ def _training(job: Job) -> list[Flag]:
         *precision.get(job.dtype, []),
         flag("--micro-batch-size", layout.microbatch_size),
         flag("--global-batch-size", layout.batch_size),
-        *_schedule(job),
+        flag(_FLAGS["training.steps"], steps),
+        flag(_FLAGS["optimizer.lr"], rate),
+        flag(_FLAGS["optimizer.lr_warmup_steps"], optimizer.known_lr_warmup_steps),
+        flag("--min-lr", rate * optimizer.lr_min_fraction),
+        # One evaluation, behind the last step, as here.
+        flag("--eval-interval", steps),
+        flag("--save-interval", config.checkpoint.every or steps),
         flag("--lr-decay-style", "cosine"),
         flag("--adam-beta1", own["betas"][0]),
         flag("--adam-beta2", own["betas"][1]),
@@ -302,24 +292,6 @@ def _training(job: Job) -> list[Flag]:
     ]
 
 
-def _schedule(job: Job) -> list[Flag]:
-    """Steps and rate, without what the user has to set and what follows from that (``_from_the_user``)."""
-    config, optimizer, missing = job.config, job.config.optimizer, unset(job.config)
-    steps, rate = config.training.known_steps, optimizer.known_lr
-    known = {
-        "training.steps": steps,
-        "optimizer.lr": rate,
-        "optimizer.lr_warmup_steps": optimizer.known_lr_warmup_steps,
-    }
-    flags = [item for name, value in known.items() for item in given(name, _FLAGS[name], value, missing)]
-    if "optimizer.lr" not in missing:
-        flags.append(flag("--min-lr", rate * optimizer.lr_min_fraction))
-    # One evaluation, behind the last step, as here.
-    if "training.steps" not in missing:
-        flags += [flag("--eval-interval", steps), flag("--save-interval", config.checkpoint.every or steps)]
-    return flags
-
-
 def _left_out(job: Job) -> tuple[str, ...]:
     config, schedule = job.config, job.config.schedule
     found = [f"schedule.receive_buffers {schedule.receive_buffers}"] if config.layout.pp > 1 else []
@@ -329,6 +301,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
     if config.training.compile:
         found.append("training.compile: layers are those of Transformer Engine, with kernels of its own")
+    found += job.checkpoints_left_out("Megatron-LM")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
     return (*found, "training.seed: weights and batches are drawn in another way")
 

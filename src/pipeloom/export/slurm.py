@@ -25,6 +25,7 @@ def _make(job: Job) -> Draft:
         differs=(*started.differs, *_differences(job)),
         needs=started.needs,
     )
+    before_limit_s = max(_SECONDS_BEFORE_LIMIT, math.ceil(job.config.checkpoint.grace_s) + _TO_QUEUE_S)
     takes_gpus = job.has_gpus or job.config.training.device == "cuda"
     options = [
         "--job-name=pipeloom",
@@ -39,7 +40,7 @@ def _make(job: Job) -> Draft:
         "--open-mode=append",
         "--requeue",
         # B: to the batch script, which sends SIGTERM to the step; without it Slurm signals the steps alone.
-        f"--signal=B:USR1@{_seconds_before_limit(job)}",
+        f"--signal=B:USR1@{before_limit_s}",
     ]
     about = [
         (
@@ -58,10 +59,6 @@ def _make(job: Job) -> Draft:
         ]
     )
     return replace(notes, files={**started.files, SCRIPT: script})
-
-
-def _seconds_before_limit(job: Job) -> int:
-    return max(_SECONDS_BEFORE_LIMIT, math.ceil(job.config.checkpoint.grace_s) + _TO_QUEUE_S)
 
 
 def _differences(job: Job) -> tuple[str, ...]:

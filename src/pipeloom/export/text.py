@@ -2,7 +2,7 @@
 
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from typing import NamedTuple
@@ -31,11 +31,6 @@ def _number(value: float) -> str:
     """The short form if it is exact; a rounded learning rate would be another training."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
-
-
-def given(setting: str, name: str, value: object, missing: Collection[str]) -> list[Flag]:
-    """A flag for a setting; none where the user has to set it, which the script passes on by itself."""
-    return [] if setting in missing else [flag(name, value)]
 
 
 def bash_array(name: str, flags: Sequence[Flag]) -> str:

@@ -1,5 +1,7 @@
 """PyTorch's pipelining runtime: the schedule as its CSV, and a module that loads it."""
 
+from dataclasses import replace
+
 from pipeloom.export.job import Draft, Job, Target
 from pipeloom.export.text import body, comment
 from pipeloom.export.torch_csv import format_torch_csv
@@ -21,7 +23,7 @@ def tied_problems(job: Job, program: str) -> list[str]:
 
 def _problems(job: Job) -> list[str]:
     problems = [*job.slice_problems(), *tied_problems(job, "PyTorch's runtime")]
-    problems += job.own_problems("PyTorch's runtime")
+    problems += job.order_problems("PyTorch's runtime")
     if job.config.layout.pp == 1:
         problems.append("layout.pp 1: without a pipeline there is no schedule to hand over")
     return problems
@@ -53,7 +55,7 @@ def _make(job: Job) -> Draft:
         f'"""Stage 0 has the embedding as well, stage {job.head_stage} the final norm and the head."""',
     ]
     module = "\n".join([*constants, body("torch_schedule.txt")])
-    return Draft({CSV: format_torch_csv(job.schedule), MODULE: module}, notes.start, notes.left_out, notes.differs)
+    return replace(notes, files={CSV: format_torch_csv(job.schedule), MODULE: module})
 
 
 def left_out_of_runtime(job: Job) -> tuple[str, ...]:
@@ -81,4 +83,4 @@ def differences_of_runtime(job: Job) -> tuple[str, ...]:
     return ()
 
 
-TARGET = Target("torch", PROGRAM, (CSV, MODULE), _problems, _make)
+TARGET = Target("torch", PROGRAM, (CSV, MODULE), _problems, _make, starts=False)

@@ -25,7 +25,7 @@ def _make(job: Job) -> Draft:
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
-            comment("torchrun of PyTorch 2.11 or newer", notes, [*about, *_about_signals(job)], job.config),
+            comment("torchrun of PyTorch 2.11 or newer", notes, [*about, _about_signals(job)], job.config),
             *variables(job, notes, RUN_FILE),
             f"threads={job.config.training.threads}",
             body("start.sh") + body("torchrun.sh"),
@@ -93,14 +93,14 @@ def about_ranks(job: Job) -> list[str]:
     return found
 
 
-def _about_signals(job: Job) -> list[str]:
-    """What a signal to torchrun does; sentences for a comment."""
+def _about_signals(job: Job) -> str:
+    """What a signal to torchrun does; a sentence for a comment."""
     grace_s = job.config.checkpoint.grace_s
     if grace_s <= 0:
-        return ["Ctrl-C and SIGTERM end the run at once, without a checkpoint (checkpoint.grace_s 0)."]
-    return [
+        return "Ctrl-C and SIGTERM end the run at once, without a checkpoint (checkpoint.grace_s 0)."
+    return (
         f"Ctrl-C or SIGTERM ends the run after its step, with a checkpoint, within {grace_s:g} s (checkpoint.grace_s)."
-    ]
+    )
 
 
 def _differences(job: Job) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
-from pipeloom.export.text import Flag, bash_array, body, comment, flag, given
+from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
 from pipeloom.export.torchrun import about_ranks, start_of, variables
@@ -36,16 +36,18 @@ _MAPPED_AS = {"looped": "Interleaved1F1B", "v": "ZBVZeroBubble"}
 
 
 def _problems(job: Job) -> list[str]:
+    # Without slices the rest of the run would be another one.
     if job.slice_problems():
         return job.slice_problems()
-    found = [*job.node_problems(), *job.head_problems(), *tied_problems(job, "torchtitan"), *_model_problems(job)]
-    found += [*_placement_problems(job), *job.own_problems("torchtitan"), *job.optimizer_problems("torchtitan")]
-    if job.config.layout.pp == 1 and not _is_plain_accumulation(job):
+    found = [*job.start_problems("torchtitan"), *job.order_problems("torchtitan"), *tied_problems(job, "torchtitan")]
+    found += _model_problems(job)
+    layout, placement = job.config.layout, job.config.choice().placement_name
+    if layout.pp > 1 and layout.loops > 1 and not (placement == "looped" or (placement == "v" and layout.loops == 2)):
         found.append(
-            f"layout.pp 1 with schedule.family {job.config.schedule.family}: without a pipeline torchtitan runs each "
-            "micro-batch forward and back before the next; use depth-first"
+            f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan places stages looped with "
+            "any layout.loops, or v with 2"
         )
-    return found
+    return [*found, *job.accumulation_problems("torchtitan")]
 
 
 def _model_problems(job: Job) -> list[str]:
@@ -69,27 +71,11 @@ def _model_problems(job: Job) -> list[str]:
     return found
 
 
-def _placement_problems(job: Job) -> list[str]:
-    layout, placement = job.config.layout, job.config.choice().placement_name
-    if layout.loops == 1 or layout.pp == 1 or placement == "looped":
-        return []
-    if placement == "v" and layout.loops == 2:
-        return []
-    allowed = "looped with any layout.loops, or v with 2"
-    return [f"schedule.placement {placement} with layout.loops {layout.loops}: torchtitan places stages {allowed}"]
-
-
-def _is_plain_accumulation(job: Job) -> bool:
-    """Whether one pipeline rank runs each micro-batch forward and back before the next."""
-    row = [(action.microbatch, str(action.kind)) for action in job.schedule.rows[0]]
-    return row == sorted(row, key=lambda item: item[0] or 0) if job.config.layout.pp == 1 else False
-
-
 def _make(job: Job) -> Draft:
     notes = Draft(
         {},
         start_of(job, SCRIPT, "TOKENIZER=... DATASET=... "),
-        (*_left_out(job), "training.seed: weights and batches are drawn in another way"),
+        _left_out(job),
         _differences(job),
         (*_NEEDS, *job.needs({**dict.fromkeys(_CONSTANTS, "-"), "training.steps": "--training.steps"})),
     )
@@ -129,7 +115,8 @@ def _flags(job: Job) -> list[Flag]:
         flag("--training.seq_len", config.data.seq_len),
         flag("--training.local_batch_size", num_microbatches * layout.microbatch_size),
         flag("--training.global_batch_size", layout.batch_size),
-        *given("training.steps", "--training.steps", config.training.known_steps, unset(config)),
+        # What the user has to set, the script passes on by itself.
+        *([] if "training.steps" in unset(config) else [flag("--training.steps", config.training.known_steps)]),
         flag("--training.max_norm", config.optimizer.clip_grad_norm),
         flag("--training.mixed_precision_param", {"fp32": "float32", "bf16": "bfloat16"}[job.dtype]),
         flag("--parallelism.data_parallel_replicate_degree", replicate),
@@ -142,7 +129,6 @@ def _flags(job: Job) -> list[Flag]:
         flags += _pipeline_flags(job)
     if config.training.compile:
         flags += [flag("--compile.enable"), flag("--compile.backend", config.training.compile_backend)]
-    # Its checkpoints come by steps alone; those by the clock have no counterpart.
     if config.checkpoint.every is not None:
         flags += [flag("--checkpoint.enable"), flag("--checkpoint.interval", config.checkpoint.every)]
     return flags
@@ -199,8 +185,12 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 
 
 def _left_out(job: Job) -> tuple[str, ...]:
-    machine = f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex"
-    return (*(left_out_of_runtime(job) if _reads_csv(job) else ()), machine)
+    return (
+        *(left_out_of_runtime(job) if _reads_csv(job) else ()),
+        *job.checkpoints_left_out("torchtitan"),
+        f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex",
+        "training.seed: weights and batches are drawn in another way",
+    )
 
 
 def _differences(job: Job) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
 """Findings -> a cluster, and the comments of its file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import date
 
-from pipeloom.catalog.writing import UNBREAKABLE
 from pipeloom.cost.hardware import Cluster, Collective, CollectiveCurve, Curve, Device, Link
-from pipeloom.measure.findings import Findings, Messages, Product, Timing, Traffic
+from pipeloom.measure.findings import Findings, Messages, Timing, Traffic, size_text
+from pipeloom.terminal.words import UNBREAKABLE
 
 _CLEAR = 1.25
 """A product this many times as long as the fixed time of a kernel has a rate; a shorter one is left out."""
@@ -24,7 +24,7 @@ _OTHERS = ("MIG", "PCIe", "PCIE", "NVL", "GH200")
 
 
 def describe_cluster(name: str, findings: Findings) -> tuple[Cluster, dict[str, list[str]]]:
-    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.writing``).
+    """The cluster that was measured, and the comments for its file (``pipeloom.catalog.cluster_files``).
 
     Args:
         name: of the cluster.
@@ -176,12 +176,11 @@ def _device_notes(findings: Findings) -> dict[str, list[str]]:
 
 
 def _products(findings: Findings, precision: str) -> str:
-    return ", ".join(_product(product) for product in findings.products if product.precision == precision)
-
-
-def _product(product: Product) -> str:
-    width = round((product.flops / 2) ** (1 / 3))
-    return _together(f"{width} wide {product.flops_per_s / 1e9:.4g} {_spread(product.timing)}")
+    return ", ".join(
+        _together(f"{product.width} wide {product.flops_per_s / 1e9:.4g} {_spread(product.timing)}")
+        for product in findings.products
+        if product.precision == precision
+    )
 
 
 def _collective_notes(findings: Findings) -> dict[str, list[str]]:
@@ -195,7 +194,7 @@ def _collective_notes(findings: Findings) -> dict[str, list[str]]:
 
 
 def _points(points: tuple[tuple[float, Timing], ...]) -> str:
-    return ", ".join(_together(f"{size / 1024:,.0f} KiB {_timing(timing)}") for size, timing in points)
+    return ", ".join(_together(f"{size_text(size)} {_timing(timing)}") for size, timing in points)
 
 
 def _together(text: str) -> str:
@@ -204,13 +203,51 @@ def _together(text: str) -> str:
 
 
 def _traffic(traffic: Traffic) -> str:
-    return f"{traffic.bytes_per_s / 1e9:.3g} GB/s {_spread(traffic.timing)}"
+    return f"{_rate(traffic.bytes_per_s)} {_spread(traffic.timing)}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _timing(timing: Timing) -> str:
-    scale, unit = next(pair for pair in ((1e6, "us"), (1e3, "ms"), (1.0, "s")) if timing.median_s * pair[0] < 1e3)
-    return f"{timing.median_s * scale:.3g} {unit} {_spread(timing)}"
+    return f"{_seconds(timing.median_s)} {_spread(timing)}"
+
+
+def _seconds(seconds: float) -> str:
+    scale, unit = next(
+        pair for pair in ((1e6, "us"), (1e3, "ms"), (1.0, "s")) if seconds * pair[0] < 1e3 or pair[0] == 1
+    )
+    return f"{seconds * scale:.3g} {unit}"
 
 
 def _spread(timing: Timing) -> str:
     return f"({timing.spread:.0%})"
+
+
+def table_rows(findings: Findings) -> Iterator[tuple[str, str, Timing | None]]:
+    """What was measured, for a table: what, its value, and the timing behind it where that is a single one."""
+    for product in findings.products:
+        name = f"{product.precision} product, {product.width} wide"
+        yield name, f"{product.flops_per_s / 1e9:,.1f} GFLOP/s", product.timing
+    for name, rate in findings.too_slow.items():
+        yield f"{name} products: emulated, left out", f"{rate / 1e9:,.1f} GFLOP/s", None
+    for name, timing in (
+        ("fixed time of a kernel", findings.kernel),
+        ("host's time for an operation", findings.launch),
+    ):
+        yield name, _seconds(timing.median_s), timing
+    for name, traffic in (("copy", findings.copy), ("sum", findings.add)):
+        yield f"memory, {name}", _rate(traffic.bytes_per_s), traffic.timing
+    yield "memory of a device", f"{findings.host.memory_bytes / 1e9:,.1f} GB", None
+    for between, link in (("two processes", findings.intra), ("two hosts", findings.inter)):
+        if link is not None:
+            yield f"link of {between}: latency", _seconds(link.link.latency_s), None
+            yield f"link of {between}: bandwidth", _rate(link.link.bytes_per_s), None
+            for size, timing in (link.points[0], link.points[-1]):
+                yield f"  message of {size_text(size)}", _seconds(timing.median_s), timing
+    for found in findings.collectives:
+        (least, shortest), (most, longest) = found.points[0], found.points[-1]
+        name = f"{found.collective} of {found.ranks}"
+        yield f"{name}, {size_text(least)}", _seconds(shortest.median_s), shortest
+        yield f"{name}, {size_text(most)}, bus", _rate(found.bus[-1][1]), longest

@@ -52,6 +52,11 @@ class Product:
     timing: Timing
 
     @property
+    def width(self) -> int:
+        """Rows and columns of each matrix."""
+        return round((self.flops / 2) ** (1 / 3))
+
+    @property
     def flops_per_s(self) -> float:
         """FLOP/s with everything in it."""
         return self.flops / self.timing.median_s
@@ -73,6 +78,13 @@ class Traffic:
     def bytes_per_s(self) -> float:
         """Bandwidth."""
         return self.moved_bytes / self.timing.median_s
+
+
+def size_text(size: float) -> str:
+    """A size in powers of two, for people."""
+    scales = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
+    scale, unit = next(pair for pair in scales if size >= pair[0])
+    return f"{size / scale:,.0f} {unit}"
 
 
 @dataclass(frozen=True)

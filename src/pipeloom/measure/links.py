@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
-from pipeloom.execute.communication.collectives import Finish, Group
-from pipeloom.execute.communication.process_collectives import GlooGroup, NcclGroup
+from pipeloom.execute.communication.collectives import Finish, GlooGroup, Group, NcclGroup
 from pipeloom.execute.processes.world import World
-from pipeloom.measure.findings import Collectives, Messages, Timing
+from pipeloom.measure.findings import Collectives, Messages, Timing, size_text
 from pipeloom.measure.host import num_devices
 from pipeloom.measure.stopwatch import Run, Sample, Stopwatch, now, sample_of
 
@@ -56,7 +55,7 @@ def measure_messages(watch: Stopwatch, pairs: Pairs, between: str) -> Messages:
             tensor = torch.zeros(size // 4, device=world.device)
             exchange = partial(_there_and_back, tensor, world.rank, mine, groups[mine])
             sample = sample_of(exchange, partial(now, world.device), factor=0.5)
-        points.append((float(size), watch.time(f"messages of {_bytes(size)} between {between}", sample)))
+        points.append((float(size), watch.time(f"messages of {size_text(size)} between {between}", sample)))
     return Messages(len(pairs), tuple(points))
 
 
@@ -96,7 +95,7 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
                     sample = sample_of(run, time.process_time, factor=max(1.0, num_ranks / num_cores))
                 else:
                     sample = sample_of(run, partial(now, world.device))
-            timing = watch.time(f"{kind} of {_bytes(wanted)} among {num_ranks}", sample)
+            timing = watch.time(f"{kind} of {size_text(wanted)} among {num_ranks}", sample)
             points.append((4.0 * shard * num_ranks, timing))
         found.append(Collectives(kind, num_ranks, tuple(points)))
     return tuple(found)
@@ -126,11 +125,3 @@ def _new_group(world: World, ranks: Sequence[int]) -> Any:
     """A group of its own, as the transport has one for each edge; every rank makes it."""
     backend = "nccl" if world.device.type == "cuda" else "gloo"
     return dist.new_group(list(ranks), timeout=world.timeout, backend=backend)
-
-
-def _bytes(size: int) -> str:
-    """A size for people."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size // scale} {unit}"
-    return f"{size} bytes"

@@ -15,6 +15,7 @@ from pipeloom.execute.stages.saved import Packing
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES
 from pipeloom.schedule.stage_swaps import Amounts, Content
 
 _REPEATS = 3
@@ -40,7 +41,7 @@ def time_moves(
     """
     evicted: dict[int, float] = {}
     for evictor, plan in evictions(schedule).items():
-        for stage in _moving(schedule, evictor, Kind.EVICT):
+        for stage in _moving(schedule, evictor, PARTNER_MOVES):
             # One stage of one rank after the other: pairs that share a link would time each other.
             world.wait_for_all()
             if rank in (evictor, plan.partner):
@@ -48,13 +49,13 @@ def time_moves(
                 if rank == evictor:
                     evicted[stage] = seconds / 2
     world.wait_for_all()
-    own = _moving(schedule, rank, Kind.OFFLOAD)
+    own = _moving(schedule, rank, HOST_MOVES)
     return evicted, {stage: _to_host_and_back(saved_bytes[stage], world.device) / 2 for stage in own}
 
 
-def _moving(schedule: Schedule, rank: int, kind: Kind) -> list[int]:
+def _moving(schedule: Schedule, rank: int, moves: Sequence[Kind]) -> list[int]:
     row = schedule.rows[rank]
-    return sorted(set(row.stage[row.is_kind(kind)].tolist()))
+    return sorted(set(row.stage[row.is_kind(*moves)].tolist()))
 
 
 def _there_and_back(wires: Wires, nbytes: int, world: World, *, is_evictor: bool) -> float:

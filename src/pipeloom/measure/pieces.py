@@ -7,28 +7,28 @@ to all. Of the rounds the lower quartile counts, since what disturbs a measureme
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import quantiles
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor, nn
 
-from pipeloom.cost.measured import MeasuredPieces, MeasuredUpdate
+from pipeloom.cost.hardware import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.process_collectives import make_tensor_group
-from pipeloom.execute.communication.process_group import ProcessGroupTransport
-from pipeloom.execute.communication.transport import Transfer
-from pipeloom.execute.communication.transport import finish as finish_transfer
+from pipeloom.execute.communication.collectives import make_tensor_group
+from pipeloom.execute.communication.transport import ProcessGroupTransport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.stage import Portion, Stage
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.execute.stages.weights import StageWeights
+from pipeloom.measure.rehearsal import Exchange, StageRun
 from pipeloom.measure.stopwatch import Now, now
 from pipeloom.measure.update import MakeOptimizer, Update
 from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage
@@ -114,91 +114,48 @@ def _work(request: PieceRequest, rendezvous: Path, rank: int, num_ranks: int) ->
     return found if rank == 0 else None
 
 
-Both = tuple[float, float]
+Seconds = tuple[float, ...]
 _PARTS = ("one layer", "layers", "first", "last")
 
 
-@dataclass
-class _Subject:
-    """A stage that is timed with micro-batches of one size.
-
-    Attributes:
-        stage: with its parameters' gradients in one buffer, as in a run.
-        tensor: its input.
-        gradient: of its output; ``None`` on the last stage.
-        objective: of the last stage.
-        times: of each round.
-    """
-
-    stage: Stage
-    tensor: Tensor
-    gradient: Tensor | None
-    objective: Callable[[Tensor, int], Tensor] | None
-    times: list[Both] = field(default_factory=list)
-
-    def run(self, clock: Now) -> Both:
-        begin_s = clock()
-        self.stage.forward(Portion(0), self.tensor, self.objective, trains=True)
-        middle_s = clock()
-        self.stage.backward(Portion(0), self.gradient)
-        return middle_s - begin_s, clock() - middle_s
-
-    @property
-    def seconds(self) -> Both:
-        return undisturbed([f for f, _ in self.times]), undisturbed([b for _, b in self.times])
-
-
-Setting = tuple[int, Recompute, int]
-"""(tensor axis, recomputation, micro-batch)"""
-
-
 class _Measurement:
-    """One rank of it."""
+    """One rank of it: what is measured by name, in the order of a round, and the seconds of each in each round."""
 
     def __init__(self, request: PieceRequest, world: World) -> None:
         self._request, self._world = request, world
         self._clock: Now = time.process_time if request.shares_cores else partial(now, world.device)
         self._num_layers = min(request.model.num_layers, _MOST_LAYERS)
-        self._parallel = {tp: self._parallel_of(tp) for tp in request.tp}
-        self._weights: dict[tuple[int, Recompute, str], StageWeights] = {}
-        self._subjects: dict[Setting, dict[str, _Subject]] = {
-            (tp, recompute, size): {part: self._subject(tp, recompute, size, part) for part in _PARTS}
-            for tp, recompute, size in product(request.tp, request.recompute, request.micro_batches)
-        }
-        first = self._weights[request.tp[0], request.recompute[0], "one layer"]
-        larger = self._weights[request.tp[0], request.recompute[0], "layers"]
-        parts = [one.optimizer_parts() for one in (first, larger)]
+        self._measured: dict[Hashable, Callable[[], Seconds]] = {}
+        self._times: defaultdict[Hashable, list[Seconds]] = defaultdict(list)
+        self._runs: dict[tuple[str, int], StageRun] = {}
+        self._transports: list[ProcessGroupTransport] = []
+        weights = {setting: self._add_stages(*setting) for setting in product(request.tp, request.recompute)}
+        first = weights[request.tp[0], request.recompute[0]]
         self._updates = [
-            (Update(request.make_optimizer, request.clip_grad_norm, one, world), list[float]()) for one in parts
+            Update(request.make_optimizer, request.clip_grad_norm, first[part].optimizer_parts(), world)
+            for part in ("one layer", "layers")
         ]
-        self._messages = self._make_messages()
+        for update in self._updates:
+            self._measured[update] = partial(self._time_update, update)
 
-    def _parallel_of(self, tp: int) -> TensorParallel:
-        layout = Layout(pp=1, loops=1, tp=tp, dp=self._world.size // tp)
-        group = make_tensor_group(layout, self._world)
-        return TensorParallel(group, self._request.sequence_parallel and tp > 1) if tp > 1 else WHOLE
+    def _add_stages(self, tp: int, recompute: Recompute) -> dict[str, StageWeights]:
+        """Stages of all parts with micro-batches of each size, and the messages between them, for one tensor axis."""
+        request, world = self._request, self._world
+        group = make_tensor_group(Layout(pp=1, loops=1, tp=tp, dp=world.size // tp), world)
+        parallel = TensorParallel(group, request.sequence_parallel and tp > 1) if tp > 1 else WHOLE
+        weights = {part: self._weights(parallel, recompute, part) for part in _PARTS}
+        for size in request.micro_batches:
+            for part, one in weights.items():
+                run = self._run(one, parallel, size, part)
+                self._measured[tp, recompute, size, part] = partial(self._time, run)
+                self._runs.setdefault((part, size), run)
+            # Messages have the same size whatever is recomputed, and cost something only where processes share cores.
+            if request.shares_cores and request.num_processes > tp and recompute == request.recompute[0]:
+                spec = TensorSpec((size, request.seq_len // tp, request.model.hidden_size), torch.float32)
+                self._measured[tp, size] = self._messages(tp, size, spec)
+        return weights
 
-    def _subject(self, tp: int, recompute: Recompute, size: int, part: str) -> _Subject:
-        request, device, parallel = self._request, self._world.device, self._parallel[tp]
-        module = self._module(tp, recompute, part)
-        # Random ones: the same token everywhere would read one row of the embedding, which stays in a cache.
-        tokens = np.random.default_rng(0).integers(0, request.model.vocab_size, (size, request.seq_len + 1))
-        batch = Batch.of(tokens.astype(np.int64), 1, device)
-        shape = (size, request.seq_len // tp, request.model.hidden_size)
-        tensor = batch.inputs[0] if part == "first" else torch.randn(shape, device=device)
-        with torch.no_grad():
-            output = TensorSpec.of(module(tensor))
-        stage = Stage(module, int(part != "first"), output, needs_input_gradient=part != "first")
-        if part != "last":
-            # Small, since all rounds add to the same gradients.
-            return _Subject(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None)
-        vocabulary = SplitVocabulary(parallel, request.model.vocab_size or 0)
-        return _Subject(stage, tensor, None, partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy))
-
-    def _module(self, tp: int, recompute: Recompute, part: str) -> nn.Module:
-        known = self._weights.get((tp, recompute, part))
-        if known is not None:
-            return known.module
+    def _weights(self, parallel: TensorParallel, recompute: Recompute, part: str) -> StageWeights:
         model, last = self._request.model, self._request.model.num_layers + 1
         pieces = {"one layer": range(1, 2), "layers": range(1, 1 + self._num_layers), "first": range(2)}
         module: Transformer = build_stage(
@@ -208,69 +165,90 @@ class _Measurement:
             seed=0,
             dtype=torch.float32,
             device=self._world.device,
-            parallel=self._parallel[tp],
+            parallel=parallel,
         )
         module.set_recompute((recompute,) * model.num_layers)
         weights = StageWeights(module, "none", 1, 0)
         # As in a run, where backwards add to gradients that lie side by side.
         weights.open_gradient(weights.gradient)
-        self._weights[tp, recompute, part] = weights
-        return module
+        return weights
 
-    def _make_messages(self) -> dict[tuple[int, int], "_Messages"]:
-        """By tensor axis and micro-batch, where processes share cores and there are several stages to exchange."""
-        request, found = self._request, dict[tuple[int, int], _Messages]()
-        if not request.shares_cores:
-            return found
-        for tp, size in product(request.tp, request.micro_batches):
-            if request.num_processes // tp > 1:
-                spec = TensorSpec((size, request.seq_len // tp, request.model.hidden_size), torch.float32)
-                found[tp, size] = _Messages(self._world, tp, spec)
-        return found
+    def _run(self, weights: StageWeights, parallel: TensorParallel, size: int, part: str) -> StageRun:
+        request, device, module = self._request, self._world.device, weights.module
+        # Random ones: the same token everywhere would read one row of the embedding, which stays in a cache.
+        tokens = np.random.default_rng(0).integers(0, request.model.vocab_size, (size, request.seq_len + 1))
+        batch = Batch.of(tokens.astype(np.int64), 1, device)
+        shape = (size, request.seq_len // parallel.size, request.model.hidden_size)
+        tensor = batch.inputs[0] if part == "first" else torch.randn(shape, device=device)
+        with torch.no_grad():
+            output = TensorSpec.of(module(tensor))
+        stage = Stage(module, int(part != "first"), output, needs_input_gradient=part != "first")
+        if part != "last":
+            # Small, since all rounds add to the same gradients.
+            return StageRun(stage, tensor, torch.randn(output.shape, device=device) * 1e-6, None)
+        vocabulary = SplitVocabulary(parallel, request.model.vocab_size or 0)
+        return StageRun(stage, tensor, None, partial(batch.loss, cross_entropy=vocabulary.summed_cross_entropy))
+
+    def _messages(self, tp: int, size: int, spec: TensorSpec) -> Callable[[], Seconds]:
+        """Times tensors between ranks of a pipeline while all of them compute one layer: what they cost the cores."""
+        world, layout = self._world, Layout(pp=self._world.size // tp, loops=1, tp=tp, dp=1)
+        edges = sorted(edge for a in range(layout.pp - 1) for edge in ((a, a + 1), (a + 1, a)))
+        place, specs = layout.coordinates(world.rank).pipeline, {edge: [spec] for edge in edges}
+        transport = ProcessGroupTransport(place, specs, world.device, world.timeout, layout.pipelines())
+        self._transports.append(transport)
+        exchange, count = Exchange(world, transport, spec, layout), _MESSAGES * 2 * (layout.pp - 1) * layout.tp
+        load = self._runs["one layer", size]
+
+        def measure() -> Seconds:
+            """CPU seconds of each message: those of the process without those of computing on its main thread."""
+            computed_s: list[float] = []
+            begin_s = time.process_time()
+            # The clock of this thread alone: those that carry messages are what is measured.
+            exchange.around(lambda: computed_s.append(sum(load(time.thread_time))), _MESSAGES)
+            own_s = time.process_time() - begin_s - sum(computed_s)
+            return (world.sum([own_s])[0] / count,)
+
+        return measure
+
+    def _time(self, run: StageRun) -> Seconds:
+        run(self._clock)  # memory and caches are then as they are after the micro-batch before
+        return run(self._clock)[:2]
+
+    def _time_update(self, update: Update) -> Seconds:
+        begin_s = self._clock()
+        update.fill_gradients()  # with as much work as zeros take
+        update.step()
+        return (self._clock() - begin_s,)
 
     def run(self) -> PieceFindings:
         """All rounds; the first is not counted."""
         begin_s, rounds = time.perf_counter(), 0
         while True:
-            self._round(is_counted=rounds > 0)
+            for name, measure in self._measured.items():
+                self._world.wait_for_all()
+                times = measure()
+                if rounds:
+                    self._times[name].append(times)
             is_over = time.perf_counter() - begin_s > self._request.budget_s or rounds >= _MOST_ROUNDS
             # Rank 0's clock ends it for all: a rank that began another round alone would wait in it for ever.
             if self._world.broadcast(int(is_over and rounds >= _LEAST_ROUNDS), 0):
                 break
             rounds += 1
-        for messages in self._messages.values():
-            messages.close()
-        pieces = tuple(self._found(setting) for setting in self._subjects)
-        return PieceFindings(pieces, self._found_update(), rounds)
+        for transport in self._transports:
+            transport.close()
+        settings = product(self._request.tp, self._request.recompute, self._request.micro_batches)
+        return PieceFindings(tuple(self._found(*setting) for setting in settings), self._found_update(), rounds)
 
-    def _round(self, *, is_counted: bool) -> None:
-        for (tp, recompute, size), parts in self._subjects.items():
-            for subject in parts.values():
-                self._world.wait_for_all()
-                subject.run(self._clock)  # memory and caches are then as they are after the micro-batch before
-                times = subject.run(self._clock)
-                if is_counted:
-                    subject.times.append(times)
-            messages = self._messages.get((tp, size))
-            # Messages have the same size whatever is recomputed.
-            if messages is not None and recompute == self._request.recompute[0]:
-                load = self._subjects[self._request.tp[0], recompute, size]["one layer"]
-                messages.measure(load, is_counted=is_counted)
-        for update, times in self._updates:
-            self._world.wait_for_all()
-            begin_s = self._clock()
-            update.fill_gradients()  # with as much work as zeros take
-            update.step()
-            if is_counted:
-                times.append(self._clock() - begin_s)
+    def _seconds(self, name: Hashable) -> Seconds:
+        """Of the rounds the lower quartile; of the ranks, which do the same, the mean."""
+        own = [undisturbed(times) for times in zip(*self._times[name], strict=True)]
+        return tuple(total / self._world.size for total in self._world.sum(own))
 
-    def _found(self, setting: Setting) -> MeasuredPieces:
-        tp, recompute, size = setting
+    def _found(self, tp: int, recompute: Recompute, size: int) -> MeasuredPieces:
         request = self._request
-        one, more, first, last = (self._mean(self._subjects[setting][part].seconds) for part in _PARTS)
-        sides = range(2)
+        one, more, first, last = (np.array(self._seconds((tp, recompute, size, part))) for part in _PARTS)
         # The difference of two stages: what a stage takes beside its layers is in both.
-        layer = [(more[side] - one[side]) / max(1, self._num_layers - 1) for side in sides]
+        layer = (more - one) / max(1, self._num_layers - 1)
         run = Run(
             shape=shape_of(request.model),
             seq=request.seq_len,
@@ -280,24 +258,17 @@ class _Measurement:
             sequence_parallel=request.sequence_parallel and tp > 1,
             precision="fp32",
         )
-        messages = self._messages.get((tp, size))
         return MeasuredPieces(
             run=run.of_measured_pieces,
-            embedding=_pair(first[side] - one[side] for side in sides),
+            embedding=_pair(first - one),
             layer=_pair(layer),
-            head=_pair(last[side] - one[side] for side in sides),
-            stage=_pair(one[side] - layer[side] for side in sides),
-            message_s=0.0 if messages is None else undisturbed(messages.seconds),
+            head=_pair(last - one),
+            stage=_pair(one - layer),
+            message_s=self._seconds((tp, size))[0] if (tp, size) in self._measured else 0.0,
         )
 
-    def _mean(self, both: Both) -> Both:
-        """Over the ranks, which do the same."""
-        forward_s, backward_s = (total / self._world.size for total in self._world.sum(both))
-        return forward_s, backward_s
-
     def _found_update(self) -> MeasuredUpdate:
-        (few, few_s), (many, many_s) = ((update.size, undisturbed(times)) for update, times in self._updates)
-        few_s, many_s = (total / self._world.size for total in self._world.sum([few_s, many_s]))
+        (few_s, few), (many_s, many) = ((self._seconds(update)[0], update.size) for update in self._updates)
         # A line through two sizes; noise could make it fall.
         each_s = max(0.0, (many_s - few_s) / max(1, many - few))
         return MeasuredUpdate(fixed_s=max(0.0, few_s - each_s * few), parameter_s=each_s, precision="fp32")
@@ -308,50 +279,7 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=4, method="inclusive")[0]
 
 
-def _pair(values: Iterable[float]) -> Both:
-    forward_s, backward_s = (max(0.0, value) for value in values)
+def _pair(both: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Seconds forward and backward, which noise could make negative."""
+    forward_s, backward_s = both.clip(0.0).tolist()
     return forward_s, backward_s
-
-
-class _Messages:
-    """Tensors between the ranks of a pipeline while all of them compute: what they cost the cores."""
-
-    def __init__(self, world: World, tp: int, spec: TensorSpec) -> None:
-        layout = Layout(pp=world.size // tp, loops=1, tp=tp, dp=1)
-        self._world, self._spec, self._layout = world, spec, layout
-        self._place = layout.coordinates(world.rank).pipeline
-        edges = sorted(edge for a in range(layout.pp - 1) for edge in ((a, a + 1), (a + 1, a)))
-        self._transport = ProcessGroupTransport(
-            self._place, {edge: [spec] for edge in edges}, world.device, world.timeout, layout.pipelines()
-        )
-        self._peers = [peer for peer in (self._place - 1, self._place + 1) if 0 <= peer < layout.pp]
-        self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
-        self.seconds: list[float] = []
-
-    def measure(self, load: _Subject, *, is_counted: bool) -> None:
-        """CPU seconds of each message: those of the process without those of computing on its main thread."""
-        computed_s = 0.0
-        self._world.wait_for_all()
-        begin_s = time.process_time()
-        under_way: list[Transfer] = []
-        for _ in range(_MESSAGES):
-            posted = [self._transport.receive(self._spec, peer) for peer in self._peers]
-            # The clock of this thread alone: those that carry messages are what is measured.
-            computed_s += sum(load.run(time.thread_time))
-            # Receives first, then compute, then sends, as a row of 1F1B has them.
-            posted += [self._transport.send(self._tensor, peer) for peer in self._peers]
-            self._finish(under_way)
-            under_way = posted
-        self._finish(under_way)
-        own_s = time.process_time() - begin_s - computed_s
-        (total_s,) = self._world.sum([own_s])
-        if is_counted:
-            self.seconds.append(total_s / (_MESSAGES * 2 * (self._layout.pp - 1) * self._layout.tp))
-
-    def _finish(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            finish_transfer(transfer, self._world.timeout.total_seconds())
-
-    def close(self) -> None:
-        """Let go of threads."""
-        self._transport.close()

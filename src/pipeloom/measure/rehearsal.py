@@ -1,17 +1,24 @@
-"""Stages run outside a step, by themselves: to be timed, or so that what is compiled on first use is compiled."""
+"""Stages outside a step: to be timed, or so that what is compiled on first use is compiled."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
+from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.stage import Objective, Portion, Stage
-from pipeloom.measure.stopwatch import now
+from pipeloom.measure.stopwatch import Now, now
+from pipeloom.schedule import Schedule
+from pipeloom.workload.layout import Layout
+
+Found = TypeVar("Found")
 
 
 class Times(NamedTuple):
@@ -33,92 +40,183 @@ class Times(NamedTuple):
         return cls(*map(median, zip(*times, strict=True)))
 
 
-Run = Callable[[], Times]
-"""Forward and backward, of one micro-batch or the mean of several."""
+@dataclass(frozen=True)
+class StageRun:
+    """Runs parts of the batch through a stage that stands alone.
 
-
-def stage_runner(
-    stage: Stage,
-    outputs: Sequence[TensorSpec],
-    tokens: Tensor,
-    objective: Objective,
-    device: torch.device,
-    *,
-    held: int = 1,
-) -> Run:
-    """What runs micro-batches through a stage, with random tensors for those of its neighbors.
-
-    Args:
+    Attributes:
         stage: which.
-        outputs: the agreed spec of every stage's output.
-        tokens: stage 0's input.
-        objective: applied to the last stage's output.
-        device: that the stage is on.
-        held: micro-batches that all go forward before the first goes back. What a single one writes finds the memory,
-            still in a cache, that the one before it has just given back: on CPUs that is faster than a step is.
+        tensor: its input.
+        gradient: of its output; ``None`` on the last stage.
+        objective: of the last stage; ``None`` on others.
     """
-    tensor = tokens if stage.index == 0 else _random(outputs[stage.index - 1], device)
-    is_last = stage.index == len(outputs) - 1
-    # Small, since all runs add to the same gradients.
-    gradient = None if is_last else _random(outputs[stage.index], device) * 1e-6
 
-    def run() -> Times:
-        begin = now(device)
+    stage: Stage
+    tensor: Tensor
+    gradient: Tensor | None
+    objective: Objective | None
+
+    def __call__(self, clock: Now, held: int = 1) -> Times:
+        """Mean seconds of a micro-batch.
+
+        Args:
+            clock: what is read between forward and backward.
+            held: micro-batches that all go forward before the first goes back. What a single one writes finds the
+                memory, still in a cache, that the one before it has just given back: on CPUs that is faster than a
+                step is.
+        """
+        begin = clock()
         for number in range(held):
-            stage.forward(Portion(number), tensor, objective if is_last else None, trains=True)
-        forward_s = now(device) - begin
-        backward_s = [time_backward(stage, Portion(number), gradient, device) for number in range(held)]
+            self.forward(Portion(number))
+        forward_s = clock() - begin
+        backward_s = [self.backward(Portion(number), clock) for number in range(held)]
         return Times(forward_s / held, *map(mean, zip(*backward_s, strict=True)))
 
-    return run
+    def forward(self, part: Portion) -> None:
+        """Run a part forward."""
+        self.stage.forward(part, self.tensor, self.objective, trains=True)
+
+    def backward(self, part: Portion, clock: Now) -> tuple[float, float]:
+        """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
+        begin = clock()
+        if not self.stage.splits:
+            self.stage.backward(part, self.gradient)
+            return clock() - begin, 0.0
+        self.stage.backward_input(part, self.gradient)
+        middle = clock()
+        self.stage.backward_weight(part)
+        return middle - begin, clock() - middle
 
 
-def time_backward(stage: Stage, part: Portion, gradient: Tensor | None, device: torch.device) -> tuple[float, float]:
-    """Seconds of a part's backward, or of its two halves where the stage splits it; the second is 0 otherwise."""
-    begin = now(device)
-    if not stage.splits:
-        stage.backward(part, gradient)
-        return now(device) - begin, 0.0
-    stage.backward_input(part, gradient)
-    middle = now(device)
-    stage.backward_weight(part)
-    return middle - begin, now(device) - middle
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """The stages of one rank outside a step. Every rank has equally many, and calls the same methods.
+
+    Attributes:
+        world: this process among the others.
+        layout: of the ranks.
+        schedule: of a step.
+        stages: this rank's.
+        data_parallel: gathers their weights.
+        outputs: the agreed spec of every stage's output for a whole micro-batch.
+        tokens: stage 0's inputs: a micro-batch, or the slices of one.
+        objective: applied to the last stage's outputs.
+        slices: how the micro-batch is cut; ``None`` for a whole one.
+    """
+
+    world: World
+    layout: Layout
+    schedule: Schedule
+    stages: Mapping[int, Stage]
+    data_parallel: DataParallel
+    outputs: Sequence[TensorSpec]
+    tokens: Sequence[Tensor]
+    objective: Objective
+    slices: TokenSlices | None = None
+
+    @property
+    def clock(self) -> Now:
+        """Of what this rank computes."""
+        return partial(now, self.world.device)
+
+    def visits(self) -> Iterator[tuple[int, Stage]]:
+        """Each stage, with its weights here meanwhile. Gradients that its runs leave behind are dropped."""
+        for index, stage in self.stages.items():
+            with self.data_parallel.gathered(index, self.world.timeout.total_seconds()):
+                yield index, stage
+            for parameter in stage.module.parameters():
+                parameter.grad = None
+
+    def in_turns(self, work: Callable[[], Found], teams: Sequence[Sequence[int]] = ()) -> Found:
+        """What ``work`` returns on this rank, called by one team after the other.
+
+        Args:
+            work: called once.
+            teams: of ranks; by default those that compute together, the tensor groups.
+        """
+        found: list[Found] = []
+        for team in teams or self.layout.tensor_groups():
+            if self.world.rank in team:
+                found.append(work())
+            self.world.wait_for_all()
+        return found[0]
+
+    def run_of(self, stage: Stage, number: int = 0) -> StageRun:
+        """A run of a micro-batch, or of one of its slices, with random tensors for those of the stage's neighbors."""
+
+        def random(index: int, size: float) -> Tensor:
+            spec = self.outputs[index] if self.slices is None else self.slices.spec(self.outputs[index], number)
+            return torch.randn(spec.shape, dtype=spec.dtype, device=self.world.device) * size
+
+        tensor = self.tokens[number] if stage.index == 0 else random(stage.index - 1, 1.0)
+        if stage.index == len(self.outputs) - 1:
+            return StageRun(stage, tensor, None, self.objective)
+        # A small gradient, since all runs add to the same ones.
+        return StageRun(stage, tensor, random(stage.index, 1e-6), None)
 
 
-def _random(spec: TensorSpec, device: torch.device) -> Tensor:
-    return torch.randn(spec.shape, dtype=spec.dtype, device=device)
+def warm_up(rehearsal: Rehearsal) -> None:
+    """Run every stage forward and backward once, first on rank 0 and those that compute with it.
+
+    What they compile is on disk when the others come. These wait as long as communication may take
+    (``World.timeout``), not as long as a tensor may in a step.
+    """
+    first = rehearsal.layout.tensor_groups()[0]
+    others = [rank for rank in range(rehearsal.world.size) if rank not in first]
+    for _, stage in rehearsal.visits():
+        run = rehearsal.run_of(stage)
+        rehearsal.in_turns(partial(run, rehearsal.clock), [first, others])
 
 
-def warm_up(
-    world: World,
-    stages: Mapping[int, Stage],
-    data_parallel: DataParallel,
-    *,
-    outputs: Sequence[TensorSpec],
-    tokens: Tensor,
-    objective: Objective,
-    first: Collection[int] = (0,),
-) -> None:
-    """Run every stage forward and backward once. Every rank calls it, each with equally many stages.
-
-    Some go first: what they compile is on disk when the others come. These wait as long as communication may take
-    (``World.timeout``), not as long as a tensor may in a step. Gradients that this leaves behind are dropped.
+class Exchange:
+    """Tensors between this rank and its neighbors in the pipeline.
 
     Args:
         world: this process among the others.
-        stages: this rank's.
-        data_parallel: gathers their weights.
-        outputs: the agreed spec of every stage's output.
-        tokens: stage 0's input.
-        objective: applied to the last stage's output.
-        first: ranks that go first: rank 0, with the tensor-parallel ranks that compute with it.
+        transport: to the pipeline's other ranks.
+        spec: of each tensor.
+        layout: of the ranks.
+
+    Attributes:
+        place: this rank's in its pipeline.
+        peers: the places of its neighbors; none in a pipeline of one rank.
     """
-    for index, stage in stages.items():
-        run = stage_runner(stage, outputs, tokens, objective, world.device)
-        with data_parallel.gathered(index, world.timeout.total_seconds()):
-            for is_first in (True, False):
-                if (world.rank in first) is is_first:
-                    run()
-                world.wait_for_all()
-        for parameter in stage.module.parameters():
-            parameter.grad = None
+
+    def __init__(self, world: World, transport: Transport, spec: TensorSpec, layout: Layout) -> None:
+        self.place = layout.coordinates(world.rank).pipeline
+        self._world, self._transport, self._spec = world, transport, spec
+        self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
+        self.peers = [peer for peer in (self.place - 1, self.place + 1) if 0 <= peer < layout.pp]
+
+    def send(self, peer: int) -> UnderWay:
+        """Send a tensor to a rank."""
+        return self._transport.send(self._tensor, peer)
+
+    def receive(self, peer: int) -> UnderWay:
+        """Receive a tensor from a rank."""
+        return self._transport.receive(self._spec, peer)
+
+    def finish(self, *transfers: UnderWay) -> None:
+        """Wait for transfers."""
+        for transfer in transfers:
+            finish(transfer, self._world.timeout.total_seconds())
+
+    def around(self, run: Callable[[], object], count: int) -> list[float]:
+        """Seconds of each of some runs with its messages, one from and one to each neighbor, as a row of 1F1B has them.
+
+        A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
+        that move them take from the cores is part of the seconds, and so is what the rank itself does to post them.
+        """
+        times: list[float] = []
+        under_way: list[UnderWay] = []
+        for _ in range(count):
+            begin = now(self._world.device)
+            posted = [self.receive(peer) for peer in self.peers]
+            run()
+            posted += [self.send(peer) for peer in self.peers]
+            times.append(now(self._world.device) - begin)
+            # A run later, as in a step, where a message is on its way while the next micro-batch computes.
+            self.finish(*under_way)
+            under_way = posted
+        self.finish(*under_way)
+        return times

@@ -5,6 +5,7 @@ Lengths are measured at a few lengths and contexts, and chosen by the dynamic pr
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,89 +14,44 @@ from torch import Tensor
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import moved
-from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.parts.data_parallel import DataParallel
-from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.stage import Objective, Portion, Stage
-from pipeloom.measure.rehearsal import Times, time_backward
+from pipeloom.execute.communication.boundary import TokenSlices
+from pipeloom.execute.stages.stage import Portion, Stage
+from pipeloom.measure.rehearsal import Rehearsal, Times
 from pipeloom.measure.stages import Profile, timed
-from pipeloom.measure.stopwatch import median_seconds, now
+from pipeloom.measure.stopwatch import median_seconds
 from pipeloom.model import KeyValueCache, Transformer
-from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
 
 
-def profile_slices(
-    world: World,
-    stages: Mapping[int, Stage],
-    data_parallel: DataParallel,
-    *,
-    outputs: Sequence[TensorSpec],
-    slices: TokenSlices,
-    tokens: Sequence[Tensor],
-    objective: Objective,
-    layout: Layout,
-) -> dict[int, list[Times]] | None:
+def profile_slices(rehearsal: Rehearsal) -> dict[int, list[Times]] | None:
     """Time every slice of one micro-batch in every stage, each rank alone. Every rank calls it.
 
     The halves of a backward are timed each where the stage splits it.
 
     Args:
-        world: this process among the others.
-        stages: this rank's, of slices.
-        data_parallel: gathers their weights. Gradients that this leaves behind are dropped.
-        outputs: the agreed spec of every stage's output for a whole micro-batch.
-        slices: how it is cut.
-        tokens: stage 0's inputs, one for each slice.
-        objective: applied to the last stage's outputs.
-        layout: of the ranks.
+        rehearsal: of slices.
 
     Returns:
         By stage of the first pipeline, of each slice, on rank 0; ``None`` elsewhere.
     """
-    own: dict[int, list[Times]] = {}
-    for index, stage in stages.items():
-        with data_parallel.gathered(index, world.timeout.total_seconds()):
-            for team in layout.tensor_groups():
-                if world.rank in team:
-                    own[index] = _time(stage, outputs, slices, tokens, objective)
-                world.wait_for_all()
-        for parameter in stage.module.parameters():
-            parameter.grad = None
-    every: list[dict[int, list[Times]]] | None = world.gather(own)
-    return None if every is None else {i: t for rank in layout.pipelines()[0] for i, t in every[rank].items()}
+    own = {index: rehearsal.in_turns(partial(_time, rehearsal, stage)) for index, stage in rehearsal.visits()}
+    every: list[dict[int, list[Times]]] | None = rehearsal.world.gather(own)
+    return None if every is None else {i: t for rank in rehearsal.layout.pipelines()[0] for i, t in every[rank].items()}
 
 
-def _time(
-    stage: Stage,
-    outputs: Sequence[TensorSpec],
-    slices: TokenSlices,
-    tokens: Sequence[Tensor],
-    objective: Objective,
-) -> list[Times]:
+def _time(rehearsal: Rehearsal, stage: Stage) -> list[Times]:
     """Medians over a few micro-batches: all slices forward, then all back."""
-    device, numbers = tokens[0].device, range(len(slices.lengths))
-    is_last = stage.index == len(outputs) - 1
-
-    def random(index: int, number: int, size: float) -> Tensor:
-        spec = slices.spec(outputs[index], number)
-        return torch.randn(spec.shape, dtype=spec.dtype, device=device) * size
-
-    inputs = [tokens[number] if stage.index == 0 else random(stage.index - 1, number, 1.0) for number in numbers]
-    gradients = [None if is_last else random(stage.index, number, 1e-6) for number in numbers]
-    times: list[list[Times]] = []
+    runs = {number: rehearsal.run_of(stage, number) for number in range(len(rehearsal.tokens))}
+    clock, times = rehearsal.clock, list[list[Times]]()
     for _ in range(_REPEATS + 1):
         forward_s: list[float] = []
-        for number in numbers:
-            begin = now(device)
-            stage.forward(Portion(0, number), inputs[number], objective if is_last else None, trains=True)
-            forward_s.append(now(device) - begin)
-        backward_s = [
-            # The last slice first: keys and values of the first one get gradients from all behind it.
-            time_backward(stage, Portion(0, number), gradients[number], device)
-            for number in reversed(numbers)
-        ]
+        for number, run in runs.items():
+            begin = clock()
+            run.forward(Portion(0, number))
+            forward_s.append(clock() - begin)
+        # The last slice first: keys and values of the first one get gradients from all behind it.
+        backward_s = [run.backward(Portion(0, number), clock) for number, run in reversed(runs.items())]
         times.append([Times(one, *both) for one, both in zip(forward_s, reversed(backward_s), strict=True)])
     # Without the first run, which allocates and fills caches.
     return [Times.medians(of_slice) for of_slice in zip(*times[1:], strict=True)]

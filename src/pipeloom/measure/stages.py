@@ -1,31 +1,22 @@
 """Measured costs: how long this machine takes for each stage, alone and when all ranks compute at once."""
 
 import socket
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pipeloom.cost.costs import Costs, StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import Transfer, Transport
-from pipeloom.execute.communication.transport import finish as finish_transfer
-from pipeloom.execute.lanes import JobUnderWay
-from pipeloom.execute.parts.data_parallel import DataParallel, finish
+from pipeloom.execute.communication.transport import Transport, UnderWay, finish
 from pipeloom.execute.processes.world import World
-from pipeloom.execute.stages.stage import Objective, Stage
-from pipeloom.measure.rehearsal import Run, Times, stage_runner
+from pipeloom.measure.rehearsal import Exchange, Rehearsal, Times
 from pipeloom.measure.stopwatch import now
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import OUT_OF
-from pipeloom.workload.layout import Layout
 
 _REPEATS = 5
 _MOST_HELD = 4
@@ -58,31 +49,54 @@ class Profile:
         return SliceCosts(self.costs, self.slices) if self.slices else self.costs
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """What a stage's collectives are timed with.
-
-    Attributes:
-        schedule: contains them.
-        data_parallel: runs them.
-        clock: of its lane.
-    """
-
-    schedule: Schedule
-    data_parallel: DataParallel
-    clock: Clock
-
-    def has(self, kind: Kind) -> bool:
-        """Whether the schedule has such an action."""
-        return any(row.is_kind(kind).any() for row in self.schedule.rows)
-
-
 def timed(costs: StageCosts, times: Sequence[Times]) -> StageCosts:
     """The costs with the measured seconds of each stage."""
     forward_s, first_s, weight_s = zip(*times, strict=True)
     backward_s = tuple(first + second for first, second in zip(first_s, weight_s, strict=True))
     split_s = weight_s if any(weight_s) else ()
     return replace(costs, forward_s=forward_s, backward_s=backward_s, weight_s=split_s)
+
+
+def profile_stages(rehearsal: Rehearsal, transport: Transport, clock: Clock) -> Profile | None:
+    """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
+
+    The halves of a backward are timed each where the stage splits it.
+
+    For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
+    alone, or with the tensor-parallel ranks that it computes with, while it holds micro-batches as in a step; then two
+    exchange tensors while the others compute; then all compute and exchange at once, which shows how much they slow
+    each other down. Last the stage's collectives are timed while all compute, as in a step. Every rank calls it.
+
+    Args:
+        rehearsal: of whole micro-batches; the profile is of the first pipeline.
+        transport: to the pipeline's other ranks.
+        clock: of the lane of collectives.
+
+    Returns:
+        The profile on rank 0, ``None`` elsewhere.
+    """
+    world, layout = rehearsal.world, rehearsal.layout
+    exchange = Exchange(world, transport, rehearsal.outputs[0], layout)
+    collective_s: dict[int, tuple[float, float]] = {}
+    alone: dict[int, Times] = {}
+    transfer_s = expected = found = 0.0
+    for index, stage in rehearsal.visits():
+        run = partial(rehearsal.run_of(stage), rehearsal.clock)
+        one, alone[index] = rehearsal.in_turns(partial(_time_alone, run, most_held(rehearsal.schedule, index)))
+        load = _Load(world, run, sum(one))
+        if len(alone) == 1:  # every boundary has the shape of the first one
+            takes_part = exchange.place <= 1 and layout.coordinates(world.rank).data == 0
+            transfer_s = _time_transfer(exchange, load, takes_part=takes_part) if exchange.peers else 0.0
+        # Ranks that share cores slow each other down by up to their number; half of it is taken as the likely factor.
+        count = max(1, load.num_runs(_CROWD_S / len(rehearsal.stages) / max(1, world.size / 2)))
+        world.wait_for_all()
+        times = exchange.around(run, count)
+        collective_s[index] = _time_collectives(rehearsal, clock, index, load)
+        expected += len(times) * load.run_s
+        found += sum(times)
+    part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
+    parts: list[_Part] | None = world.gather(part)
+    return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -104,68 +118,6 @@ class _Part:
     collective_s: dict[int, tuple[float, float]]
 
 
-def profile_stages(
-    world: World,
-    stages: Mapping[int, Stage],
-    transport: Transport,
-    *,
-    outputs: Sequence[TensorSpec],
-    tokens: Tensor,
-    objective: Objective,
-    layout: Layout,
-    collectives: Collectives,
-) -> Profile | None:
-    """Time forward and backward of one micro-batch for every stage of the pipeline, its gather and its reduction.
-
-    The halves of a backward are timed each where the stage splits it.
-
-    For one stage of each rank after the other: its weights are gathered; the ranks take turns, so that each is timed
-    alone, or with the tensor-parallel ranks that it computes with, while it holds micro-batches as in a step; then two
-    exchange tensors while the others compute; then all compute and exchange at once, which shows how much they slow
-    each other down. Last the stage's collectives are timed while all compute, as in a step. Gradients that this leaves
-    behind are dropped. Every rank calls it.
-
-    Args:
-        world: this process among the others.
-        stages: this rank's; every rank has equally many.
-        transport: to the other ranks.
-        outputs: the agreed spec of every stage's output.
-        tokens: stage 0's input.
-        objective: applied to the last stage's output.
-        layout: of the ranks; the profile is of the first pipeline.
-        collectives: times gathers and reductions.
-
-    Returns:
-        The profile on rank 0, ``None`` elsewhere.
-    """
-    timeout_s = world.timeout.total_seconds()
-    collective_s: dict[int, tuple[float, float]] = {}
-    exchange = _Exchange(world, transport, outputs[0], layout)
-    alone: dict[int, Times] = {}
-    transfer_s = expected = found = 0.0
-    for number, (index, stage) in enumerate(stages.items()):
-        make = partial(stage_runner, stage, outputs, tokens, objective, world.device)
-        run, run_s = make(), 0.0
-        with collectives.data_parallel.gathered(index, timeout_s):
-            for team in layout.tensor_groups():
-                if world.rank in team:
-                    one, held = _time(run, _REPEATS), most_held(collectives.schedule, index)
-                    run_s = sum(one)  # of more that are held at once, fewer runs are as many measurements
-                    alone[index] = one if held == 1 else _time(make(held=held), -(-_REPEATS // held))
-                world.wait_for_all()
-            if number == 0:  # every boundary has the shape of the first one
-                transfer_s = exchange.seconds(run, run_s)
-            times = _crowd(exchange, run, run_s, _CROWD_S / len(stages))
-            collective_s[index] = _time_collectives(collectives, index, _Load(world, run, run_s), timeout_s)
-        expected += len(times) * run_s
-        found += sum(times)
-        for parameter in stage.module.parameters():
-            parameter.grad = None
-    part = _Part(socket.gethostname(), alone, found / expected, transfer_s, collective_s)
-    parts: list[_Part] | None = world.gather(part)
-    return None if parts is None else _joined(parts, layout.pipelines()[0], world.device.type == "cuda")
-
-
 def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: bool) -> Profile:
     own = [parts[rank] for rank in pipeline]
     by_stage = {index: (times, part.collective_s[index]) for part in own for index, times in part.alone.items()}
@@ -183,60 +135,87 @@ def _joined(parts: Sequence[_Part], pipeline: Sequence[int], has_own_device: boo
     return Profile(timed(around, times), tuple(hosts), capacity)
 
 
+def _time_alone(run: Callable[..., Times], held: int) -> tuple[Times, Times]:
+    """The times of a micro-batch by itself, and of one while so many are held."""
+
+    def repeated(repeats: int, held: int) -> Times:
+        run(held=held)  # allocates, and fills caches
+        return Times.medians([run(held=held) for _ in range(repeats)])
+
+    one = repeated(_REPEATS, 1)
+    # Of more that are held at once, fewer runs are as many measurements.
+    return one, one if held == 1 else repeated(-(-_REPEATS // held), held)
+
+
 @dataclass(frozen=True)
 class _Load:
-    """What a rank computes meanwhile.
-
-    Attributes:
-        world: the ranks, all of which do.
-        run: one forward and backward.
-        run_s: seconds of it, alone.
-    """
+    """What all ranks compute meanwhile: one forward and backward, and its seconds alone."""
 
     world: World
-    run: "Run"
+    run: Callable[[], object]
     run_s: float
 
     def num_runs(self, seconds: float) -> int:
-        """How many fill at least twice a time, the same number on all ranks, which call it together."""
-        return 1 + round(2 * _mean(self.world, seconds) / _mean(self.world, self.run_s))
+        """How many fill a time, the same number on all ranks, which call it together."""
+        total_s, run_s = self.world.sum([seconds, self.run_s])
+        return round(total_s / run_s)
 
 
-def _time_collectives(collectives: Collectives, stage: int, load: _Load, timeout_s: float) -> tuple[float, float]:
+def _time_transfer(exchange: Exchange, load: _Load, *, takes_part: bool) -> float:
+    """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.
+
+    0 on other ranks. On a host whose cores are all busy a message is taken up late, so the time on an idle host would
+    be too short.
+    """
+    num_runs = max(1, load.num_runs(_CROWD_S / 2))  # tensor-parallel ranks run together
+    if not takes_part:
+        for _ in range(num_runs):
+            load.run()
+        return 0.0
+    times: list[float] = []
+    for _ in range(_MESSAGES):
+        begin = now(load.world.device)
+        for act in (exchange.send, exchange.receive) if exchange.place == 0 else (exchange.receive, exchange.send):
+            exchange.finish(act(1 - exchange.place))
+        times.append((now(load.world.device) - begin) / 2)
+    # The first ones find connections and caches cold.
+    return mean(times[_MESSAGES // 4 :])
+
+
+def _time_collectives(rehearsal: Rehearsal, clock: Clock, stage: int, load: _Load) -> tuple[float, float]:
     """Seconds of gathering a stage's weights and of reducing its gradient; 0 for what the schedule does not do.
 
     All ranks do it at once, each with its own group, and compute meanwhile. The stage's weights are here, and what a
     gather brings is what they are.
     """
-    parallel = collectives.data_parallel
-    gather_s = reduce_s = 0.0
-    if collectives.has(Kind.UNSHARD):
-        gather_s = _time_under_load(collectives.clock, lambda: parallel.unshard(stage), load, timeout_s)
-    if collectives.has(Kind.REDUCE_GRAD):
+    parallel, row = rehearsal.data_parallel, rehearsal.schedule.facts.row
 
-        def reduce() -> JobUnderWay:
-            parallel.reset(trains=True)
-            parallel.before_backward(stage)
-            return parallel.reduce(stage)
+    def reduce() -> UnderWay:
+        parallel.reset(trains=True)
+        parallel.before_backward(stage)
+        return parallel.reduce(stage)
 
-        reduce_s = _time_under_load(collectives.clock, reduce, load, timeout_s)
+    starts = {Kind.UNSHARD: partial(parallel.unshard, stage), Kind.REDUCE_GRAD: reduce}
+    gather_s, reduce_s = (
+        _time_under_load(clock, start, load) if row.is_kind(kind).any() else 0.0 for kind, start in starts.items()
+    )
     return gather_s, reduce_s
 
 
-def _time_under_load(clock: Clock, start: Callable[[], JobUnderWay], load: _Load, timeout_s: float) -> float:
-    """Median seconds of a collective on its lane, while the rank computes for longer than it takes without."""
+def _time_under_load(clock: Clock, start: Callable[[], UnderWay], load: _Load) -> float:
+    """Median seconds of a collective on its lane, while the rank computes for at least twice as long as it takes."""
 
     def seconds(num_runs: int) -> float:
         load.world.wait_for_all()
         collective = start()
         for _ in range(num_runs):
             load.run()
-        finish(collective, timeout_s)
+        finish(collective, load.world.timeout.total_seconds())
         clock.settle()
         return clock.seconds(collective.end) - clock.seconds(collective.begin)
 
     seconds(0)  # connects, and allocates
-    num_runs = load.num_runs(seconds(0))
+    num_runs = 1 + load.num_runs(2 * seconds(0))
     return median(seconds(num_runs) for _ in range(_REPEATS))
 
 
@@ -251,99 +230,3 @@ def most_held(schedule: Schedule, stage: int) -> int:
     begins, ends = row.is_kind(Kind.FORWARD), row.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
     held = np.cumsum(np.where(row.stage == stage, begins.astype(np.int64) - ends, 0)).max(initial=1)
     return max(1, min(_MOST_HELD, int(held) // schedule.num_slices))
-
-
-def _time(run: Run, repeats: int) -> Times:
-    run()  # allocates, and fills caches
-    return Times.medians([run() for _ in range(repeats)])
-
-
-class _Exchange:
-    """Tensors between this rank and its neighbors in the pipeline.
-
-    Args:
-        world: this process among the others.
-        transport: to the pipeline's other ranks.
-        spec: of each tensor.
-        layout: of the ranks.
-    """
-
-    def __init__(self, world: World, transport: Transport, spec: TensorSpec, layout: Layout) -> None:
-        self._place = layout.coordinates(world.rank).pipeline
-        self._is_first_replica = layout.coordinates(world.rank).data == 0
-        self._num_ranks = layout.pp
-        self.world = world
-        self._transport = transport
-        self._spec = spec
-        self._tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=world.device)
-        self._peers = [peer for peer in (self._place - 1, self._place + 1) if 0 <= peer < self._num_ranks]
-
-    def receive_all(self) -> list[Transfer]:
-        """Post a receive from each neighbor."""
-        return [self._transport.receive(self._spec, peer) for peer in self._peers]
-
-    def send_all(self) -> list[Transfer]:
-        """Send a tensor to each neighbor."""
-        return [self._transport.send(self._tensor, peer) for peer in self._peers]
-
-    def finish(self, transfer: Transfer) -> None:
-        """Wait for a transfer."""
-        finish_transfer(transfer, self.world.timeout.total_seconds())
-
-    def seconds(self, run: Run, alone_s: float) -> float:
-        """Seconds of one tensor between the first two ranks, half of there and back, while all other ranks compute.
-
-        0 on other ranks, or with one rank. On a host whose cores are all busy a message is taken up late, so the time
-        on an idle host would be too short.
-        """
-        if self._num_ranks == 1:
-            return 0.0
-        num_runs = max(1, round(_CROWD_S / 2 / _mean(self.world, alone_s)))  # tensor-parallel ranks run together
-        if self._place > 1 or not self._is_first_replica:
-            for _ in range(num_runs):
-                run()
-            return 0.0
-        times: list[float] = []
-        for _ in range(_MESSAGES):
-            begin = now(self.world.device)
-            for is_send in (self._place == 0, self._place != 0):
-                self.finish(self._one_way(is_send=is_send))
-            times.append((now(self.world.device) - begin) / 2)
-        # The first ones find connections and caches cold.
-        return mean(times[_MESSAGES // 4 :])
-
-    def _one_way(self, *, is_send: bool) -> Transfer:
-        peer = 1 - self._place
-        return self._transport.send(self._tensor, peer) if is_send else self._transport.receive(self._spec, peer)
-
-
-def _mean(world: World, seconds: float) -> float:
-    """The mean over all ranks, which call it together."""
-    return world.sum([seconds])[0] / world.size
-
-
-def _crowd(exchange: _Exchange, run: Run, alone_s: float, seconds: float) -> list[float]:
-    """Seconds of each run of this rank's stage, and of asking for its messages, while all ranks do the same.
-
-    A tensor goes to the next rank for each forward and back for each backward, as in a step; what the threads
-    that move them take from the cores is part of the slowdown, and so is what the rank itself does to post them.
-    """
-    world = exchange.world
-    mean_s = _mean(world, alone_s)
-    times: list[float] = []
-    under_way: list[Transfer] = []
-    world.wait_for_all()
-    # Ranks that share cores slow each other down by up to their number; half of it is taken as the likely factor.
-    for _ in range(max(1, round(seconds / (mean_s * max(1, world.size / 2))))):
-        begin = time.perf_counter()
-        exchanged = exchange.receive_all()
-        run()
-        exchanged += exchange.send_all()
-        times.append(now(world.device) - begin)
-        # A run later, as in a step, where a message is on its way while the next micro-batch computes.
-        for transfer in under_way:
-            exchange.finish(transfer)
-        under_way = exchanged
-    for transfer in under_way:
-        exchange.finish(transfer)
-    return times

@@ -12,11 +12,7 @@ def compile_pieces(stage: Transformer, backend: str) -> None:
     """Compile embedding, layers and head, each by itself, in place; parameters keep their names.
 
     Layers that are alike run the same code, so that it takes the same time for any number of them; the whole stage as
-    one would be traced layer by layer. Nothing is compiled before the first call.
-
-    Args:
-        stage: whose pieces; shapes of what it takes are taken to be fixed.
-        backend: of ``torch.compile``.
+    one would be traced layer by layer. Nothing is compiled before the first call; shapes are taken to be fixed.
     """
     # Each piece alone: four layers took 60 s to compile, as one stage 152 s (docs/decisions/0012).
     for piece in (stage.embedding, *stage.layers.values(), stage.head):

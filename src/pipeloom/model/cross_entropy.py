@@ -69,14 +69,16 @@ class _SplitCrossEntropy(torch.autograd.Function):
         group, own = vocabulary.parallel.group, vocabulary.parallel.share(vocabulary.size)
         # exp overflows without the maximum subtracted. All ranks subtract the same one, or their sums would not add up.
         largest = logits.amax(-1)
-        group.max(largest)
+        if not logits.is_meta:  # where shapes are enough, there is nobody to exchange with
+            group.max(largest)
         weights = (logits - largest.unsqueeze(-1)).exp()
         columns, is_own = _own_columns(targets, own)
         # Zero where another rank has the target's logit, so that the sum over the ranks is that logit.
         found = (logits.gather(1, columns).squeeze(1) - largest).masked_fill(~is_own, 0)
         # Both in one exchange: at these sizes the latency of an all-reduce is its cost.
         sums = torch.stack([weights.sum(-1), found])
-        group.sum(sums)
+        if not logits.is_meta:
+            group.sum(sums)
         # In place: a second tensor of the logits' size would be the largest one of the last stage.
         ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), targets)
         ctx.own = own

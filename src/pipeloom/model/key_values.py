@@ -18,10 +18,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Of one micro-batch in the layers of one stage.
-
-    Args:
-        num_tokens: of the whole sequences, whose slices come one after the other.
+    """Of one micro-batch, of sequences of so many tokens, in the layers of one stage.
 
     Attributes:
         begin: position of the next slice's first token: behind the slice before it, unless it is set to that of one

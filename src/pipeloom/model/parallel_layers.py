@@ -31,14 +31,7 @@ class Split:
 
 
 class RowSplitLinear(Split, nn.Linear, Defers):
-    """A linear layer whose rank computes some of the outputs, from whole inputs.
-
-    Args:
-        in_features: inputs.
-        out_features: outputs of all ranks.
-        bias: whether there is one.
-        parallel: the ranks.
-    """
+    """A linear layer whose rank computes some of the outputs, of which ``out_features`` are all ranks'."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
         own = parallel.share(out_features)
@@ -68,11 +61,7 @@ def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
 class ColumnSplitLinear(Split, nn.Linear, Defers):
     """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
 
-    Args:
-        in_features: inputs of all ranks.
-        out_features: outputs.
-        bias: whether there is one; every rank has all of it.
-        parallel: the ranks.
+    ``in_features`` are those of all ranks. Every rank has the whole bias.
     """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
@@ -99,13 +88,7 @@ class Lookup(nn.Embedding, Defers):
 
 
 class SplitEmbedding(Split, Lookup):
-    """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks.
-
-    Args:
-        num_embeddings: tokens of all ranks together.
-        embedding_dim: size of each vector.
-        parallel: the ranks.
-    """
+    """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, parallel: TensorParallel) -> None:
         self.own = parallel.share(num_embeddings)

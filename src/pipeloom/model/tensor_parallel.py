@@ -13,7 +13,7 @@ Letters of shapes are those of ``model.transformer``; ``t`` is this rank's share
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,55 +38,35 @@ class TensorSlice:
         return whole
 
 
-class TensorGroup(Protocol):
+class TensorGroup:
     """The ranks that share the matrices of a stage; each calls the same methods in the same order.
 
-    A method returns when its result may be used; on CUDA, by what is issued to the current stream afterwards.
+    A method returns when its result may be used; on CUDA, by what is issued to the current stream afterwards. This
+    class stands for ranks that exchange nothing: a single one, or those of meta tensors.
 
     Attributes:
         size: number of ranks.
         index: this rank's place among them.
     """
 
-    size: int
-    index: int
+    def __init__(self, size: int = 1, index: int = 0) -> None:
+        self.size, self.index = size, index
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
         """Put every rank's part into ``whole``, in the order of the ranks. ``[size * n]`` from ``[n]``."""
-        ...
+        raise NotImplementedError
 
     def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
         """Add up ``whole`` over the ranks and put this rank's part into ``part``. ``[n]`` from ``[size * n]``."""
-        ...
+        raise NotImplementedError
 
     def sum(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
-        ...
+        raise NotImplementedError
 
     def max(self, tensor: Tensor) -> None:
         """Replace each element by the largest one over the ranks."""
-        ...
-
-
-class Single:
-    """A group of one: nothing to exchange."""
-
-    size = 1
-    index = 0
-
-    def gather(self, whole: Tensor, part: Tensor) -> None:
-        """Copy."""
-        whole.copy_(part)
-
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> None:
-        """Copy."""
-        part.copy_(whole)
-
-    def sum(self, tensor: Tensor) -> None:
-        """Nothing."""
-
-    def max(self, tensor: Tensor) -> None:
-        """Nothing."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ class TensorParallel:
         splits_sequence: whether each rank has only its own tokens of the residual stream (sequence parallelism).
     """
 
-    group: TensorGroup = field(default_factory=Single)
+    group: TensorGroup = field(default_factory=TensorGroup)
     splits_sequence: bool = False
 
     @property

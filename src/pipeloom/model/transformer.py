@@ -109,13 +109,7 @@ class Rotary(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Piece 0: tokens to vectors; gpt2 adds a learned vector for each position.
-
-    Args:
-        config: resolved model.
-        max_positions: rows of the position table; gpt2 only.
-        parallel: the ranks that share the table.
-    """
+    """Piece 0: tokens to vectors; gpt2 adds a learned vector for each position."""
 
     def __init__(self, config: ModelConfig, max_positions: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -134,12 +128,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; each key and value head serves N / K query heads.
-
-    Args:
-        config: resolved model.
-        parallel: the ranks that share the heads.
-    """
+    """Causal self-attention; each key and value head serves N / K query heads."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -197,13 +186,7 @@ class Attention(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """SwiGLU, of the llama family: ``down(silu(gate(x)) * up(x))``, no biases.
-
-    Args:
-        hidden_size: H.
-        ffn_size: F of all ranks.
-        parallel: the ranks that share the inner elements.
-    """
+    """SwiGLU, of the llama family: ``down(silu(gate(x)) * up(x))``, no biases; F is that of all ranks."""
 
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
@@ -222,10 +205,7 @@ class GatedFeedForward(nn.Module):
 class GeluFeedForward(nn.Module):
     """The gpt2 family's feed-forward layer: ``down(gelu(up(x)))`` with biases and the tanh form of GELU.
 
-    Args:
-        hidden_size: H.
-        ffn_size: F of all ranks.
-        parallel: the ranks that share the inner elements.
+    F is that of all ranks.
     """
 
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
@@ -242,12 +222,7 @@ class GeluFeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention, then feed-forward, each on a normed copy of the residual stream.
-
-    Args:
-        config: resolved model.
-        parallel: the ranks that share its matrices.
-    """
+    """One transformer layer: attention, then feed-forward, each on a normed copy of the residual stream."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
@@ -266,12 +241,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module, Defers):
-    """The last piece: norm and projection to the vocabulary, without bias.
-
-    Args:
-        config: resolved model.
-        parallel: the ranks that share the vocabulary.
-    """
+    """The last piece: norm and projection to the vocabulary, without bias."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()

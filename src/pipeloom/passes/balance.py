@@ -1,7 +1,7 @@
 """BPipe (Kim et al., ICML 2023) for any schedule: full pipeline ranks keep a part of what they hold on empty ones."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, floor
@@ -9,13 +9,13 @@ from math import ceil, floor
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.passes.budget import checked, kept_on, refuse_missing, sizes_of
+from pipeloom.passes.budget import checked_budget, checked_kept, kept_on, refuse_missing
 from pipeloom.passes.lower import lower
 from pipeloom.passes.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.kinds import LOAD_OF, Kind
-from pipeloom.schedule.ledger import Balance, Bytes, HeldBytes, KeptBytes, peak_of
+from pipeloom.schedule.kinds import Kind
+from pipeloom.schedule.ledger import Balance, Bytes, KeptBytes, peak_of
 from pipeloom.schedule.schedule import Schedule
 
 
@@ -24,7 +24,6 @@ def balance(
     kept: KeptBytes | None = None,
     *,
     seconds_of: SecondsOf = nominal_s,
-    always_bytes: Sequence[float] | None = None,
     budget_bytes: Sequence[float] | None = None,
     partners: Sequence[int] | None = None,
 ) -> Schedule:
@@ -45,7 +44,6 @@ def balance(
         kept: what stages keep of micro-batches; ``None`` for 1 each.
         seconds_of: seconds of every action, of ``EVICT`` and ``LOAD`` too. By default a backward is two forwards, and a
             transfer takes one.
-        always_bytes: for each rank what it holds besides, in the profile and in the budget. ``None`` for nothing.
         budget_bytes: for each rank the most that it may hold, what it accepts and what is under way included: evictions
             are then only as many as that takes. ``None``: balance each pair.
         partners: pairs to take instead of those of the profile; see ``Schedule.partners``.
@@ -56,36 +54,30 @@ def balance(
     Raises:
         UserError: it evicts already, arguments have a wrong length, or the budget cannot be kept: who lacks what.
     """
-    if any(row.is_kind(Kind.EVICT).any() for row in schedule.rows):
+    if schedule.facts.has(Kind.EVICT):
         raise UserError("the schedule evicts already; balance one without EVICT and LOAD")
-    schedule = lower(schedule)
-    sizes = sizes_of(schedule, kept, always_bytes)
-    pairs = _partners(schedule, seconds_of, sizes) if partners is None else _checked(partners, schedule.num_ranks)
-    balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, sizes)
+    schedule, kept = lower(schedule), checked_kept(schedule, kept)
+    pairs = _partners(schedule, kept, seconds_of) if partners is None else _checked(partners, schedule.num_ranks)
+    balancer = _Balancer(replace(schedule, partners=pairs), seconds_of, kept)
     if budget_bytes is None:
         return balancer.balanced()
-    return balancer.within(checked("budget_bytes", budget_bytes, schedule.num_ranks))
+    return balancer.within(checked_budget(schedule, budget_bytes))
 
 
 def find_partners(
-    schedule: Schedule,
-    kept: KeptBytes | None = None,
-    *,
-    seconds_of: SecondsOf = nominal_s,
-    always_bytes: Sequence[float] | None = None,
+    schedule: Schedule, kept: KeptBytes | None = None, *, seconds_of: SecondsOf = nominal_s
 ) -> tuple[int, ...]:
     """The pairs that ``balance`` would choose, for which no transfer needs to have a price yet.
 
     Raises:
         UserError: arguments have a wrong length.
     """
-    sizes = sizes_of(schedule, kept, always_bytes)
-    return _partners(schedule, seconds_of, sizes)
+    return _partners(schedule, checked_kept(schedule, kept), seconds_of)
 
 
-def _partners(schedule: Schedule, seconds_of: SecondsOf, sizes: HeldBytes) -> tuple[int, ...]:
-    held = kept_on(schedule, times(schedule, seconds_of), sizes)
-    return pair_ranks([always + held.peak(rank) for rank, always in enumerate(sizes.always_bytes)])
+def _partners(schedule: Schedule, kept: KeptBytes, seconds_of: SecondsOf) -> tuple[int, ...]:
+    held = kept_on(schedule, times(schedule, seconds_of), kept)
+    return pair_ranks([held.peak(rank) for rank in range(schedule.num_ranks)])
 
 
 def pair_ranks(profile: Sequence[float]) -> tuple[int, ...]:
@@ -115,65 +107,59 @@ class _Balancer:
 
     schedule: Schedule
     seconds_of: SecondsOf
-    sizes: HeldBytes
+    kept: KeptBytes
 
     def balanced(self) -> Schedule:
         """Each pair balanced."""
-
-        def plan(clock: Clock) -> list[Plan]:
-            held = kept_on(self.schedule, clock, self.sizes)
-            plans = [Plan()] * self.schedule.num_ranks
-            for one, other in self._pairs(held):
-                plans[one] = self._pair_plan(clock, held, one, other)
-            return plans
-
-        return settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
+        return self._settled(lambda clock, held, one, other: (self._pair_plan(clock, held, one, other), Plan()))
 
     def within(self, budget: Sequence[float]) -> Schedule:
         """Every rank within its budget, on the clock of the result."""
-        limits = [most - always for most, always in zip(budget, self.sizes.always_bytes, strict=True)]
 
-        def plan(clock: Clock) -> list[Plan]:
-            held = kept_on(self.schedule, clock, self.sizes)
-            plans = [Plan()] * self.schedule.num_ranks
-            for one, other in self._pairs(held):
-                row, back = self._row(clock, held, one), self._row(clock, held, other)
-                plans[one] = make_room(row, limits[one], allows_late=True)
-                # What it accepts counts for the other rank too, which may then have to evict in turn.
-                accepting = back.with_more(*self._accepted(row, plans[one].moves))
-                plans[other] = make_room(accepting, limits[other], allows_late=True)
-            return plans
+        def plans_of(clock: Clock, held: Balance, one: int, other: int) -> tuple[Plan, Plan]:
+            row = self._row(clock, held, one)
+            plan = make_room(row, budget[one], allows_late=True)
+            # What it accepts counts for the other rank too, which may then have to evict in turn.
+            accepting = self._row(clock, held, other).with_more(*_accepted(row, plan.moves))
+            return plan, make_room(accepting, budget[other], allows_late=True)
 
-        found = settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
-        refuse_missing(found, self.seconds_of, self.sizes, budget)
+        found = self._settled(plans_of)
+        refuse_missing(found, self.seconds_of, self.kept, budget)
         return found
 
-    def _pairs(self, held: Balance) -> list[tuple[int, int]]:
-        """The fuller rank of each pair, and the other."""
+    def _settled(self, plans_of: Callable[[Clock, Balance, int, int], tuple[Plan, Plan]]) -> Schedule:
+        """With the plans of the fuller rank of each pair and of the other, made on the clock that they give."""
         assert self.schedule.partners is not None
-        full = [always + held.peak(rank) for rank, always in enumerate(self.sizes.always_bytes)]
         pairs = [(rank, other) for rank, other in enumerate(self.schedule.partners) if rank < other]
-        return [(one, other) if full[one] >= full[other] else (other, one) for one, other in pairs]
+
+        def plan(clock: Clock) -> list[Plan]:
+            held = kept_on(self.schedule, clock, self.kept)
+            plans = [Plan()] * self.schedule.num_ranks
+            for pair in pairs:
+                one, other = pair if held.peak(pair[0]) >= held.peak(pair[1]) else pair[::-1]
+                plans[one], plans[other] = plans_of(clock, held, one, other)
+            return plans
+
+        return settle(self.schedule, self.seconds_of, Kind.EVICT, plan)
 
     def _pair_plan(self, clock: Clock, held: Balance, one: int, other: int) -> Plan:
         """The plan whose fuller rank is the least full, of those with a cap from the half of both on, in whole inputs.
 
         The smaller the cap, the fuller is the other rank: it is the one at which both meet, or the one below.
         """
-        row, always = self._row(clock, held, one), self.sizes.always_bytes
+        row, mine = self._row(clock, held, one), held.peak(one)
         unit = max((kept.size for kept in row.kept), default=0.0)
         if unit == 0:
             return Plan()
-        mine = held.peak(one)
-        half = (always[one] + mine + always[other] + held.peak(other) + unit) / 2 - always[one]
+        half = (mine + held.peak(other) + unit) / 2
         caps = [*(unit * n for n in range(max(1, floor(half / unit + 1e-9)), ceil(mine / unit))), mine]
 
         @cache
         def ends_at(number: int) -> tuple[float, float]:
             """What the two ranks hold at most with a cap."""
             plan = make_room(row, caps[number])
-            beside = always[other] + self._peak_with(held, other, row, plan.moves)
-            return always[one] + caps[number] + plan.missing_bytes, beside
+            both = zip(held.of(other), _accepted(row, plan.moves), strict=True)
+            return caps[number] + plan.missing_bytes, peak_of(*map(np.concatenate, both))
 
         def is_even(number: int) -> bool:
             mine_then, beside = ends_at(number)
@@ -185,20 +171,15 @@ class _Balancer:
         return make_room(row, caps[best])
 
     def _row(self, clock: Clock, held: Balance, rank: int) -> RowClock:
-        sizes = self.sizes.kept.moved(self.schedule)
+        sizes = self.kept.moved(self.schedule)
         return row_clock(
             self.schedule, rank, clock, held.of(rank), sizes=sizes, out=Kind.EVICT, seconds_of=self.seconds_of
         )
 
-    @staticmethod
-    def _accepted(row: RowClock, moves: Sequence[Move]) -> tuple[Seconds, Bytes]:
-        """When a rank's moves make its partner hold how many bytes more or fewer."""
-        starts = [start_s for start_s, _ in lane_times(row, moves, Kind.EVICT)]
-        ends = [end_s for _, end_s in lane_times(row, moves, LOAD_OF[Kind.EVICT])]
-        sizes = [move.kept.size for move in moves]
-        return np.array(starts + ends), np.array(sizes + [-size for size in sizes])
 
-    def _peak_with(self, held: Balance, rank: int, row: RowClock, moves: Sequence[Move]) -> float:
-        """What a rank holds at most when it accepts what another one's row moves."""
-        parts = zip(held.of(rank), self._accepted(row, moves), strict=True)
-        return peak_of(*(np.concatenate(both) for both in parts))
+def _accepted(row: RowClock, moves: Sequence[Move]) -> tuple[Seconds, Bytes]:
+    """When a rank's moves make its partner hold how many bytes more or fewer."""
+    starts = [start_s for start_s, _ in lane_times(row, moves, row.out)]
+    ends = [end_s for _, end_s in lane_times(row, moves, row.back)]
+    sizes = np.array([move.kept.size for move in moves])
+    return np.array(starts + ends), np.append(sizes, -sizes)

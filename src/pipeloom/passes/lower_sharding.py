@@ -57,22 +57,11 @@ def exchanges(
     return unshard, ReduceGrad(gradient_buffers if shard in ("gradients", "full") else None)
 
 
-def add_data_parallel(
-    schedule: Schedule, shard: SharedState, *, residency: int, prefetch: int, gradient_buffers: int | None
-) -> Schedule:
-    """Add what a level of sharding takes, as ``exchanges`` returns it.
-
-    Args:
-        schedule: with its other communication.
-        shard: see ``exchanges``.
-        residency: see ``exchanges``.
-        prefetch: see ``exchanges``.
-        gradient_buffers: see ``exchanges``.
-    """
-    unshard, reduce_grad = exchanges(shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers)
+def add_data_parallel(schedule: Schedule, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Schedule:
+    """Add gathers, and then reductions, which stand behind the gathers at the same place; ``None`` for neither."""
     if unshard is not None:
         schedule = add_unshard(schedule, unshard.residency, unshard.prefetch)
-    return add_reduce_grad(schedule, reduce_grad.gradient_buffers)
+    return schedule if reduce_grad is None else add_reduce_grad(schedule, reduce_grad.gradient_buffers)
 
 
 def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Row:
@@ -107,7 +96,7 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
         raise UserError(f"residency must be at least 1, found {residency}")
     if prefetch < 0:
         raise UserError(f"prefetch must be at least 0, found {prefetch}")
-    if any(row.is_kind(Kind.UNSHARD, Kind.RESHARD).any() for row in schedule.rows):
+    if schedule.facts.has(Kind.UNSHARD, Kind.RESHARD):
         raise UserError("the schedule gathers weights already; start from one without UNSHARD and RESHARD")
     rows = [_with_gathers(row, residency, prefetch) for row in schedule.rows]
     return schedule.with_rows(rows, Level.COMMUNICATION, max_gathered=residency)
@@ -118,12 +107,13 @@ def _with_gathers(row: Row, residency: int | None, prefetch: int) -> Row:
     stages = row.stage[firsts].tolist()
     places = len(stages) if residency is None else residency
     stays = fewest_stays(stages, places)
-    added: list[tuple[int, int, Action]] = []  # (visit before which it stands, drops before gathers, what)
+    before = [-1, *lasts.tolist()]  # for each visit the slot before it
+    added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, drops before gathers, what)
     for stay, visit in zip(stays, arrivals(stays, stages, places, prefetch), strict=True):
-        added.append((visit, 1, Action(Kind.UNSHARD, stages[stay.first])))
+        added.append((before[visit], 1, Action(Kind.UNSHARD, stages[stay.first])))
         if residency is not None:
-            added.append((stay.last + 1, 0, Action(Kind.RESHARD, stages[stay.last])))
-    return between_visits(row, lasts, added)
+            added.append((before[stay.last + 1], 0, Action(Kind.RESHARD, stages[stay.last])))
+    return row.with_actions(added)
 
 
 def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
@@ -131,20 +121,6 @@ def visits(row: Row, kinds: Collection[Kind]) -> tuple[NDArray[np.intp], NDArray
     uses = np.flatnonzero(row.is_kind(*kinds))
     is_first = np.diff(row.stage[uses], prepend=-1) != 0
     return uses[is_first], uses[np.append(is_first[1:], True)[: len(uses)]]
-
-
-def between_visits(row: Row, lasts: NDArray[np.intp], added: list[tuple[int, int, Action]]) -> Row:
-    """The row with more actions, each given with the visit before which it stands and its order among those there.
-
-    Args:
-        row: without them.
-        lasts: last slots of the visits.
-        added: in any order.
-    """
-    # By place and order alone: what is added at one place twice keeps the order in which it was added.
-    added.sort(key=lambda entry: entry[:2])
-    slots = [-1, *lasts.tolist()]
-    return row.insert([slots[visit] for visit, _, _ in added], Row.of(action for _, _, action in added))
 
 
 def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> Schedule:
@@ -167,7 +143,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     """
     if gradient_buffers is not None and gradient_buffers < 1:
         raise UserError(f"gradient_buffers must be at least 1, found {gradient_buffers}")
-    if any(row.is_kind(Kind.REDUCE_GRAD).any() for row in schedule.rows):
+    if schedule.facts.has(Kind.REDUCE_GRAD):
         if gradient_buffers is not None:
             raise UserError("the schedule reduces gradients already; start from one without REDUCE_GRAD")
         return schedule
@@ -181,11 +157,11 @@ def _with_reductions(row: Row, gradient_buffers: int | None) -> Row:
     stays = fewest_stays(stages, max(1, len(slots)) if gradient_buffers is None else gradient_buffers)
     begins = [slots[stay.first] for stay in stays]
     buffers = len(stays) if gradient_buffers is None else gradient_buffers
-    added: list[tuple[int, Action]] = []
+    added: list[tuple[int, int, Action]] = []
     for number, last in enumerate(sorted(stay.last for stay in stays)):
         needed_at = begins[number + buffers] if number + buffers < len(begins) else len(row)
-        added.append((_behind_gathers(row, slots[last], needed_at), Action(Kind.REDUCE_GRAD, stages[last])))
-    return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
+        added.append((_behind_gathers(row, slots[last], needed_at), 0, Action(Kind.REDUCE_GRAD, stages[last])))
+    return row.with_actions(added)
 
 
 _GATHERS = Kind.UNSHARD.code, Kind.RESHARD.code

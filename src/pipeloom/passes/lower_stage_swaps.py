@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.passes.lower_sharding import between_visits, visits
+from pipeloom.passes.lower_sharding import visits
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, STAGE_SWAP_KINDS, TIED_KINDS, USES_STAGE, Kind
 from pipeloom.schedule.row import Row
@@ -43,7 +43,7 @@ def add_updates(schedule: Schedule, place: UpdatePlace) -> Schedule:
         UserError: the schedule has updates already; or they wait for the whole gradient, of which other ranks have a
             part.
     """
-    if any(row.is_kind(Kind.UPDATE).any() for row in schedule.rows):
+    if schedule.facts.has(Kind.UPDATE):
         raise UserError("the schedule updates weights already; start from one without UPDATE")
     if place != "at once" and schedule.num_ranks > 1:
         raise UserError(
@@ -67,8 +67,7 @@ def _with_updates(row: Row, place: UpdatePlace) -> Row:
         }[place]
         # Of several at one place the stage that was used last comes first: it is still on the device.
         added.append((slot, -uses[-1], Action(Kind.UPDATE, stage)))
-    added.sort(key=lambda entry: entry[:2])
-    return row.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
+    return row.with_actions(added)
 
 
 def add_stage_swaps(
@@ -100,7 +99,7 @@ def add_stage_swaps(
         raise UserError(f"max_resident must be at least {largest}, what the largest stage takes, found {max_resident}")
     # Gathers and swaps would both decide when a stage's weights have memory.
     others = {Kind.UNSHARD, Kind.RESHARD, *STAGE_SWAP_KINDS, *TIED_KINDS}
-    found = sorted({action.kind.value for _, _, action in schedule.actions() if action.kind in others})
+    found = sorted(kind.value for kind in others if schedule.facts.has(kind))
     if found:
         raise UserError(f"stages are swapped in schedules without {', '.join(found)}; start from one without")
     rows = [_with_swaps(row, max_resident, ahead, sizes) for row in schedule.rows]
@@ -112,13 +111,9 @@ def _with_swaps(row: Row, room: int, ahead: int, sizes: Sequence[int] | None) ->
     firsts, lasts = visits(row, USES_STAGE)
     stages = row.stage[firsts].tolist()
     stays = fewest_stays(stages, room, sizes)
-    added: list[tuple[int, int, Action]] = []  # (visit before which it stands, out before in, what)
+    before = [-1, *lasts.tolist()]  # for each visit the slot before it
+    added: list[tuple[int, int, Action]] = []  # (slot behind which it stands, out before in, what)
     for stay, visit in zip(stays, arrivals(stays, stages, room, ahead, sizes), strict=True):
-        added.append((visit, 1, Action(Kind.SWAP_IN, stages[stay.first])))
-        added.append((stay.last + 1, 0, Action(Kind.SWAP_OUT, stages[stay.last])))
-    return between_visits(row, lasts, added)
-
-
-def num_swaps_in(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank how often a stage is brought to the device in a step."""
-    return tuple(int((row.kind == Kind.SWAP_IN.code).sum()) for row in schedule.rows)
+        added.append((before[visit], 1, Action(Kind.SWAP_IN, stages[stay.first])))
+        added.append((before[stay.last + 1], 0, Action(Kind.SWAP_OUT, stages[stay.last])))
+    return row.with_actions(added)

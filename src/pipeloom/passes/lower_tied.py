@@ -3,7 +3,6 @@
 import numpy as np
 
 from pipeloom.errors import UserError
-from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COMPUTE_KINDS, TIED_KINDS, Kind
 from pipeloom.schedule.lanes import Lane, tied_action
 from pipeloom.schedule.row import Row
@@ -30,7 +29,7 @@ def add_tied(schedule: Schedule) -> Schedule:
     """
     if schedule.level is Level.COMPUTE:
         raise UserError("the messages about a tied matrix come behind the others; call pipeloom.passes.lower first")
-    if any(row.is_kind(*TIED_KINDS).any() for row in schedule.rows):
+    if schedule.facts.has(*TIED_KINDS):
         raise UserError("the schedule sends a tied matrix already; start from one without SEND_TIED")
     owner = schedule.placement.rank_by_stage
     if owner[0] == owner[-1]:
@@ -38,25 +37,16 @@ def add_tied(schedule: Schedule) -> Schedule:
     lender, borrower = schedule.rows[owner[0]], schedule.rows[owner[-1]]
     first_compute = int(lender.is_kind(*COMPUTE_KINDS).argmax())
     # Before the first forward: later it would stand between activations that follow each other closely (decision 13).
-    lent: list[tuple[int, Action]] = [(first_compute - 1, _action(Kind.SEND_TIED, schedule))]
-    borrowed: list[tuple[int, Action]] = [(-1, _action(Kind.RECV_TIED, schedule))]
+    stages = schedule.num_stages
+    lent = [(first_compute - 1, 0, tied_action(Kind.SEND_TIED, stages))]
+    borrowed = [(-1, 0, tied_action(Kind.RECV_TIED, stages))]
     if schedule.first_backward_stage == 0:
-        slot, microbatch = _end_of_gradient(borrower, schedule.num_stages - 1)
-        borrowed.append((slot, _action(Kind.SEND_TIED_GRAD, schedule)))
-        lent.append((_place_of_receive(schedule, slot, microbatch), _action(Kind.RECV_TIED_GRAD, schedule)))
+        slot, microbatch = _end_of_gradient(borrower, stages - 1)
+        borrowed.append((slot, 0, tied_action(Kind.SEND_TIED_GRAD, stages)))
+        lent.append((_place_of_receive(schedule, slot, microbatch), 0, tied_action(Kind.RECV_TIED_GRAD, stages)))
     rows = list(schedule.rows)
-    rows[owner[0]], rows[owner[-1]] = _insert(lender, lent), _insert(borrower, borrowed)
+    rows[owner[0]], rows[owner[-1]] = lender.with_actions(lent), borrower.with_actions(borrowed)
     return schedule.with_rows(rows, Level.COMMUNICATION)
-
-
-def _action(kind: Kind, schedule: Schedule) -> Action:
-    return tied_action(kind, schedule.num_stages)
-
-
-def _insert(row: Row, added: list[tuple[int, Action]]) -> Row:
-    """The row with actions behind slots."""
-    added = sorted(added, key=lambda entry: entry[0])
-    return row.insert([slot for slot, _ in added], Row.of(action for _, action in added))
 
 
 def _end_of_gradient(row: Row, stage: int) -> tuple[int, int]:

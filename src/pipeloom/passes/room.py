@@ -10,7 +10,7 @@ Which one leaves: what is needed last, as page replacement does that knows the f
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,9 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 _ROUNDS = 12
 """How often a plan with late loads is made again on the clock that it gives."""
+
+Clock = tuple[Seconds, Seconds]
+"""Starts and ends of all actions of a schedule."""
 
 
 class Part(NamedTuple):
@@ -66,13 +69,11 @@ class Plan:
     Attributes:
         moves: in the order in which it was found that they have to.
         missing_bytes: by how much too much is left at the worst moment; 0 if nothing is.
-        worst: the compute action of that moment, counted from 0.
         is_late: whether something comes back later than its backward could start.
     """
 
     moves: tuple[Move, ...] = ()
     missing_bytes: float = 0.0
-    worst: int = 0
     is_late: bool = False
 
 
@@ -120,7 +121,7 @@ class RowClock:
         begin_s, end_s: of its compute actions.
         held_bytes: for each compute action the most that is held from the end of the one before it to its own.
         kept: what could leave, in the order in which it is made.
-        out, back: what moves it.
+        out: what moves it away.
         seconds_of: how long that takes.
         busy: (kind, start, end) of what already runs on the lanes of both.
     """
@@ -130,9 +131,13 @@ class RowClock:
     held_bytes: list[float]
     kept: list[Part]
     out: Kind
-    back: Kind
     seconds_of: SecondsOf
     busy: list[tuple[Kind, float, float]]
+
+    @property
+    def back(self) -> Kind:
+        """What brings it back."""
+        return LOAD_OF[self.out]
 
     def lane(self, kind: Kind) -> _Lane:
         """A lane with what already runs there."""
@@ -145,13 +150,13 @@ class RowClock:
     def with_more(self, changed_s: Seconds, more: Bytes) -> "RowClock":
         """The same with other things held besides."""
         held = np.array(self.held_bytes) + _most_held(self.end_s, changed_s, more)
-        return RowClock(**{**self.__dict__, "held_bytes": held.tolist()})
+        return replace(self, held_bytes=held.tolist())
 
 
 def row_clock(
     schedule: Schedule,
     rank: int,
-    clock: tuple[Seconds, Seconds],
+    clock: Clock,
     held: tuple[Seconds, Bytes],
     *,
     sizes: Bytes,
@@ -182,7 +187,6 @@ def row_clock(
         held_bytes=_most_held(ends, *held).tolist(),
         kept=_movable(row, sizes),
         out=out,
-        back=LOAD_OF[out],
         seconds_of=seconds_of,
         busy=[(row[slot].kind, float(start_s[slot]), float(end_s[slot])) for slot in busy.tolist()],
     )
@@ -246,7 +250,7 @@ class _Planner:
         there: list[Part] = []  # ascending by use
         arriving = iter(self.clock.kept)
         following = next(arriving, None)
-        worst_bytes, worst = 0.0, 0
+        missing_bytes = 0.0
         for step, held in enumerate(self.clock.held_bytes):
             self.away_bytes -= sum(self.moves[number].kept.size for number in self.returning.get(step, ()))
             # Its backward has begun: it can no longer leave.
@@ -256,12 +260,13 @@ class _Planner:
             while held - self.away_bytes > limit_bytes * (1 + 1e-9):
                 if not self._postpone(step) and not self._leave(there, step):
                     break
-            if held - self.away_bytes - limit_bytes > max(worst_bytes, 1e-9 * limit_bytes):
-                worst_bytes, worst = held - self.away_bytes - limit_bytes, step
+            too_much = held - self.away_bytes - limit_bytes
+            if too_much > 1e-9 * limit_bytes:
+                missing_bytes = max(missing_bytes, too_much)
             while following is not None and following.made <= step:
                 insort(there, following)
                 following = next(arriving, None)
-        return Plan(tuple(self.moves), worst_bytes, worst, self.is_late)
+        return Plan(tuple(self.moves), missing_bytes, self.is_late)
 
     def _away(self, number: int) -> None:
         """Note that something is away from now on."""
@@ -371,23 +376,14 @@ def lane_times(clock: RowClock, moves: Sequence[Move], kind: Kind) -> list[tuple
     return [found[number] for number in range(len(moves))]
 
 
-def with_moves(schedule: Schedule, plans: Sequence[Plan], out: Kind) -> Schedule:
-    """The schedule with what its ranks' plans move; each action stands before the next compute action of its row."""
-    rows = [
-        _with_moves(row, plan.moves, out) if plan.moves else row for row, plan in zip(schedule.rows, plans, strict=True)
-    ]
-    return schedule.with_rows(rows, Level.COMMUNICATION)
-
-
 def _with_moves(row: Row, moves: Sequence[Move], out: Kind) -> Row:
+    """A row with what its plan moves; each action stands before the next compute action."""
+    if not moves:
+        return row
     slots = [*np.flatnonzero(row.is_kind(*COMPUTE_KINDS)).tolist(), len(row)]
     added = [(slots[m.out_after + 1] - 1, m.out_s, m.kept.forward._replace(kind=out)) for m in moves]
     added += [(slots[m.back_after + 1] - 1, m.back_s, m.kept.forward._replace(kind=LOAD_OF[out])) for m in moves]
-    added.sort(key=lambda entry: entry[:2])
-    return row.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
-
-
-Clock = tuple[Seconds, Seconds]
+    return row.with_actions(added)
 
 
 def settle(schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[[Clock], Sequence[Plan]]) -> Schedule:
@@ -405,10 +401,11 @@ def settle(schedule: Schedule, seconds_of: SecondsOf, out: Kind, plan: Callable[
     clock = times(schedule, seconds_of)
     for _ in range(_ROUNDS):
         plans = plan(clock)
-        moved = with_moves(schedule, plans, out)
+        rows = [_with_moves(row, each.moves, out) for row, each in zip(schedule.rows, plans, strict=True)]
+        moved = schedule.with_rows(rows, Level.COMMUNICATION)
         if not any(each.is_late for each in plans):
             break
-        is_old = ~np.isin(moved.facts.columns.kind, [out.code, LOAD_OF[out].code])
+        is_old = ~moved.facts.row.is_kind(out, LOAD_OF[out])
         start_s, end_s = times(moved, seconds_of)
         clock = start_s[is_old], end_s[is_old]
     return moved

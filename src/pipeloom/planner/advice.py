@@ -1,227 +1,110 @@
-"""What to tell somebody whose question has no answer: what divides, what is missing, what would fit."""
+"""Sentences about a plan: what to do about it, where somebody may not see it from the tables."""
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from pipeloom.errors import UserError
-from pipeloom.planner.bounds import Floats
-from pipeloom.planner.question import MOST, Question, axes, divisors
-from pipeloom.planner.search import search
-from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
+from pipeloom.planner.comparison import ALONE, Change, Rival, causes, is_faster
+from pipeloom.planner.question import Limits, Question
+from pipeloom.planner.search import Search, is_over, search
+from pipeloom.planner.strategies import STRATEGIES, strategy_of
 from pipeloom.predict.step import SimulatedStep
-from pipeloom.terminal.words import count
+
+TIGHT = 0.95
+"""Part of a device's memory from which on advice is given: predictions of memory are not exact either."""
+CLOSE = 0.03
+"""Difference of two layouts below which predictions do not rank them reliably (docs/accuracy.md: the errors within one
+set of measurements)."""
+IDLE = 0.15
+"""Bubble from which on advice is given."""
 
 
-@dataclass(frozen=True)
-class Closest:
-    """Where nothing fits: the layout that comes closest.
-
-    Attributes:
-        leaf: that layout, with everything shared out that can be.
-        least_bytes: that it needs at least on its fullest device, the one with the least room left.
-        missing_bytes: of them that a device does not have; 0 if only a bound says that it would fit.
-        sequence_bytes: of them those that shorter sequences would not need.
-        ways_out: changes of the question with which something fits, each with its best step.
-    """
-
-    leaf: Leaf
-    least_bytes: float
-    missing_bytes: float
-    sequence_bytes: float
-    ways_out: tuple[tuple[str, SimulatedStep], ...]
+def advice(
+    question: Question, best: SimulatedStep, rivals: Sequence[Rival], changes: Sequence[Change], deadline: float
+) -> Iterator[str]:
+    """What follows from the layouts that were compared; as far as the time goes."""
+    yield from _on_ways(question, best)
+    yield from _on_pipelines(best, rivals)
+    yield from _on_bubble(best, changes)
+    yield from _on_memory(best)
+    yield from _on_devices(question, best, deadline)
+    for rival in rivals:
+        if rival.kind.endswith(ALONE) and rival.step is not None and _relative(best, rival.step) <= 0:
+            less = -_relative(best, rival.step)
+            yield f"Leave the other nodes out: with {rival.kind} a step takes {less:.1%} less than with all."
 
 
-MOST_DOUBLINGS = 6
-"""How often devices are doubled, and sequences halved that bounds allow, to find something that fits."""
-_EVEN = 128
-"""Shorter sequences are multiples of so many tokens, which tensor axes divide."""
+def _relative(best: SimulatedStep, other: SimulatedStep) -> float:
+    """What the step of another layout takes more, as a share of the best one."""
+    return other.prediction.step_time_s / best.prediction.step_time_s - 1
 
 
-def closest(question: Question) -> Closest:
-    """The layout that needs the least memory; without ways out, which take searches of their own (``ways_out``).
-
-    Bounds leave out what needs more than one that was looked at.
-
-    Args:
-        question: which has layouts, none of which fits.
-    """
-    leaf = _least(question)
-    assert leaf is not None, "the question has layouts, and one stage's schedules have closed forms"
-    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
-    fullest = int((held - rooms).argmax())
-    shortest = _least(replace(_only(question, leaf), seq=leaf.cut.run.tp))
-    rest = held[fullest] if shortest is None else _held_bytes(shortest)[fullest]
-    return Closest(
-        leaf=leaf,
-        least_bytes=float(held[fullest]),
-        missing_bytes=max(0.0, float(held[fullest] - rooms[fullest])),
-        sequence_bytes=float(held[fullest] - rest),
-        ways_out=(),
-    )
+def on_plain(searching: Search, question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
+    """A faster layout that the limits leave out since it makes no room and cuts no sequences."""
+    way = strategy_of(best)
+    if way == "none" or question.limits.allows(ways="none"):
+        return
+    plain = searching.best(1, Limits(ways=("none",)), deadline=deadline).best
+    if plain is not None and is_faster(plain, best):
+        run, choice = plain.run, plain.order.choice
+        yield (
+            f"A plain layout is faster, which --ways leaves out: without {way} a step takes "
+            f"{-_relative(best, plain):.1%} less, with "
+            f"tp {run.tp}, pp {run.pp}, dp {run.dp}, {choice.family}, micro-batches of {run.micro_batch}. "
+            "Add none to --ways."
+        )
 
 
-def _least(question: Question) -> Leaf | None:
-    """The layout that lacks least; ``None`` if there is none. Bounds leave out what lacks more than one looked at."""
-    best: Leaf | None = None
-    least = float("inf")
-    for arrangement in sorted(arrangements(question)[0], key=lambda one: one.missing_bytes):
-        if best is not None and arrangement.missing_bytes > least + _SLACK * abs(least):
-            break
-        for cut in arrangement.cuts():
-            if best is not None and cut.missing_bytes > least + _SLACK * abs(least):
-                continue
-            for leaf in _leanest(cut):
-                missing = _missing_bytes(leaf)
-                if missing < least:
-                    best, least = leaf, missing
-    return best
+def _on_ways(question: Question, best: SimulatedStep) -> Iterator[str]:
+    ways = question.limits.ways
+    if ways is not None and strategy_of(best) not in ways:
+        wanted = " or ".join(ways)
+        limits = [found for way in ways if way != "none" and (found := STRATEGIES[way].limit(question)) is not None]
+        alone = f" ({'; '.join(limits)})" if limits else ""
+        yield f"None of these layouts has {wanted}: nothing needs it, or it does not help{alone}."
 
 
-def _missing_bytes(leaf: Leaf) -> float:
-    return leaf.cut.memory.missing_bytes(_held_bytes(leaf))
+def _on_pipelines(best: SimulatedStep, rivals: Sequence[Rival]) -> Iterator[str]:
+    for rival in rivals:
+        if rival.kind == "a pipeline":
+            how = "does not fit" if rival.step is None else f"takes {_relative(best, rival.step):.1%} longer"
+            yield f"Do not use a pipeline: the best layout with one {how}."
+        elif rival.kind == "no pipeline" and rival.step is None:
+            yield "A pipeline is needed: without one nothing fits."
+        elif rival.kind == "no pipeline" and rival.step is not None:
+            more = _relative(best, rival.step)
+            verdict = "so it is worth having"
+            if more < CLOSE:
+                verdict = "which predictions cannot tell apart, and it is simpler"
+            yield f"Without a pipeline a step takes {more:.1%} longer, {verdict}."
 
 
-def _only(question: Question, leaf: Leaf) -> Question:
-    """The question with no other layout than one, but for its sharding."""
-    run = leaf.cut.run
-    return question.limited(
-        tp=(run.tp,),
-        pp=(run.pp,),
-        dp=(run.dp,),
-        loops=(run.loops,),
-        micro_batch=(run.micro_batch,),
-        families=(leaf.choice.family,),
-        sequence_parallel=(run.sequence_parallel,),
-    )
+def _on_bubble(best: SimulatedStep, changes: Sequence[Change]) -> Iterator[str]:
+    more = next((change for change in changes if change.what == "twice the batch"), None)
+    share = causes(best)["bubble_s"] / best.prediction.step_time_s
+    if best.run.pp > 1 and share > IDLE and more is not None and more.step is not None:
+        yield (
+            f"The bubble is {share:.0%} of the step, since there are few micro-batches. "
+            f"Twice the batch would give {more.speed:.2f} times the tokens a second."
+        )
 
 
-_SLACK = 1e-9
-"""Relative, for sums in another order."""
+def _on_memory(best: SimulatedStep) -> Iterator[str]:
+    share = best.prediction.memory.total_bytes / best.prediction.device_bytes[best.prediction.fullest_rank]
+    if share > TIGHT:
+        yield (
+            f"The fullest device is {share:.0%} full by the prediction. If it runs out of memory, take one of the next "
+            "layouts that holds less, or recompute more layers."
+        )
 
 
-def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, SimulatedStep]]:
-    """Changes of a question that has no answer with which something fits, each with its best step.
-
-    Args:
-        question: with which nothing fits.
-        near: the layout that needs the least memory.
-    """
-    alike = _only(question, near.leaf)
-    for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
-        found = find(question)
-        if found is not None:
-            yield found
-
-
-def _leanest(cut: Cut) -> Iterator[Leaf]:
-    """Every schedule of a cut, with every level of sharding by itself."""
-    return (
-        Leaf(cut, Sharding((level,), sharding.replicate), choice)
-        for sharding in cut.shardings
-        for level in sharding.levels
-        for choice in cut.choices
-        if choice.stage_inputs is not None
-    )
-
-
-def _held_bytes(leaf: Leaf) -> Floats:
-    """For each rank what its devices hold at least."""
-    (level,) = leaf.sharding.levels
-    return leaf.cut.memory.sharded(level, leaf.sharding.replicate).held_bytes(leaf.stage_inputs)
-
-
-def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
-    for doubling in range(1, MOST_DOUBLINGS + 1):
-        number = question.num_devices * 2**doubling
-        if question.cluster.lack(number) is not None:
-            return None
-        step = search(replace(question, num_devices=number), 1).best
-        if step is not None:
-            return f"{number} devices", step
-    return None
-
-
-def _with_shorter_sequences(question: Question, alike: Question) -> tuple[str, SimulatedStep] | None:
-    """The longest sequences of the halved lengths with which something fits.
-
-    Args:
-        question: with which nothing fits.
-        alike: the same, limited to the layout that needs least: lengths with which its bound is too large are passed
-            over.
-    """
-    tried, seq = 0, _half(question.seq)
-    while seq >= 1 and tried < MOST_DOUBLINGS:
-        least = _least(replace(alike, seq=seq))
-        if least is None or _missing_bytes(least) <= 0:
-            tried += 1
-            step = search(replace(question, seq=seq), 1).best
-            if step is not None:
-                return f"sequences of {seq:,} tokens", step
-        seq = _half(seq)
-    return None
-
-
-def _half(seq: int) -> int:
-    """Half of a length, or a little less."""
-    half = seq // 2
-    return half - half % _EVEN if half > _EVEN else half
-
-
-def no_layout(question: Question, excluded: Counter[str]) -> UserError:
-    """The error for a question that no layout divides: why, and which numbers near it would be divided."""
-    problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
-    if question.limits.names:
-        problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
-    batches = _near_batches(question)
-    if batches:
-        problems.append(f"the batch may be {' or '.join(map(str, batches))} instead of {question.global_batch}")
-    numbers = near_devices(question)
-    if numbers:
-        problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
-    what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
-    return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
-
-
-def _near_batches(question: Question) -> list[int]:
-    """The next smaller and the next larger batch that a data axis divides."""
-    batch, number = question.global_batch, question.num_devices
-    # A batch that every data axis divides, so that only the model decides which axes there are.
-    anything = replace(question, global_batch=number)
-    sizes = {
-        dp
-        for tp, pp, dp in axes(number, divisors(number))
-        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
-    }
-    below = max((batch // dp * dp for dp in sizes), default=0)
-    above = min((-(-batch // dp) * dp for dp in sizes), default=0)
-    near = [number for number in dict.fromkeys((below, above)) if 0 < number <= MOST]
-    return [number for number in near if has_arrangement(replace(question, global_batch=number))]
-
-
-def near_devices(question: Question) -> list[int]:
-    """The next smaller and the next larger number of devices with which a layout divides the batch.
-
-    Made from the axes that model and batch allow, not looked for among all numbers, of which there may be millions.
-    """
-    limits, batch, number = question.limits, question.global_batch, question.num_devices
-    most = min(2 * number, question.cluster.num_devices or 2 * number, MOST)
-    tps = [tp for tp in range(1, question.shape.heads + 1) if limits.allows(tp=tp) and not why_not(question, tp, 1, 1)]
-    pps = [pp for pp in range(1, question.shape.layers + 3) if limits.allows(pp=pp) and not why_not(question, 1, pp, 1)]
-    dps = [dp for dp in divisors(batch) if limits.allows(dp=dp)]
-    products = np.unique(np.multiply.outer(np.multiply.outer(tps, pps), np.array(dps, np.int64)))
-
-    def first(numbers: NDArray[np.int64]) -> int | None:
-        few = numbers[:MOST_NUMBERS].tolist()
-        return next((other for other in few if has_arrangement(replace(question, num_devices=other))), None)
-
-    near = (first(products[products < number][::-1]), first(products[(products > number) & (products <= most)]))
-    return [other for other in near if other is not None]
-
-
-MOST_NUMBERS = 1000
-"""Numbers of devices that are looked at on each side."""
+def _on_devices(question: Question, best: SimulatedStep, deadline: float) -> Iterator[str]:
+    # The largest power of two below: axes and batches mostly divide by it.
+    fewer = 2 ** ((question.num_devices - 1).bit_length() - 1)
+    if fewer < 1 or question.num_devices == 2 * fewer or is_over(deadline):
+        return
+    other = search(replace(question, num_devices=fewer), 1, deadline=deadline).best
+    if other is not None and other.prediction.step_time_s <= best.prediction.step_time_s:
+        yield (
+            f"{question.num_devices} devices divide badly: with {fewer} of them a step takes "
+            f"{other.prediction.step_time_s:.4g} s, no longer than with all."
+        )

@@ -11,9 +11,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeloom.cost.analytic import gathered_parameters, stage_layers, step_terms
-from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.data_parallel import gather_s, reduce_s
+from pipeloom.cost.exchanges import gather_s, reduce_s, step_terms
 from pipeloom.cost.memory import (
     kept_bytes,
     lent_bytes,
@@ -24,7 +22,7 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.placed import OfPlaced
-from pipeloom.cost.ranks import rank_parts, recompute_s
+from pipeloom.cost.stages import gathered_parameters, stage_layers
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
@@ -32,8 +30,8 @@ from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
-_ROUNDING = 1e-9
 """An array of seconds, bytes or counts."""
+_ROUNDING = 1e-9
 
 
 @lru_cache(maxsize=1024)
@@ -54,20 +52,10 @@ class Bounds(OfPlaced):
     splits: bool = False
 
     @property
-    def placement(self) -> Placement:
-        """The pipeline rank of each stage."""
-        return self.placed.placement
-
-    @property
-    def costs(self) -> StageCosts:
-        """Seconds of the stages."""
-        return self.placed.costs
-
-    @property
     def any_step_s(self) -> float:
         """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
         level: Shard = "full" if self.run.dp > 1 else "none"
-        terms = step_terms(self._with(level, 1), self.cluster, self.software, max(self.costs.backward_s))
+        terms = step_terms(self.placed.of(self._with(level, 1)), max(self.placed.costs.backward_s))
         own_s = max(float(work.end_s().max()) for work in self.work)
         return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
@@ -85,7 +73,7 @@ class Bounds(OfPlaced):
 
     def recomputing_s(self, layers: Floats) -> float:
         """Seconds of the pipeline at least, if each rank recomputes so many layers; collectives are left out."""
-        each_s = np.array(recompute_s(self.run, self.cluster, self.software))
+        each_s = np.array(self.placed.recompute_s)
         return float((self.work[0].end_s() + layers * each_s * self.run.num_microbatches).max())
 
     @cached_property
@@ -107,12 +95,12 @@ class Bounds(OfPlaced):
     @cached_property
     def stages(self) -> NDArray[np.int64]:
         """[rank, number] -> stage."""
-        return stages_by_rank(self.placement)
+        return stages_by_rank(self.placed.placement)
 
     @cached_property
     def _passage(self) -> "Passage":
-        costs, stages = self.costs, range(self.placement.num_stages)
-        crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placement.rank_by_stage))])
+        costs, stages = self.placed.costs, range(self.placed.placement.num_stages)
+        crosses = np.array([0.0, *(a != b for a, b in pairwise(self.placed.placement.rank_by_stage))])
         hops_s = np.cumsum(crosses) * costs.transfer_s
         if costs.boundary_s:
             hops_s = np.cumsum(crosses * [0.0, *costs.boundary_s])
@@ -256,7 +244,7 @@ class Sharded:
     def after_s(self) -> float:
         """Seconds of what follows the pipeline."""
         bounds = self.bounds
-        return step_terms(self.run, bounds.cluster, bounds.software, max(bounds.costs.backward_s)).total_s
+        return step_terms(bounds.placed.of(self.run), max(bounds.placed.costs.backward_s)).total_s
 
     @cached_property
     def step_s(self) -> float:
@@ -310,7 +298,7 @@ class Sharded:
     @cached_property
     def _seconds(self) -> Floats:
         """[kind, stage] seconds of compute actions, gathers and reductions."""
-        costs, stages = self.bounds.costs, range(self.bounds.placement.num_stages)
+        costs, stages = self.bounds.placed.costs, range(self.bounds.placed.placement.num_stages)
         forward_s, backward_s = np.array(costs.forward_s), np.array(costs.backward_s)
         weights_s = np.array([costs.half_s(stage) for stage in stages])
         found = {
@@ -368,14 +356,15 @@ class Sharded:
         bounds = self.bounds
         sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
         number = [sizes[held] for held in bounds.placed.parameters]
-        parts = rank_parts(self.run, bounds.cluster)
+        parts = bounds.placed.of(self.run).parts
         gathers, reductions = (
             {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
             for seconds in (gather_s, reduce_s)
         )
         if len(gathers) == 1:
             return gathers[parts[0]][number], reductions[parts[0]][number]
-        of_stage = [(parts[rank], size) for rank, size in zip(bounds.placement.rank_by_stage, number, strict=True)]
+        owner = bounds.placed.placement.rank_by_stage
+        of_stage = [(parts[rank], size) for rank, size in zip(owner, number, strict=True)]
         return (
             np.array([gathers[part][size] for part, size in of_stage]),
             np.array([reductions[part][size] for part, size in of_stage]),
@@ -391,7 +380,7 @@ class Sharded:
         _, head = stage_layers(run, software)
         parameters = np.array(self.bounds.placed.parameters)[stages]
         held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)
-        owner = self.bounds.placement.rank_by_stage
+        owner = self.bounds.placed.placement.rank_by_stage
         for rank in {owner[0], owner[-1]}:
             held[rank] += lent_bytes(run, software, stages[rank].tolist()).total_bytes
         if run.shard == "full" and run.dp > 1:

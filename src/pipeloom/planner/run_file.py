@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.predict.describe import with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.workload.dtypes import dtype_of
@@ -77,10 +78,4 @@ def _layout(run: Run) -> Layout:
         token_slices=run.slices or None,
         pipeline_order=run.pipeline_order,
     )
-    if run.layers_by_stage is None:
-        return layout
-    pieces = list(run.layers_by_stage)
-    # A partition counts embedding and head as pieces, too.
-    pieces[0] += 1
-    pieces[-1] += 1
-    return replace(layout, partition=tuple(pieces))
+    return layout if run.layers_by_stage is None else replace(layout, partition=pieces_of_layers(run.layers_by_stage))

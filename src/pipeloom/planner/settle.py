@@ -1,27 +1,93 @@
 """What is left of a leaf: how many stages are gathered, how many gradients wait, which layers are recomputed.
 
 More of the first two is never slower, and fewer layers are; only memory speaks against it. So the most, or the fewest,
-that fits is taken.
+that fits is taken, which makes the leaf a candidate.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
-from pipeloom.cost.analytic import stage_layers, with_fastest_layers
 from pipeloom.cost.memory import kept_bytes
+from pipeloom.cost.placed import OfPlaced, Placed
+from pipeloom.cost.stages import stage_layers
 from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
-from pipeloom.predict.step import Order, compute_schedule, unsent
+from pipeloom.predict.step import Order, SimulatedStep, compute_schedule, simulate_step, unsent
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.workload.layout import Recompute, Shard
+from pipeloom.workload.run import Run
 
 TRIES = 4
 """Times that more layers of each rank that is too full are recomputed: the first only estimates what each saves."""
+
+
+@dataclass(frozen=True)
+class Candidate(OfPlaced):
+    """A leaf with everything decided.
+
+    Attributes:
+        placed: what is trained, how it is laid out, where and with what.
+        order: in which schedule.
+        leaf: what is decided.
+        is_close: whether the search has its bound from its schedule without messages.
+    """
+
+    order: Order
+    leaf: Leaf
+    is_close: bool = False
+    count = 1
+
+    def of(self, run: Run) -> "Candidate":
+        """Another run in the same place and order."""
+        return replace(self, placed=self.placed.of(run))
+
+    def simulate(self) -> SimulatedStep:
+        """Its step; the last few whose activations move are kept, since their moves take long to place."""
+        return (_moved if self.order.moving.is_any else simulate_step)(self.placed, self.order)
+
+    @property
+    def bound_s(self) -> float:
+        """Seconds of the step at least, with the layers that are recomputed."""
+        return self._bounds.step_s
+
+    @property
+    def unsent_s(self) -> float:
+        """Seconds of the step at least: those of its schedule with gathers and reductions, but without messages."""
+        return self._bounds.unsent_s(unsent(self.run, self.software, self.order))
+
+    @property
+    def _bounds(self) -> Sharded:
+        run, cut = self.run, self.leaf.cut
+        time = cut.time if run.recompute_layers is None else cut.bounds(run)
+        return time.sharded(run.shard, run.replicate)
+
+    @property
+    def free_bytes(self) -> list[float]:
+        """For each rank the bytes that are left on a device of it; below 0 what is missing."""
+        order, choice, loops = self.order, self.order.choice, self.run.loops
+        rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
+        room = Room(
+            receive_buffers=0 if self.software.is_blocking else order.receive_buffers,
+            gathered=min(order.residency, loops),
+            unreduced=order.gradient_buffers,
+        )
+        held = memory_with_room(self.run, self.software, rows, room)
+        rooms = self.leaf.cut.memory.rooms.tolist()
+        return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for it, before anything moves."""
+        return min(self.free_bytes) >= 0
+
+
+@lru_cache(maxsize=32)
+def _moved(placed: Placed, order: Order) -> SimulatedStep:
+    return simulate_step(placed, order)
 
 
 def settle(leaf: Leaf) -> Candidate | None:
@@ -33,8 +99,8 @@ def settle(leaf: Leaf) -> Candidate | None:
         for order in orders_of(leaf.choice, shard):
             if _is_hopeless(leaf, shard, order):
                 continue
-            chosen = Candidate(leaf.placed(shard), order)
-            if min(free_bytes(chosen, leaf)) >= 0:
+            chosen = Candidate(leaf.placed(shard), order, leaf)
+            if chosen.fits:
                 return chosen
     return None
 
@@ -44,22 +110,6 @@ def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
     held = memory.held_bytes(leaf.stage_inputs, order.residency)
     return leaf.cut.memory.missing_bytes(held) > 0
-
-
-def settled_bound_s(leaf: Leaf, chosen: Candidate) -> float:
-    """Seconds of the step at least, with the layers that are recomputed."""
-    return _bounds_of(leaf, chosen).step_s
-
-
-def unsent_bound_s(leaf: Leaf, chosen: Candidate) -> float:
-    """Seconds of the step at least: those of its schedule with gathers and reductions, but without messages."""
-    return _bounds_of(leaf, chosen).unsent_s(unsent(chosen.run, chosen.software, chosen.order))
-
-
-def _bounds_of(leaf: Leaf, chosen: Candidate) -> Sharded:
-    run = chosen.run
-    time = leaf.cut.time if run.recompute_layers is None else leaf.cut.bounds(run)
-    return time.sharded(run.shard, run.replicate)
 
 
 def orders_of(choice: Choice, shard: Shard) -> list[Order]:
@@ -81,25 +131,6 @@ def orders_of(choice: Choice, shard: Shard) -> list[Order]:
     ]
 
 
-def room_of(chosen: Candidate) -> Room:
-    """What its ranks have room for beside activations."""
-    order, loops = chosen.order, chosen.run.loops
-    return Room(
-        receive_buffers=0 if chosen.software.is_blocking else order.receive_buffers,
-        gathered=min(order.residency, loops),
-        unreduced=order.gradient_buffers,
-    )
-
-
-def free_bytes(chosen: Candidate, leaf: Leaf) -> list[float]:
-    """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-    choice = chosen.order.choice
-    rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
-    held = memory_with_room(chosen.run, chosen.software, rows, room_of(chosen))
-    rooms = leaf.cut.memory.rooms.tolist()
-    return [capacity - memory.total_bytes for capacity, memory in zip(rooms, held, strict=True)]
-
-
 # Leaves that differ in tensor parallelism, sharding or recomputation have the same schedule.
 @lru_cache(maxsize=4096)
 def peaks_of(choice: Choice) -> Peaks:
@@ -115,16 +146,16 @@ def _with_some_layers(leaf: Leaf) -> Candidate | None:
     order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
     if _is_hopeless(leaf, shard, order):
         return None
-    plain = Candidate(leaf.placed(shard), order)
-    free = free_bytes(plain, leaf)
+    plain = Candidate(leaf.placed(shard), order, leaf)
+    free = plain.free_bytes
     # What fits with nothing recomputed is a leaf of its own, and faster.
-    return None if min(free) >= 0 else _recomputing(leaf, plain, free)
+    return None if min(free) >= 0 else _recomputing(plain, free)
 
 
-def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candidate | None:
+def _recomputing(plain: Candidate, free: Sequence[float]) -> Candidate | None:
     """The candidate with layers recomputed where bytes are missing; ``None`` if all layers would not be enough."""
     counts, _ = stage_layers(plain.run, plain.software)
-    saved, owner = _saved_bytes(plain), leaf.cut.placement.rank_by_stage
+    saved, owner = _saved_bytes(plain), plain.placed.placement.rank_by_stage
     layers = [0] * plain.run.pp
     for rank, number in zip(owner, counts, strict=True):
         layers[rank] += number
@@ -138,23 +169,21 @@ def _recomputing(leaf: Leaf, plain: Candidate, free: Sequence[float]) -> Candida
         if any(number > most for number, most in zip(again, layers, strict=True)):
             return None
         chosen = plain.of(replace(plain.run, recompute_layers=_spread(owner, counts, again)))
-        free = free_bytes(chosen, leaf)
+        free = chosen.free_bytes
         if min(free) >= 0:
             return chosen
     return None
 
 
-def cut_again(leaf: Leaf, chosen: Candidate) -> Candidate | None:
+def cut_again(chosen: Candidate) -> Candidate | None:
     """The candidate cut into stages by what its layers recompute; ``None`` if that is no other one, or does not fit.
 
     For a few candidates: uneven layers take longer to cut than everything else together.
     """
     if chosen.run.recompute_layers is None or chosen.run.layers_by_stage is None or chosen.run.num_stages == 1:
         return None
-    run = with_fastest_layers(chosen.run, leaf.cut.arrangement.cluster, chosen.software)
-    again = chosen.of(run)
-    is_other = run.layers_by_stage != chosen.run.layers_by_stage
-    return again if is_other and min(free_bytes(again, leaf)) >= 0 else None
+    again = chosen.of(chosen.placed.with_fastest_layers().run)
+    return again if again.run.layers_by_stage != chosen.run.layers_by_stage and again.fits else None
 
 
 def _saved_bytes(chosen: Candidate) -> list[float]:

@@ -16,16 +16,23 @@ Where messages go beside compute, the sum does not have them, but the way of a s
 slice is then the one that takes longest from rank to rank, with its messages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from heapq import nsmallest
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.slices import SliceModel
+from pipeloom.errors import UserError
+from pipeloom.predict.step import Order, SimulatedStep, simulate_step
 from pipeloom.workload.layout import even_slices
 
+_MOST_UNITS = 128
+_MOST_EVEN = 64
 Seconds = NDArray[np.float64]
 Latency = Callable[[Seconds, Seconds], Seconds]
 """(tokens of a slice, tokens before it), arrays of one shape -> seconds of its forward and backward on a rank."""
@@ -53,10 +60,6 @@ class Slicing:
     def step_s(self, num_ranks: int, rounds: int = 1) -> float:
         """Seconds of a step, by the formula above."""
         return rounds * self.sum_s + (num_ranks - 1) * max(self.through_s)
-
-    def bubble_overhead(self, num_ranks: int, rounds: int = 1) -> float:
-        """Idle time by the time in which a rank computes."""
-        return (num_ranks - 1) * max(self.through_s) / (rounds * self.sum_s)
 
 
 def default_unit(num_tokens: int, multiple: int, most_units: int) -> int:
@@ -185,43 +188,81 @@ def judged_slices(
     return found, best_s
 
 
-def best_batches(tables: Mapping[int, LatencyTable], num_sequences: int, num_ranks: int) -> list[tuple[int, Slicing]]:
-    """How many sequences go together, and how each group is sliced, so that a step is fastest.
+@dataclass(frozen=True)
+class SlicedStep:
+    """A step with its slices.
 
-    For each longest slice, S of groups of each size is known, and how a batch is made up of groups follows in the same
-    way: G(n) = min over b of G(n - b) + S_b (arXiv 2102.07988, section 3.4).
+    Attributes:
+        lengths: tokens of each slice; one for whole sequences.
+        formula_s: seconds of the pipeline by the formula above.
+        step: simulated.
+    """
+
+    lengths: tuple[int, ...]
+    formula_s: float
+    step: SimulatedStep
+
+
+@dataclass(frozen=True)
+class SlicePlan(SlicedStep):
+    """The slices with which a step is fastest.
+
+    Attributes:
+        even: steps with even slices, by their number; first whole sequences.
+    """
+
+    even: tuple[SlicedStep, ...]
+
+
+def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
+    """What slices of a run's sequences take by the cost model, their messages as the program has them.
 
     Args:
-        tables: sequences of a group -> seconds of its slices.
-        num_sequences: of a step, on one pipeline.
-        num_ranks: pipeline ranks.
+        placed: the run.
+        unit: tokens that every length is a multiple of; ``None`` for the smallest that cuts a sequence into no more
+            than 128.
 
-    Returns:
-        The groups in their order: sequences, and slices.
+    Raises:
+        UserError: the cluster has not so many devices.
     """
-    longest_s, best_s = np.inf, np.inf
-    best: list[tuple[int, Slicing]] = []
-    while groups := _groups(tables, num_sequences, longest_s):
-        sum_s = sum(one.sum_s for _, one in groups)
-        if sum_s >= best_s:
-            break
-        slowest_s = max(max(one.through_s) for _, one in groups)
-        if sum_s + (num_ranks - 1) * slowest_s < best_s:
-            best, best_s = groups, sum_s + (num_ranks - 1) * slowest_s
-        longest_s = np.nextafter(slowest_s, 0.0)
-    return best
+    run, model = placed.run, SliceModel(placed)
+    return LatencyTable(model.seconds, run.seq, unit or default_unit(run.seq, run.tp, _MOST_UNITS), model.through_s)
 
 
-def _groups(tables: Mapping[int, LatencyTable], num_sequences: int, longest_s: float) -> list[tuple[int, Slicing]]:
-    """The groups whose seconds add up to the least, no slice longer; empty if there are no such ones."""
-    found = {size: table.shortest(longest_s) for size, table in tables.items() if size <= num_sequences}
-    best: list[tuple[float, list[tuple[int, Slicing]]] | None] = [(0.0, [])]
-    for count in range(1, num_sequences + 1):
-        ways = [
-            (before[0] + one.sum_s, [*before[1], (size, one)])
-            for size, one in found.items()
-            if size <= count and one is not None and (before := best[count - size]) is not None
-        ]
-        best.append(min(ways, key=lambda way: way[0], default=None))
-    last = best[num_sequences]
-    return [] if last is None else last[1]
+def plan_slices(placed: Placed, order: Order, unit: int | None = None) -> SlicePlan:
+    """Lengths from the dynamic programme, judged by the simulator for the family that runs.
+
+    Args:
+        placed: what is trained; its slices do not count.
+        order: which schedule.
+        unit: as ``modelled_table`` takes it.
+
+    Raises:
+        UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
+            simulated.
+    """
+    run = placed.run
+    if unit is not None and (unit < 1 or run.seq % unit or unit % run.tp):
+        raise UserError(
+            f"the unit must divide data.seq_len {run.seq} and be a multiple of layout.tp {run.tp}, found {unit}"
+        )
+    table = modelled_table(placed, unit)
+    rounds = order.choice.num_microbatches * order.choice.loops
+
+    @cache  # the programme, its judgement and the even ones share some lengths, and each is a whole simulation
+    def step_of(lengths: tuple[int, ...]) -> SimulatedStep:
+        sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
+        chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
+        return simulate_step(placed.of(sliced), chosen)
+
+    best, _ = judged_slices(table, run.pp, rounds, lambda lengths: step_of(lengths).prediction.step_time_s)
+    even = [table.even(number) for number in _numbers(table.num_units)]
+    best_step, *even_steps = ((one.lengths, one.step_s(run.pp, rounds), step_of(one.lengths)) for one in (best, *even))
+    return SlicePlan(*best_step, tuple(SlicedStep(*one) for one in even_steps))
+
+
+def _numbers(num_units: int) -> list[int]:
+    """Powers of two, and what is as many as there can be."""
+    powers = [2**power for power in range(num_units.bit_length()) if 2**power <= min(num_units, _MOST_EVEN)]
+    # The most slices that a unit allows, though not a power of two, are the other end of what can be chosen.
+    return powers if num_units > _MOST_EVEN or num_units in powers else [*powers, num_units]

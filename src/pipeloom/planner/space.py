@@ -18,13 +18,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers
 from pipeloom.cost.hardware import Cluster
+from pipeloom.cost.layers import PieceSeconds
 from pipeloom.cost.memory import kept_bytes, state_bytes, working_bytes
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.pieces import PieceSeconds
-from pipeloom.cost.placed import Placed
-from pipeloom.cost.ranks import fastest_pieces, placement_of, rank_device_bytes, rank_slowness
+from pipeloom.cost.placed import OfPlaced, Placed
+from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.planner.bounds import Bounds, Floats
 from pipeloom.planner.question import LEVELS, Question, axes, divisors
@@ -45,30 +44,20 @@ GROUP_FACTORS = (1.25, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class Arrangement:
+class Arrangement(OfPlaced):
     """How devices and batch are divided, and what is kept of a layer.
 
     Attributes:
+        placed: axes, micro-batch, sequence parallelism, with nothing recomputed where ``kept`` is ``some``; on the
+            question's cluster, in one of the orders of its kinds of nodes.
         question: that it answers.
-        cluster: where: the question's, in one of the orders of its kinds of nodes.
-        run: axes, micro-batch, sequence parallelism; nothing recomputed where ``kept`` is ``some``.
         kept: what is recomputed.
         splits: whether its schedules run the two halves of backwards apart.
     """
 
     question: Question
-    cluster: Cluster
-    run: Run
     kept: Kept
     splits: bool = False
-
-    @cached_property
-    def _pieces(self) -> PieceSeconds:
-        return fastest_pieces(self.run, self.cluster, self.question.software)
-
-    @cached_property
-    def _slowness(self) -> tuple[float, ...]:
-        return rank_slowness(self.run, self.cluster, self.question.software)
 
     @property
     def bound_s(self) -> float:
@@ -76,8 +65,8 @@ class Arrangement:
 
         As if all ranks were as fast as the fastest.
         """
-        run, pieces = self.run, self._pieces
-        if run.pp == 1 or self.question.software.overlaps_steps:
+        run, pieces = self.run, self.placed.fastest_pieces
+        if run.pp == 1 or self.software.overlaps_steps:
             return self.busy_s
         embedding_s, layer_s = (both[0] if self.splits else sum(both) for both in (pieces.embedding, pieces.layer))
         layers = min(run.pp - 2, run.shape.layers)  # of the ranks behind the first: one stands before the last of them
@@ -87,25 +76,22 @@ class Arrangement:
     @property
     def busy_s(self) -> float:
         """Seconds of the step at least, however soon every rank begins: the work of the mean rank."""
-        pieces, fixed_s = self._pieces, self.question.software.efficiency.microbatch_s
+        pieces, fixed_s = self.placed.fastest_pieces, self.software.efficiency.microbatch_s
         whole_s = sum(pieces.embedding) + self.run.shape.layers * sum(pieces.layer) + sum(pieces.head)
         return self.run.num_microbatches * (whole_s / self.run.pp + fixed_s)
 
     @property
     def missing_bytes(self) -> float:
         """What is missing at least on the fullest device, with everything sharded that can be."""
-        run, software, leanest = self.run, self.question.software, self._leanest
+        run, software = self.run, self.software
+        leanest = replace(run, recompute="full") if self.kept == "some" else run
         shape, layers = run.shape, run.shape.layers / run.pp
         held = (layers * shape.layer_matrix_parameters + shape.embedding_parameters / run.pp) / run.tp
         kept = layers * kept_bytes(leanest, software) + working_bytes(leanest, software)
         shard = self.question.shards[-1] if run.dp > 1 else "none"
         least = state_bytes(run, held, software, shard).total_bytes + kept + software.reserve_bytes
         # The largest device: a bound holds for every way to divide layers.
-        return least - max(rank_device_bytes(run, self.cluster))
-
-    @property
-    def _leanest(self) -> Run:
-        return replace(self.run, recompute="full") if self.kept == "some" else self.run
+        return least - max(self.placed.device_bytes)
 
     @cached_property
     def count(self) -> int:
@@ -116,7 +102,7 @@ class Arrangement:
     @cached_property
     def _loops(self) -> list[tuple[int, str]]:
         """(loops, placement) of the cuts."""
-        is_balanced = self.question.software.partition == "balanced"
+        is_balanced = self.software.partition == "balanced"
         allowed = _numbers_of_loops(
             self.run.shape.layers, self.run.pp, self.question.limits.loops, is_balanced=is_balanced
         )
@@ -127,15 +113,11 @@ class Arrangement:
 
     def _divides(self, loops: int) -> bool:
         """Whether the program's own rule finds layers for all stages."""
-        software, layers = self.question.software, self.run.shape.layers
-        return sum(stage_layers(replace(self.run, loops=loops), software)[0]) == layers
-
-    def cuts(self) -> Iterator["Cut"]:
-        """With every number of loops."""
-        return iter(self._cuts)
+        return sum(stage_layers(replace(self.run, loops=loops), self.software)[0]) == self.run.shape.layers
 
     @cached_property
-    def _cuts(self) -> tuple["Cut", ...]:
+    def cuts(self) -> tuple["Cut", ...]:
+        """With every number of loops."""
         return tuple(
             self._cut(replace(self.run, loops=loops, placement=placement))
             for loops, placement in self._loops
@@ -143,11 +125,11 @@ class Arrangement:
         )
 
     def _cut(self, run: Run) -> "Cut":
-        placement = placement_of(run)
-        if self.question.software.partition == "balanced":
-            layers = _layers_by_stage(self._pieces, run.shape.layers, placement, self._slowness)
+        if self.software.partition == "balanced":
+            pieces, slowness = self.placed.fastest_pieces, self.placed.slowness
+            layers = _layers_by_stage(pieces, run.shape.layers, placement_of(run), slowness)
             run = replace(run, layers_by_stage=layers)
-        return Cut(self, run)
+        return Cut(self.placed.of(run), self)
 
     def choices(self, loops: int, placement: str) -> tuple[Choice, ...]:
         """Schedules that the stages may run in."""
@@ -261,16 +243,15 @@ def _stage_inputs(choice: Choice) -> Floats | None:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(OfPlaced):
     """An arrangement cut into stages.
 
     Attributes:
+        placed: with loops, placement and the layers of each stage.
         arrangement: what it cuts.
-        run: with loops, placement and the layers of each stage.
     """
 
     arrangement: Arrangement
-    run: Run
 
     @cached_property
     def time(self) -> Bounds:
@@ -285,17 +266,11 @@ class Cut:
 
     def bounds(self, run: Run) -> Bounds:
         """Of a run that is cut like this; the same ones wherever the run is the same, whatever is left open of it."""
-        arrangement = self.arrangement
-        question, key = arrangement.question, (run, arrangement.cluster, arrangement.splits)
-        if key not in question.bounds:
-            found = Bounds(Placed(run, arrangement.cluster, question.software), arrangement.splits)
-            question.bounds[key] = found
-        return question.bounds[key]
-
-    @property
-    def placement(self) -> Placement:
-        """The rank of each stage."""
-        return placement_of(self.run)
+        splits, known = self.arrangement.splits, self.arrangement.question.bounds
+        key = run, self.cluster, splits
+        if key not in known:
+            known[key] = Bounds(self.placed.of(run), splits)
+        return known[key]
 
     @cached_property
     def choices(self) -> tuple[Choice, ...]:
@@ -353,8 +328,7 @@ class Leaf:
 
     def placed(self, shard: Shard) -> Placed:
         """Its run with its sharding, in its place."""
-        arrangement, run = self.cut.arrangement, replace(self.cut.run, shard=shard, replicate=self.sharding.replicate)
-        return Placed(run, arrangement.cluster, arrangement.question.software)
+        return self.cut.placed.of(replace(self.cut.run, shard=shard, replicate=self.sharding.replicate))
 
     @property
     def stage_inputs(self) -> Floats | None:
@@ -445,7 +419,8 @@ def _kinds(question: Question, cluster: Cluster, run: Run) -> Iterator[Arrangeme
     for is_split in (False, True) if run.tp > 1 else (False,):
         if question.limits.allows(sequence_parallel=is_split):
             split = replace(run, sequence_parallel=is_split)
+            placed = Placed(split, cluster, question.software)
             for kind in question.recompute:
-                yield Arrangement(question, cluster, replace(split, recompute=kind), kind)
+                yield Arrangement(placed.of(replace(split, recompute=kind)), question, kind)
             if {"none", "full"} <= set(question.recompute):
-                yield Arrangement(question, cluster, split, "some")
+                yield Arrangement(placed, question, "some")

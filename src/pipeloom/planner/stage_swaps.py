@@ -17,8 +17,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from pipeloom.analysis.summary import communication, summarize
-from pipeloom.cost.analytic import stage_costs, step_terms
 from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.exchanges import step_terms
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
@@ -90,9 +90,9 @@ def question_of(placed: Placed, swapping: Swapping) -> SwapQuestion:
     """
     software, cluster, layers = placed.software, placed.cluster, placed.run.shape.layers
     run = replace(placed.run, pp=1, loops=layers + 2, layers_by_stage=(0, *(1,) * layers, 0))
-    costs = stage_costs(run, cluster, software)
-    update_s = step_terms(run, cluster, software, max(costs.backward_s)).optimizer_s
-    costs = swapped_costs(costs, run, cluster, software, update_s)
+    pieces = placed.of(run)
+    update_s = step_terms(pieces, max(pieces.costs.backward_s)).optimizer_s
+    costs = swapped_costs(pieces.costs, pieces, update_s)
     return SwapQuestion(
         forward_s=costs.forward_s,
         backward_s=costs.backward_s,

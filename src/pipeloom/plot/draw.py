@@ -48,6 +48,30 @@ def check_formats(files: Sequence[Path]) -> None:
             raise UserError(f"cannot draw to {file}: expected a file ending in one of {known}")
 
 
+def excerpt(trace: Trace, most_ranks: int = 16, most_actions: int = 3000) -> tuple[Trace, str]:
+    """The first ranks of a trace and, if they do more, their first compute actions and what begins before these do.
+
+    Args:
+        trace: any trace.
+        most_ranks: ranks to keep.
+        most_actions: compute actions to keep.
+
+    Returns:
+        The part, and what was left out, to go behind a headline; empty if nothing was.
+    """
+    num_ranks = min(trace.num_ranks, most_ranks)
+    spans = trace.spans.take(trace.spans.rank < num_ranks)
+    notes = [f"ranks 0 to {num_ranks - 1} of {trace.num_ranks}"] if num_ranks < trace.num_ranks else []
+    starts = np.sort(spans.start_s[spans.on(COMPUTE_LANE.name)])
+    if len(starts) > most_actions:
+        end_s = float(starts[most_actions])
+        # By time and not by number: all ranks of the picture end at the same moment.
+        spans = spans.take(spans.start_s < end_s)
+        whole_s = trace.end_s - trace.start_s
+        notes.append(f"the first {end_s - trace.start_s:.3g} s of {whole_s:.3g} s")
+    return (Trace(spans, num_ranks), f"; {', '.join(notes)}") if notes else (trace, "")
+
+
 def plot_timeline(trace: Trace, files: Sequence[Path], *, title: str, unit: str = "s", scale: float = 1.0) -> None:
     """Draw a step the way the papers do: a row for each rank, color by stage, the micro-batch in each box.
 

@@ -6,10 +6,10 @@ from typing import TypeVar, get_args
 
 from pipeloom.catalog import load_cluster, load_software, read_model
 from pipeloom.config import ModelConfig, RunConfig
-from pipeloom.cost.analytic import layers_of_pieces
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.stages import layers_of_pieces
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.predict.stage_swaps import with_alike_stages
 from pipeloom.workload.dtypes import Dtype, Precision, precision_of
@@ -67,7 +67,11 @@ def describe(config: RunConfig) -> Placed:
     run = described_run(config, precision)
     if config.schedule.budget_bytes is not None and software.partition == "balanced":
         run = with_alike_stages(run, software)
-    return Placed(run, cluster, software)
+    placed = Placed(run, cluster, software)
+    if software.has_lanes and placed.balanced is not placed:
+        # Training does not read the cluster and takes all ranks for equally fast; plans write a partition.
+        return placed.of(replace(run, layers_by_stage=placed.layers))
+    return placed
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeloom.analysis.matching import match_spans
-from pipeloom.cost.analytic import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.cost.kept import Kept
 from pipeloom.cost.memory import (
     Memory,
@@ -25,6 +24,7 @@ from pipeloom.cost.memory import (
     working_bytes,
 )
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
 from pipeloom.schedule import Kind, Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds

@@ -5,24 +5,34 @@ from dataclasses import replace
 
 from pipeloom.config import RunConfig
 from pipeloom.cost.costs import Costs, StageCosts
-from pipeloom.cost.moves import evict_seconds, offload_seconds
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.placed import Placed
 from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves
 from pipeloom.recipe import PlacedBy, Timing
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import KeptBytes
+from pipeloom.workload.dtypes import Dtype
 
 
-def why_schedules_may_differ(config: RunConfig) -> str | None:
-    """Why ``train`` may run another schedule than ``simulate``; ``None`` where both make the same one.
+def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -> str | None:
+    """Why ``train`` may run something else than ``simulate`` predicts; ``None`` where both do the same.
 
     Everything else of a schedule comes from the configuration alone (``tests/conformance/test_every_command.py``).
+
+    Args:
+        config: of the run.
+        predicted: the type of its prediction; ``None`` where nothing is predicted.
     """
-    if config.layout.token_slices != "auto":
-        return None
-    reason = "with layout.token_slices auto train measures slices, simulate predicts them"
-    return f"the trained schedule may differ from the simulated one: {reason}"
+    reasons: list[str] = []
+    if config.layout.token_slices == "auto":
+        reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    trained, device = config.training.known_dtype, config.training.device
+    # Each takes the default of the devices that it is for: train of its own, simulate of the cluster's.
+    if predicted not in (None, trained):
+        default = f"train takes {trained} for training.device {device}, simulate {predicted} for machine.cluster"
+        reasons.append(f"without training.dtype {default}; set it")
+    return f"the trained run may differ from the simulated one: {'; '.join(reasons)}" if reasons else None
 
 
 def with_moves(
@@ -40,11 +50,10 @@ def with_moves(
     Raises:
         UserError: the cluster does not say how fast a device reaches its host.
     """
-    run, cluster, software = placed.run, placed.cluster, placed.software
     if partners is not None:
-        costs = replace(costs, evict_s=evict_seconds(run, cluster, software, partners, kept.by_stage(run.num_stages)))
+        costs = replace(costs, evict_s=evict_seconds(placed, partners, kept.by_stage(placed.run.num_stages)))
     if moves.offload and moves.budget_bytes is not None:
-        costs = replace(costs, offload_s=offload_seconds(run, cluster, kept.by_stage(run.num_stages)))
+        costs = replace(costs, offload_s=offload_seconds(placed, kept.by_stage(placed.run.num_stages)))
     return costs
 
 

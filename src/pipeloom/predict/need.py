@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.analytic import rank_parameters, stage_layers
 from pipeloom.cost.memory import state_bytes
 from pipeloom.cost.software import Software, with_optimizer
+from pipeloom.cost.stages import rank_parameters, stage_layers
 from pipeloom.predict.describe import described_run
 from pipeloom.workload.dtypes import precision_of
 from pipeloom.workload.run import Run

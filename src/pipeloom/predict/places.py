@@ -1,11 +1,16 @@
-"""On which nodes the pipeline ranks of a run are."""
+"""Where the pipeline ranks of a run are, and which of their actions draw on the same network adapter or cores."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
-from pipeloom.cost.hardware import Cluster
-from pipeloom.cost.ranks import first_device, rank_parts
+from pipeloom.cost.hardware import Cluster, Group
+from pipeloom.cost.placed import Placed
+from pipeloom.schedule import Action, Kind, Placement
+from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
+from pipeloom.schedule.lanes import other_end
+from pipeloom.simulate import Sharing
 from pipeloom.workload.run import Run
 
 
@@ -25,21 +30,16 @@ class Place:
     device_memory_bytes: float
 
 
-def rank_places(run: Run, cluster: Cluster) -> tuple[Place, ...]:
+def rank_places(placed: Placed) -> tuple[Place, ...]:
     """For each pipeline rank where it is.
 
     Raises:
         UserError: the cluster has not so many devices.
     """
-    size = run.dp * run.tp
+    size, node_of = placed.run.dp * placed.run.tp, placed.cluster.node_of
     return tuple(
-        Place(
-            part.name,
-            cluster.node_of(first_device(run, rank))[0],
-            cluster.node_of(first_device(run, rank) + size - 1)[0],
-            part.device.memory_bytes,
-        )
-        for rank, part in enumerate(rank_parts(run, cluster))
+        Place(part.name, node_of(first)[0], node_of(first + size - 1)[0], part.device.memory_bytes)
+        for first, part in zip(placed.first_devices, placed.parts, strict=True)
     )
 
 
@@ -58,3 +58,81 @@ def describe_places(places: Sequence[Place]) -> list[str]:
 
 def _range(word: str, first: int, last: int) -> str:
     return f"{word} {first}" if first == last else f"{word}s {first}-{last}"
+
+
+COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
+ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
+"""What processes on a CPU do with its cores; a receive stands for both ends of a message."""
+
+
+def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] | None = None) -> Sharing | None:
+    """The nodes' network adapters and cores, as far as anything could compete for them.
+
+    Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device determines its node and its adapter.
+    Alone, a transfer between nodes or a collective over nodes has that adapter for itself and its copies on the
+    neighboring devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its
+    share.
+
+    An eviction and its load count at the evicting rank's adapter.
+
+    Where a node has more ranks than cores (``Cluster.cores_per_node``), what ranks compute there, and the messages and
+    collectives that stay there, which processes on a CPU move themselves, take their shares of its cores.
+
+    Args:
+        placed: what is trained.
+        placement: stage -> pipeline rank.
+        partners: for each pipeline rank the one to which it evicts, if they do.
+
+    Returns:
+        Sharing with a resource for each adapter, the receives, evictions, loads and collectives on it, and one for the
+        cores of each node; ``None`` where there is nothing to share.
+    """
+    run, cluster, owner = placed.run, placed.cluster, placement.rank_by_stage
+    adapter = [_adapter(first, cluster) for first in placed.first_devices]
+    is_wide = [_is_wide(run, part) for part in placed.parts]
+    pairs = {*pairwise(owner), *enumerate(partners or ())}
+    crosses = any(adapter[one][0] != adapter[other][0] for one, other in pairs)
+    # A rank that has its adapter for itself competes with nobody, except where its collectives leave the node as well.
+    has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < len(adapter))
+    has_shared_cores = cluster.crowding(run.num_devices) > 1
+    if not has_shared_links and not has_shared_cores:
+        return None
+
+    def link_of(action: Action, rank: int) -> Hashable | None:
+        if action.kind in RECEIVE_KINDS | TIED_RECEIVE_KINDS:
+            sender = owner[other_end(action, len(owner)).stage]
+            return adapter[rank] if adapter[sender][0] != adapter[rank][0] else None
+        if action.kind in PARTNER_MOVES and partners is not None:
+            return adapter[rank] if adapter[partners[rank]][0] != adapter[rank][0] else None
+        return adapter[rank] if is_wide[rank] and action.kind in COLLECTIVES else None
+
+    def resource_of(action: Action, rank: int) -> Hashable | None:
+        link = link_of(action, rank)
+        if link is not None or not has_shared_cores:
+            return link
+        return _Cores(adapter[rank][0]) if action.kind in ON_CORES else None
+
+    capacity: dict[Hashable, float] = dict.fromkeys(adapter, 1.0)
+    if has_shared_cores:
+        copies = min(run.dp * run.tp, cluster.devices_per_node)  # of a pipeline rank on a node, doing the same at once
+        capacity |= {_Cores(node): cluster.cores_per_node / copies for node, _ in adapter}
+    return Sharing(resource_of, capacity)
+
+
+class _Cores(NamedTuple):
+    """The cores of a node."""
+
+    node: int
+
+
+def _adapter(device: int, cluster: Cluster) -> tuple[int, int]:
+    """The node of a device, and which adapter it has there."""
+    node, place = cluster.node_of(device)
+    own = cluster.part(device, 1)
+    return node, place * own.num_adapters // own.devices_per_node
+
+
+def _is_wide(run: Run, part: Cluster) -> bool:
+    """Whether collectives of a rank leave its nodes."""
+    stride, size = run.dp * run.tp, part.devices_per_node
+    return Group.strided(run.shard_size, run.tp, size).num_nodes > 1 or (stride > size > 1 and run.replicate > 1)

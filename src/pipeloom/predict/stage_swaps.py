@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from pipeloom.cost.analytic import layers_of_pieces, stage_layers, stage_parameters
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.memory import Memory, state_bytes
 from pipeloom.cost.partition import fastest_partition
-from pipeloom.cost.ranks import placement_of
+from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers, stage_parameters
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
 from pipeloom.workload.run import Run
@@ -50,24 +49,22 @@ def with_alike_stages(run: Run, software: Software) -> Run:
     return replace(run, layers_by_stage=layers_of_pieces(fastest_partition(sizes, placement_of(run))))
 
 
-def swapped_costs(costs: StageCosts, run: Run, cluster: Cluster, software: Software, update_s: float) -> StageCosts:
+def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCosts:
     """Costs with the seconds of moving each stage, and of updating it.
 
     Args:
         costs: of the same run without.
-        run: what is trained.
-        cluster: where.
-        software: with what.
+        placed: what is trained.
         update_s: seconds of updating all stages.
 
     Raises:
         UserError: the cluster's file does not say how fast the host is reached.
     """
-    link, parameters = cluster.host_link, stage_parameters(run, software)
+    link, parameters = placed.cluster.host_link, placed.parameters
     whole = sum(parameters)
     return replace(
         costs,
-        moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(run, software)),
+        moves=tuple(amounts.times(1 / link.bytes_per_s) for amounts in swapped_amounts(placed.run, placed.software)),
         # By parameters: an update reads and writes each of them once.
         update_s=tuple(update_s * held / whole for held in parameters),
     )

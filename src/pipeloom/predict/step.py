@@ -7,21 +7,20 @@ from statistics import fmean
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
 from pipeloom.analysis.memory import MemoryCurve, memory_over_time
 from pipeloom.analysis.summary import longest_rank_s
-from pipeloom.cost.analytic import StepTerms, drain_s, stage_collectives_s, stage_costs, step_terms
 from pipeloom.cost.costs import Costs, StageCosts
+from pipeloom.cost.exchanges import StepTerms, drain_s, stage_collectives_s, step_terms
 from pipeloom.cost.flops import hardware_flops, shape_model_flops
 from pipeloom.cost.memory import Memory
 from pipeloom.cost.placed import OfPlaced, Placed
-from pipeloom.cost.ranks import rank_pieces
 from pipeloom.cost.slices import SliceModel
 from pipeloom.cost.software import Software
+from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.links import shared_links
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
-from pipeloom.predict.places import Place, rank_places
+from pipeloom.predict.places import Place, rank_places, shared_links
 from pipeloom.predict.sizes import ClosedSizes
 from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
 from pipeloom.recipe import (
@@ -176,13 +175,21 @@ class SimulatedStep(OfPlaced):
     @cached_property
     def places(self) -> tuple[Place, ...]:
         """For each pipeline rank on which nodes it is."""
-        return rank_places(self.run, self.cluster)
+        return rank_places(self.placed)
+
+    @cached_property
+    def fastest_partition(self) -> tuple[int, ...] | None:
+        """``layout.partition`` by the seconds of ranks; ``None`` where they are equally fast, or the run has it."""
+        if len(set(self.placed.slowness)) == 1:
+            return None
+        layers = self.placed.with_fastest_layers().layers
+        return None if layers == self.placed.layers else pieces_of_layers(layers)
 
     @property
     def has_measured_pieces(self) -> bool:
         """Whether the seconds of all pieces were measured on the cluster; otherwise closed forms tell some or all."""
         alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
-        return all(pieces.is_measured for run in alike for pieces in rank_pieces(run, self.cluster, self.software))
+        return all(pieces.is_measured for run in alike for pieces in self.placed.of(run).pieces)
 
     @property
     def dollars_per_billion_tokens(self) -> float | None:
@@ -232,20 +239,23 @@ class SimulatedStep(OfPlaced):
     @cached_property
     def blocked_s(self) -> tuple[float, ...]:
         """For each rank the seconds of its compute actions in which a blocking program exchanges tensors."""
-        run, cluster, software = self.run, self.cluster, self.software
+        run, software = self.run, self.software
         # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
         if not software.is_blocking:
-            return (0.0,) * run.pp
+            return (0.0,) * self.schedule.num_ranks
         by_stage = [0.0] * run.num_stages
         # The difference to the same program without blocking is what its exchanges add.
         for sign, program in ((1, software), (-1, replace(software, is_blocking=False))):
-            whole = stage_costs(run, cluster, program)
-            parts = SliceModel(run, cluster, program).costs(whole, run.slices).slices if run.slices else (whole,)
+            placed = replace(self.placed, software=program)
+            parts = (placed.costs,)
+            if run.slices:
+                parts = SliceModel(placed).costs(placed.costs, run.slices).slices
             for part in parts:
                 for stage, both_s in enumerate(zip(part.forward_s, part.backward_s, strict=True)):
                     by_stage[stage] += sign * self.schedule.num_microbatches * sum(both_s)
         return tuple(
-            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank)) for rank in range(run.pp)
+            sum(by_stage[stage] for stage in self.schedule.placement.stages_of(rank))
+            for rank in range(self.schedule.num_ranks)
         )
 
     @property
@@ -289,20 +299,20 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     placed = placed_in(placed, order.choice)
     run, cluster, software = placed.run, placed.cluster, placed.software
     costs = _with_collectives(placed)
-    terms = step_terms(run, cluster, software, max(costs.backward_s))
-    price = partial(SliceModel(run, cluster, software).costs, lengths=run.slices) if run.slices else _whole
+    terms = step_terms(placed, max(costs.backward_s))
+    price = partial(SliceModel(placed).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
     sizes = ClosedSizes.of(run, software, is_gpu=cluster.device.is_gpu)
     schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
     if order.swapping is not None:
-        costs = swapped_costs(costs, run, cluster, software, terms.optimizer_s)
+        costs = swapped_costs(costs, placed, terms.optimizer_s)
         # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
     # Without messages there is nothing on a link, unless cores are shared.
     has_shared = schedule.level is Level.COMMUNICATION or cluster.crowding(run.num_devices) > 1
-    links = shared_links(run, cluster, schedule.placement, schedule.partners) if has_shared else None
+    links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
     memory = memory_by_rank(sizes.run, software, schedule, _receive_buffers(software, order), trace)
@@ -354,7 +364,7 @@ def _receive_buffers(software: Software, order: Order) -> int:
 def _with_collectives(placed: Placed) -> StageCosts:
     if not placed.software.has_reduction_lane or _shared_state(placed.run) is None:
         return placed.costs
-    unshard_s, reduce_s = stage_collectives_s(placed.run, placed.cluster, placed.software)
+    unshard_s, reduce_s = stage_collectives_s(placed)
     return replace(placed.costs, unshard_s=unshard_s, reduce_s=reduce_s)
 
 

@@ -5,15 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipeloom.analysis.bubble import BubbleAccount, account_bubble
-from pipeloom.analysis.summary import LaneUse, PipelineUse, communication, pipeline_use, summarize
-from pipeloom.report.curves import curves_contents, median_step_time_s, median_tokens_per_s
-from pipeloom.report.figures import ms, percent, short, tenths
+from pipeloom.analysis.summary import LaneUse, communication, summarize
+from pipeloom.report.curves import curves_contents, ink, median_step_time_s, median_tokens_per_s
 from pipeloom.report.over_time import over_time_contents
 from pipeloom.report.timeline import timeline_contents
 from pipeloom.report.unfinished import done_steps, traced_step, unfinished_contents
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
-from pipeloom.terminal.words import count
+from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
+from pipeloom.terminal.words import count, ms, percent
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Layout
 
@@ -73,43 +73,39 @@ def _other_axes(layout: Layout) -> str:
     return replicas + (f", {layout.tp} tensor-parallel ranks" if layout.tp > 1 else "")
 
 
-def _facts(run: Run) -> list[list[str]]:
-    """(label, value) of what is no comparison."""
-    summary = run.summary
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """(label, value) of what is no comparison; of a run without an end from its steps."""
+    summary, metrics, speed = run.summary, run.metrics, median_tokens_per_s(run)
     if summary is None:
-        return _facts_until_now(run)
-    facts: list[list[str]] = []
-    if summary["train_loss"] is not None:
-        facts.append(["training loss", f"{summary['train_loss']:.4f}"])
-    if summary["validation_loss"] is not None:
-        facts.append(["validation loss", f"{summary['validation_loss']:.4f}"])
-    facts += [
-        ["unigram loss", f"{summary['unigram_loss']:.4f}"],
-        ["steps", f"{summary['steps']:,}"],
-        ["tokens seen", f"{summary['tokens']:,}"],
-        *([] if summary["tokens_per_s"] is None else [["tokens/s", f"{summary['tokens_per_s']:,.0f}"]]),
-        ["parameters", f"{summary['num_parameters']:,}"],
-    ]
-    if any(summary.get("live_bytes", ())):
-        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in summary["live_bytes"])
-        facts.append(["held for backwards at most, by pipeline rank", f"{held} MB"])
-    if summary.get("exchange_s") is not None:
-        facts.append(["tensor-parallel exchanges of a rank", f"{summary['exchange_s'] * 1e3:,.0f} ms"])
-    return facts
-
-
-def _facts_until_now(run: Run) -> list[list[str]]:
-    """The same of a run without an end, from its steps."""
-    facts = [["training loss", f"{line['loss']:.4f}"] for line in run.metrics[-1:]]
-    facts.append(["steps", f"{done_steps(run):,} of {run.config.training.steps:,}"])
-    if run.metrics and all("tokens_per_s" in line for line in run.metrics):
+        known = bool(metrics) and all("tokens_per_s" in line for line in metrics)
         # Metrics have speeds and times, from which the number follows; a summary with the count is not there yet.
-        tokens = round(sum(line["tokens_per_s"] * line["step_time_s"] for line in run.metrics))
-        facts.append(["tokens seen", f"{tokens:,}"])
-    speed = median_tokens_per_s(run)
-    if speed is not None:
-        facts.append(["tokens/s", f"{speed:,.0f}"])
-    return facts
+        tokens = sum(line["tokens_per_s"] * line["step_time_s"] for line in metrics) if known else None
+        facts = {
+            "training loss": _text(metrics[-1]["loss"] if metrics else None, ".4f"),
+            "steps": f"{done_steps(run):,} of {run.config.training.steps:,}",
+            "tokens seen": _text(tokens, ",.0f"),
+            "tokens/s": _text(speed, ",.0f"),
+        }
+    else:
+        live, exchange_s = summary.get("live_bytes", ()), summary.get("exchange_s")
+        held = ", ".join(f"{nbytes / 1e6:,.1f}" for nbytes in live)
+        facts = {
+            "training loss": _text(summary["train_loss"], ".4f"),
+            "validation loss": _text(summary["validation_loss"], ".4f"),
+            "unigram loss": _text(summary["unigram_loss"], ".4f"),
+            "steps": _text(summary["steps"], ","),
+            "tokens seen": _text(summary["tokens"], ","),
+            "tokens/s": _text(speed, ",.0f"),
+            "parameters": _text(summary["num_parameters"], ","),
+            "held for backwards at most, by pipeline rank": f"{held} MB" if any(live) else "",
+            "tensor-parallel exchanges of a rank": "" if exchange_s is None else f"{exchange_s * 1e3:,.0f} ms",
+        }
+    return [(label, value) for label, value in facts.items() if value]
+
+
+def _text(value: float | None, form: str) -> str:
+    """A number as text; empty for none."""
+    return "" if value is None else f"{value:{form}}"
 
 
 def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[dict[str, str | None]]:
@@ -120,23 +116,27 @@ def _headline(run: Run, traces: Mapping[str, Trace], step: int | None) -> list[d
     steps = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
     where = "the traced step" if step is None else f"step {step}"
     cards = [
-        _compared("step time", "median over the steps, optimizer included", steps, ms),
-        _compared("pipeline time", f"first to last action of {where}", makespans, ms),
+        _compared("step time", "median over the steps, optimizer included", steps, _with_unit),
+        _compared("pipeline time", f"first to last action of {where}", makespans, _with_unit),
         _compared("bubble fraction", f"idle share of the ranks in {where}", fractions, percent),
     ]
     return [card for card in cards if card["measured"] is not None or card["predicted"] is not None]
 
 
 def _compared(name: str, note: str, values: Mapping[str, float | None], text: _Text) -> dict[str, str | None]:
-    measured, predicted = values.get("measured"), values.get("predicted")
+    both = {kind: values.get(kind) for kind in ("measured", "predicted")}
+    measured, predicted = both.values()
     return {
         "name": name,
         "note": note,
-        "measured": None if measured is None else text(measured),
-        "predicted": None if predicted is None else text(predicted),
+        **{kind: None if value is None else text(value) for kind, value in both.items()},
         "ratio": f"{predicted / measured:.2f}" if predicted is not None and measured else None,
         "ratio_of": f"predicted / measured {name}",
     }
+
+
+def _with_unit(value_s: float) -> str:
+    return f"{ms(value_s)} ms"
 
 
 def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     # By the sum over all ranks and both traces, so that every table has the same columns.
     shown = [cause for cause in CAUSES if any(getattr(account, cause) for account in total.values())]
-    rows = [[label, *_cells(parts, shown, tenths)] for label, parts in groups]
-    rows.append(["all ranks", *_cells(total, shown, tenths)])
+    rows = [[label, *_cells(parts, shown, ms)] for label, parts in groups]
+    rows.append(["all ranks", *_cells(total, shown, ms)])
     shares = {name: _scaled(account, account.compute_s + account.idle_s) for name, account in total.items()}
     rows.append(["share of all ranks", *_cells(shares, shown, percent)])
     means = {name: _scaled(account, len(groups)) for name, account in total.items()}
@@ -160,8 +160,8 @@ def _bubble(schedule: Schedule, traces: Mapping[str, Trace]) -> dict[str, Any]:
             for cause in shown
         ],
         "traces": list(traces),
-        "groups": [{"label": label, "bars": _bars(parts, shown, longest, ms)} for label, parts in groups],
-        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest, ms)},
+        "groups": [{"label": label, "bars": _bars(parts, shown, longest)} for label, parts in groups],
+        "total": {"label": "mean of ranks", "bars": _bars(means, shown, longest)},
         "rows": rows,
     }
 
@@ -176,30 +176,33 @@ def _scaled(account: BubbleAccount, whole: float) -> BubbleAccount:
     return BubbleAccount(**{cause: getattr(account, cause) / whole if whole else 0.0 for cause in CAUSES})
 
 
-def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float, text: _Text) -> list[Any]:
+def _bars(accounts: Mapping[str, BubbleAccount], shown: Sequence[str], whole: float) -> list[Any]:
     """For each trace a bar of (share of the width, text) for each cause."""
     bars = []
     for account in accounts.values():
         values = [getattr(account, cause) for cause in shown]
-        bars.append([[short(value / whole if whole else 0.0), text(value)] for value in values])
+        bars.append([[ink(value / whole if whole else 0.0), _with_unit(value)] for value in values])
     return bars
 
 
 def _communication(traces: Mapping[str, Trace]) -> dict[str, Any]:
     """A row for each lane: rank, lane, messages; then busy, hidden, exposed of each trace."""
     uses = {name: {(use.rank, use.lane): use for use in communication(trace)} for name, trace in traces.items()}
-    lanes = list(dict.fromkeys(lane for by_lane in uses.values() for lane in by_lane))
     rows = []
-    for rank, lane in lanes:
-        found = [by_lane.get((rank, lane)) for by_lane in uses.values()]
+    for rank, lane in dict.fromkeys(lane for by_lane in uses.values() for lane in by_lane):
         # A lane may be in one of the traces only.
-        num_actions = next(use.num_actions for use in found if use is not None)
-        rows.append(
-            [f"rank {rank}", str(lane), str(num_actions), *(cell for use in found for cell in _use_cells([use]))]
-        )
+        found = [[by_lane[rank, lane]] if (rank, lane) in by_lane else [] for by_lane in uses.values()]
+        num_actions = next(use.num_actions for one in found for use in one)
+        rows.append([f"rank {rank}", str(lane), str(num_actions), *(cell for one in found for cell in _use_cells(one))])
     totals = [cell for by_lane in uses.values() for cell in _use_cells(list(by_lane.values()))]
     num_messages = sum(int(row[2]) for row in rows)
     return {"traces": list(traces), "rows": rows, "total": ["all ranks", "", str(num_messages), *totals]}
+
+
+def _use_cells(uses: Sequence[LaneUse]) -> list[str]:
+    """Busy, hidden, exposed, and the hidden share."""
+    busy, hidden = sum(use.busy_s for use in uses), sum(use.hidden_s for use in uses)
+    return [ms(busy), ms(hidden), ms(busy - hidden), percent(hidden / busy) if busy else "-"]
 
 
 def _pipelines(run: Run) -> list[list[str]]:
@@ -207,17 +210,11 @@ def _pipelines(run: Run) -> list[list[str]]:
     if run.trace is None or not run.other_traces:
         return []
     traces = {"replica 0, tensor rank 0": run.trace, **run.other_traces}
-    return [[name, *_pipeline_cells(pipeline_use(trace))] for name, trace in sorted(traces.items())]
-
-
-def _pipeline_cells(use: PipelineUse) -> list[str]:
-    cells = [tenths(use.makespan_s), tenths(use.compute_s)]
-    for busy, hidden in (use.p2p, use.data_parallel):
-        cells += [tenths(busy), tenths(hidden), tenths(busy - hidden)]
-    return cells
-
-
-def _use_cells(uses: Sequence[LaneUse | None]) -> list[str]:
-    known = [use for use in uses if use is not None]
-    busy, hidden = sum(use.busy_s for use in known), sum(use.hidden_s for use in known)
-    return [tenths(busy), tenths(hidden), tenths(busy - hidden), percent(hidden / busy) if busy else "-"]
+    rows = []
+    for name, trace in sorted(traces.items()):
+        uses = communication(trace)
+        edges = _use_cells([use for use in uses if use.lane.peer is not None])
+        collectives = _use_cells([use for use in uses if use.lane == DATA_PARALLEL_LANE])
+        computed_s = float(trace.compute().duration_s.sum())
+        rows.append([name, ms(trace.end_s - trace.start_s), ms(computed_s), *edges[:3], *collectives[:3]])
+    return rows

@@ -4,8 +4,8 @@ import math
 from statistics import median_high
 from typing import Any
 
-from pipeloom.report.figures import ms, short
 from pipeloom.runs.run_reading import Run
+from pipeloom.terminal.words import ms
 
 
 def curves_contents(run: Run) -> list[dict[str, Any]]:
@@ -50,7 +50,9 @@ def _step_times(run: Run) -> dict[str, Any]:
     seconds = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
     names = {"measured": "median", "predicted": "predicted"}
     curve["levels"] += [
-        _level(f"{names[kind]} {ms(value)}", value * 1e3, kind) for kind, value in seconds.items() if value is not None
+        _level(f"{names[kind]} {ms(value)} ms", value * 1e3, kind)
+        for kind, value in seconds.items()
+        if value is not None
     ]
     return curve
 
@@ -71,6 +73,12 @@ def median_tokens_per_s(run: Run) -> float | None:
     return run.config.layout.batch_size * run.config.data.seq_len / median_s if median_s else None
 
 
+def ink(value: float) -> float:
+    """As many digits as a picture can show."""
+    # Six digits are finer than a pixel, and a page of many curves is less than half as large.
+    return float(f"{value:.6g}")
+
+
 def _plain(run: Run, name: str, title: str, unit: str, scale: float = 1.0) -> dict[str, Any]:
     """A curve from zero of one of the metrics; without points where a step lacks it."""
     # Only three names are certain (run_reading); a curve with holes for older lines would mislead.
@@ -85,4 +93,4 @@ def _level(name: str, value: float, style: str) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     """A number that JSON can hold; a loss may have become infinite."""
-    return short(value) if math.isfinite(value) else None
+    return ink(value) if math.isfinite(value) else None

@@ -1,6 +1,6 @@
 """What the ranks hold over time: stage inputs, and memory as the cost model counts it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,10 +8,11 @@ from pipeloom.analysis.memory import inputs_over_time, memory_over_time
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import describe
 from pipeloom.predict.memory import held_bytes
-from pipeloom.report.figures import short
+from pipeloom.report.curves import ink
 from pipeloom.runs.run_reading import Run
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.ledger import HeldBytes
+from pipeloom.terminal.words import short
 from pipeloom.trace import Trace
 
 MEGA = 1e6
@@ -22,7 +23,7 @@ Steps = Sequence[tuple[float, float]]
 def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
     """Charts of step functions, for each rank one of each trace: milliseconds, and what is held from then on."""
     inputs = {name: [curve.points for curve in inputs_over_time(schedule, trace)] for name, trace in traces.items()}
-    charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}")]
+    charts = [_chart("Stage inputs held", _INPUTS, inputs, traces, "peak {:g}".format)]
     held = _held_bytes(run, schedule)
     if held is not None:
         memory = {
@@ -32,7 +33,7 @@ def over_time_contents(run: Run, schedule: Schedule, traces: Mapping[str, Trace]
             ]
             for name, trace in traces.items()
         }
-        charts.append(_chart("Memory, MB", _MEMORY, memory, traces, "peak {:,.0f} MB"))
+        charts.append(_chart("Memory, MB", _MEMORY, memory, traces, lambda most: f"peak {short(most)} MB"))
     return charts
 
 
@@ -57,20 +58,24 @@ def _held_bytes(run: Run, schedule: Schedule) -> HeldBytes | None:
 
 
 def _chart(
-    title: str, note: str, steps: Mapping[str, Sequence[Steps]], traces: Mapping[str, Trace], peak: str
+    title: str,
+    note: str,
+    steps: Mapping[str, Sequence[Steps]],
+    traces: Mapping[str, Trace],
+    peak: Callable[[float], str],
 ) -> dict[str, Any]:
     longest = max(trace.end_s - trace.start_s for trace in traces.values())
     ranks: list[dict[str, Any]] = []
     for rank, by_trace in enumerate(zip(*steps.values(), strict=True)):
-        curves = [[[short(time_s * 1e3), short(held)] for time_s, held in curve] for curve in by_trace]
+        curves = [[[ink(time_s * 1e3), ink(held)] for time_s, held in curve] for curve in by_trace]
         most = max(held for curve in by_trace for _, held in curve)
-        ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak.format(most)})
+        ranks.append({"label": f"rank {rank}", "curves": curves, "peak": peak(most)})
     most = max(held for rank in ranks for curve in rank["curves"] for _, held in curve)
     return {
         "title": title,
         "note": note,
         "traces": list(traces),
         "ranks": ranks,
-        "end": short(longest * 1e3),
+        "end": ink(longest * 1e3),
         "most": most,
     }

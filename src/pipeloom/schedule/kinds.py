@@ -166,6 +166,8 @@ LOAD_OF = {kind: kind.partner for kind in Kind if kind.group is Group.MOVE_OUT}
 OUT_OF = {load: out for out, load in LOAD_OF.items()}
 MOVE_KINDS = _of(Group.MOVE_OUT, Group.MOVE_BACK)
 """Kinds that move what a stage keeps for a micro-batch."""
+PARTNER_MOVES, HOST_MOVES = (Kind.EVICT, Kind.LOAD), (Kind.OFFLOAD, Kind.RELOAD)
+"""The moves of each tier: out, and back."""
 STAGE_SWAP_KINDS = _of(Group.STAGE_SWAP)
 COLLECTIVE_KINDS = _of(Group.COLLECTIVE)
 TIED_SEND_KINDS, TIED_RECEIVE_KINDS = _of(Group.TIED_SEND), _of(Group.TIED_RECEIVE)

@@ -92,6 +92,14 @@ class Row(Sequence[Action]):
         pairs = zip(self.arrays, actions.arrays, strict=True)
         return Row(*(np.insert(mine, places, theirs) for mine, theirs in pairs))
 
+    def with_actions(self, added: Iterable[tuple[int, float, Action]]) -> "Row":
+        """The row with more actions, in any order: the slot behind each, its place among those there, and the action.
+
+        Those with the same slot and place stand in the order in which they are given.
+        """
+        added = sorted(added, key=lambda entry: entry[:2])
+        return self.insert([slot for slot, _, _ in added], Row.of(action for _, _, action in added))
+
     @property
     def arrays(self) -> tuple[Ints, Ints, Ints, Ints]:
         """Kind, stage, micro-batch and slice of every action."""

@@ -68,11 +68,7 @@ class FolderLock:
 
 
 def lock_folder(folder: Path, patience_s: float = _PATIENCE_S) -> FolderLock:
-    """Lock a folder for this process and those that it forks.
-
-    Args:
-        folder: an existing one.
-        patience_s: how long to wait for a lock that is held.
+    """Lock a folder for this process and those that it forks; wait so long for a lock that is held.
 
     Raises:
         UserError: another process holds it; the message names it.

@@ -13,8 +13,7 @@ _VARIABLES = {"C": "CC", "C++": "CXX"}
 def toolchain_problems(device: str) -> list[str]:
     """Why ``torch.compile`` cannot generate code here, one sentence each; empty if it can.
 
-    Args:
-        device: "cpu", for which it writes C++, or "cuda", where the launchers of kernels are C.
+    On CPUs it writes C++; on CUDA the launchers of kernels are C.
     """
     language = "C" if device == "cuda" else "C++"
     variable, names = _VARIABLES[language], _COMPILERS[language]

@@ -1,4 +1,4 @@
-"""Small words for people."""
+"""Words and figures for people: names that are close, numbers with their units."""
 
 import math
 import re
@@ -7,6 +7,10 @@ from difflib import SequenceMatcher
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}{b}": base**power for power, letter in enumerate("KMGT", 1)
                             for b, base in (("B", 1000), ("iB", 1024))}}  # fmt: skip
+
+
+UNBREAKABLE = "\N{NO-BREAK SPACE}"
+"""In a comment of a file: a space at which no line ends."""
 
 
 def has_line_break(text: str) -> bool:
@@ -72,7 +76,7 @@ def _likeness(name: str, known: str) -> float:
     return max(by_words, SequenceMatcher(None, name, known).ratio())
 
 
-def told_passes(keep: Sequence[int] | None, *, balance: bool, offload: bool, slices: int = 1) -> str:
+def passes_of(keep: Sequence[int] | None, *, balance: bool, offload: bool, slices: int = 1) -> str:
     """What passes change in a family's schedule: ``, balanced, offloaded``; empty for nothing."""
     words = [f"keeping {' '.join(map(str, keep))} inputs whole"] if keep is not None else []
     words += [f"in {slices} token slices"] if slices > 1 else []
@@ -108,3 +112,43 @@ def format_bytes(size: float, *, rounds_up: bool = False) -> str:
             number = math.ceil(number * 10**digits) / 10**digits if rounds_up else round(number, digits)
             return f"{number:.{digits}f}".rstrip("0").rstrip(".") + f" {unit}" if digits else f"{number:.0f} {unit}"
     return f"{math.ceil(size) if rounds_up else round(size)} bytes"
+
+
+def unit_s(seconds: float) -> tuple[float, str]:
+    """The unit of a time: its seconds, and its name."""
+    # Milliseconds up to ten seconds: steps that are compared have one unit.
+    return (1.0, "s") if seconds >= 10 else (1e-3, "ms")
+
+
+def unit_bytes(size: float) -> tuple[float, str]:
+    """The unit of a memory: its bytes, and its name."""
+    return (1e9, "GB") if size >= 1e10 else (1e6, "MB")
+
+
+def seconds(value: float) -> str:
+    """A time with its unit."""
+    unit, name = unit_s(value)
+    return f"{short(value / unit)} {name}"
+
+
+def short(value: float) -> str:
+    """Three or four digits."""
+    if not value:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{max(0, 2 - len(str(int(abs(value)))) + 1)}f}"
+
+
+def amount(number: float) -> str:
+    """A number of parameters: 3.6 M, 51.8 B, 1.01 T."""
+    scale, letter = next(pair for pair in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1.0, "")) if number >= pair[0])
+    return f"{number / scale:.3g} {letter}".strip()
+
+
+def ms(value_s: float) -> str:
+    """Milliseconds to a tenth, without their unit."""
+    return f"{value_s * 1e3:,.1f}"
+
+
+def percent(share: float) -> str:
+    """A share of one."""
+    return f"{share * 100:.1f} %"

@@ -36,12 +36,7 @@ class Earlier:
 
 
 def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
-    """Read what the folder of a run that starts has of an earlier process.
-
-    Args:
-        folder: with the drafts of the run.
-        config: resolved; what it resumes from has done all steps.
-    """
+    """Read what the folder of a run that starts, with all steps done, has of an earlier process."""
     steps = config.training.known_steps
     lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
     loss = next((float(line["loss"]) for line in lines if line["step"] == steps), None)

@@ -48,10 +48,6 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
     """Loss and gradients by plain forward and backward of the whole model, without schedule or executor.
 
     Computed in the type of the weights that the optimizer updates: where stages compute in bfloat16, in float32.
-
-    Args:
-        config: with the model resolved.
-        batch: on the device to compute on.
     """
     dtype = master_dtype(getattr(torch, config.training.known_dtype))
     model = stage_of(config, range(config.model.num_layers + 2), batch.inputs[0].device, dtype=dtype)
@@ -87,13 +83,7 @@ def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
 
 
 def compare_with_reference(config: RunConfig, world: World, data: Data, num_batches: int) -> dict[str, float] | None:
-    """Run the pipeline and the reference on the same batches; the worst difference of each over the batches.
-
-    Args:
-        config: with the model resolved.
-        world: this process among the others; all of them call this.
-        data: the text.
-        num_batches: how many training batches.
+    """Run the pipeline and the reference on the same batches; the worst difference of each; every rank calls it.
 
     Returns:
         Differences by name on rank 0, ``None`` elsewhere.

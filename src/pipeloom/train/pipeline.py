@@ -1,9 +1,12 @@
 """This rank's part of the model, and the executors that run it: to train, to evaluate, to sample."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from tempfile import TemporaryFile
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,30 +14,31 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config import RunConfig
-from pipeloom.execute.clock import Clock, CudaClock, HostClock
+from pipeloom.errors import UserError
+from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
-from pipeloom.execute.communication.process_collectives import make_groups, make_tensor_group
-from pipeloom.execute.communication.process_group import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
+from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
 from pipeloom.execute.communication.wires import make_wires
-from pipeloom.execute.drive import run_rank
 from pipeloom.execute.executor import Executor, StepResult
-from pipeloom.execute.lanes import ProcessMoveLanes, StreamLane, ThreadLane
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.data_parallel import DataParallel
 from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.parts.moves import ActivationMoves
 from pipeloom.execute.parts.part import Part
 from pipeloom.execute.parts.stage_swaps import StageSwaps, StageUpdates
-from pipeloom.execute.parts.tied import Tied
+from pipeloom.execute.parts.tied import SwappedLoan, Tied
 from pipeloom.execute.processes.watch import Watch
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.stage import Objective, Stage
+from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.measure.moves import time_messages, time_moves, time_stage_swaps
-from pipeloom.measure.rehearsal import warm_up
+from pipeloom.measure.rehearsal import Rehearsal, warm_up
 from pipeloom.measure.slices import profile_slices, with_slices
-from pipeloom.measure.stages import Collectives, Profile, profile_stages
+from pipeloom.measure.stages import Profile, profile_stages
 from pipeloom.model import (
     TIED_NAME,
     SplitVocabulary,
@@ -47,9 +51,9 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Schedule
-from pipeloom.train.moves import StageSizes, moves_anything, saved_bytes
-from pipeloom.train.stage_swaps import lend_matrix, make_host_lanes, make_store
-from pipeloom.train.stages import stage_of
+from pipeloom.train.stages import StageSizes, saved_bytes, stage_of
+
+_Own = TypeVar("_Own")
 
 
 def training_schedule(config: RunConfig) -> Schedule:
@@ -66,12 +70,7 @@ def forward_schedule(config: RunConfig, num_microbatches: int) -> Schedule:
 
 
 class Pipeline:
-    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks.
-
-    Args:
-        config: resolved.
-        world: this process among the others.
-    """
+    """The stages of one rank, connected to those of its pipeline's and its data-parallel group's other ranks."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self._config = config
@@ -82,29 +81,29 @@ class Pipeline:
         layout = config.layout
         self._place = layout.coordinates(world.rank)
         self.schedule = training_schedule(config)
-        self._clock: Clock = CudaClock(world.device.index) if world.device.type == "cuda" else HostClock()
+        self._clock = CudaClock(world.device.index) if world.device.type == "cuda" else Clock()
+        self._lanes = Lanes(self._clock, world.device)
         own = self.schedule.placement.stages_of(self._place.pipeline)
-        is_cuda = world.device.type == "cuda"
         self._tensor_group = make_tensor_group(layout, world, _patience(config))
         self._parallel = TensorParallel(self._tensor_group, layout.sequence_parallel)
         assert config.model.vocab_size is not None, "the model configuration is not resolved"
         self._vocabulary = SplitVocabulary(self._parallel, config.model.vocab_size)
-        self.store = make_store(config)
-        self._host_lanes = None if self.store is None else make_host_lanes(self._clock, world)
+        self.store = _make_store(config)
         self.data_parallel = DataParallel(
             self.schedule,
             ((stage, self._build(self._pieces[stage], world.device, master_dtype(self._dtype))) for stage in own),
             layout.shard if layout.dp > 1 else "none",
             make_groups(layout, world),
-            StreamLane(self._clock, world.device.index) if is_cuda else ThreadLane(self._clock),
+            self._lanes.lane("data-parallel"),
             replicated=lambda stage: _transformer(stage).replicated(),
-            sums_replicated=layout.sequence_parallel,
+            sums_replicated=self._parallel.splits_sequence,
             dtype=self._dtype,
             store=self.store,
         )
         self._tied = self._share_matrix()
         outputs = self._outputs(layout.microbatch_size)
         lengths = layout.slice_lengths(config.data.seq_len)
+        self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
         edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
         self._transport = ProcessGroupTransport(
@@ -116,9 +115,9 @@ class Pipeline:
         self._moves = ActivationMoves(
             self.schedule,
             self._place.pipeline,
-            ProcessMoveLanes(self._clock, world.device),
+            self._lanes,
             self._wires,
-            counts=moves_anything(config) or not config.training.compile,  # hooks would compile the first use anew
+            counts=self._moves_anything or not config.training.compile,  # hooks would compile the first use anew
         )
         self._trainer = self._executor(self.schedule, outputs, self._moves)
         self._evaluator = self._executor(forward_schedule(config, layout.num_microbatches), outputs)
@@ -202,69 +201,46 @@ class Pipeline:
     def profile(self, batch: Batch) -> Profile | None:
         """Time every stage on a micro-batch of this batch, and its collectives; on rank 0 only. No gradient is left."""
         self._warm_up(batch)
-        with self._rehearsal():
-            found = profile_stages(
-                self._world,
-                self._stages(self.schedule, self._outputs_in_training, None),
-                self._transport,
-                outputs=self._outputs_in_training,
-                tokens=batch.inputs[0],
-                objective=self._loss_of(batch),
-                layout=self._config.layout,
-                collectives=Collectives(self.schedule, self.data_parallel, self._clock),
-            )
-        return self._with_slices(self._with_stage_swaps(self._with_moves(self._with_tied_messages(found))), batch)
-
-    def _with_slices(self, profile: Profile | None, batch: Batch) -> Profile | None:
-        """The profile, on the rank that has one, with the seconds of token slices: last, for they share its costs."""
+        with self._rehearsal(batch) as rehearsal:
+            found = profile_stages(rehearsal, self._transport, self._clock)
+        more = {**self._time_tied_messages(), **self._time_moves(), **self._time_stage_swaps()}
+        if found is not None:
+            found = replace(found, costs=replace(found.costs, **more))
         if self._slices is None:
-            return profile
-        cut = batch.cut(self._slices)
-        with self._rehearsal():
-            times = profile_slices(
-                self._world,
-                self._stages(self.schedule, self._outputs_in_training, self._slices),
-                self.data_parallel,
-                outputs=self._outputs_in_training,
-                slices=self._slices,
-                tokens=cut.inputs[: len(self._slices.lengths)],
-                objective=self._loss_of(cut),
-                layout=self._config.layout,
-            )
-        return profile if profile is None or times is None else with_slices(profile, times, self._slices)
+            return found
+        # Last: slices share the costs of everything else.
+        with self._rehearsal(batch, self._slices) as rehearsal:
+            times = profile_slices(rehearsal)
+        return found if found is None or times is None else with_slices(found, times, self._slices)
 
-    def _with_tied_messages(self, profile: Profile | None) -> Profile | None:
-        """The profile, on the rank that has one, with the seconds of a message about a tied matrix."""
+    def _time_tied_messages(self) -> dict[str, Any]:
+        """On rank 0 the seconds of messages about a tied matrix, as costs have them; as the two below."""
         if self._tied is None:
-            return profile
+            return {}
         own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
-        every = self._world.gather(own_s)
-        if profile is None or every is None:
-            return None
-        tied_s, tied_grad_s = max(every[rank] for rank in self._config.layout.pipelines()[0])
-        return replace(profile, costs=replace(profile.costs, tied_s=tied_s, tied_grad_s=tied_grad_s))
+        every = self._of_pipeline(own_s)
+        return dict(zip(("tied_s", "tied_grad_s"), max(every), strict=True)) if every else {}
 
-    def _with_moves(self, profile: Profile | None) -> Profile | None:
-        """The profile, on the rank that has one, with the seconds of moving what stages keep."""
-        if not moves_anything(self._config):
-            return profile
+    def _time_moves(self) -> dict[str, Any]:
+        if not self._moves_anything:
+            return {}
         whole = [int(one) for one in saved_bytes(self._config).by_stage(self.schedule.num_stages)]
-        own = time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole)
-        every: list[tuple[dict[int, float], dict[int, float]]] | None = self._world.gather(own)
-        if profile is None or every is None:
-            return None
-        tiers = zip(*(every[rank] for rank in self._config.layout.pipelines()[0]), strict=True)
-        evict_s, offload_s = ({stage: one for by_stage in tier for stage, one in by_stage.items()} for tier in tiers)
-        stages = range(self.schedule.num_stages)
-        seconds = [tuple(found.get(stage, 0.0) for stage in stages) for found in (evict_s, offload_s)]
-        return replace(profile, costs=replace(profile.costs, evict_s=seconds[0], offload_s=seconds[1]))
+        every = self._of_pipeline(time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole))
+        found = {
+            name: {stage: seconds for one in every for stage, seconds in one[tier].items()}
+            for tier, name in enumerate(("evict_s", "offload_s"))
+        }
+        return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
 
-    def _with_stage_swaps(self, profile: Profile | None) -> Profile | None:
-        """The profile, on the rank that has one, with the seconds of moving whole stages."""
-        if self.store is None or profile is None:
-            return profile
-        moves = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
-        return replace(profile, costs=replace(profile.costs, moves=moves))
+    def _time_stage_swaps(self) -> dict[str, Any]:
+        if self.store is None:
+            return {}
+        return {"moves": time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)}
+
+    def _of_pipeline(self, own: _Own) -> list[_Own]:
+        """On rank 0 what each rank of the first pipeline has; nothing elsewhere."""
+        every = self._world.gather(own)
+        return [] if every is None else [every[rank] for rank in self._config.layout.pipelines()[0]]
 
     def next_logits(self, tokens: Tensor, position: int) -> Tensor | None:
         """Logits of the token after ``position``, on the rank with the last stage.
@@ -281,24 +257,33 @@ class Pipeline:
         """Let go of threads; parameters stay."""
         self._watch.end()
         self._transport.close()
-        self._moves.close()
-        self.data_parallel.close()
-        if self._host_lanes is not None:
-            self._host_lanes.close()
+        self._lanes.close()
 
     def _warm_up(self, batch: Batch) -> None:
         """Compile the stages if they are to be and are not yet."""
         if not self._is_cold:
             return
         self._is_cold = False
-        stages, outputs = self._stages(self.schedule, self._outputs_in_training, None), self._outputs_in_training
-        sizes = {"outputs": outputs, "tokens": batch.inputs[0], "objective": self._loss_of(batch)}
-        with self._rehearsal():
-            warm_up(self._world, stages, self.data_parallel, **sizes, first=self._config.layout.tensor_groups()[0])
+        with self._rehearsal(batch) as rehearsal:
+            warm_up(rehearsal)
 
-    def _rehearsal(self) -> AbstractContextManager[None]:
-        """Outside a step, meanwhile a borrowed matrix is there for stages that need one."""
-        return nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device)
+    @contextmanager
+    def _rehearsal(self, batch: Batch, slices: TokenSlices | None = None) -> Iterator[Rehearsal]:
+        """The stages outside a step; meanwhile a borrowed matrix is there for those that need one."""
+        cut = batch if slices is None else batch.cut(slices)
+        outputs = self._outputs_in_training
+        with nullcontext() if self._tied is None else self._tied.rehearsal(self._world.device):
+            yield Rehearsal(
+                world=self._world,
+                layout=self._config.layout,
+                schedule=self.schedule,
+                stages=self._stages(self.schedule, outputs, slices),
+                data_parallel=self.data_parallel,
+                outputs=outputs,
+                tokens=cut.inputs[: 1 if slices is None else len(slices.lengths)],
+                objective=self._loss_of(cut),
+                slices=slices,
+            )
 
     def _position(self) -> str:
         """Where this rank is, for people; pipeline ranks of several pipelines have the same numbers."""
@@ -316,7 +301,7 @@ class Pipeline:
     def _run(self, executor: Executor, inputs: list[Tensor], objective: Objective) -> StepResult:
         self._running = executor
         timeout_s = self._config.training.stall_timeout_s
-        return run_rank(executor, inputs, objective, timeout_s, self._watch.positions)
+        return executor.run(inputs, objective, timeout_s, self._watch.positions)
 
     def _build(self, pieces: range, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         module = stage_of(self._config, pieces, device, dtype=dtype, parallel=self._parallel)
@@ -330,16 +315,22 @@ class Pipeline:
         last = self.schedule.num_stages - 1
         if not self._config.model.tied or last == 0:
             return None
-        weights, wide = self.data_parallel.weights, master_dtype(self._dtype)
-        borrower = _transformer(weights[last].module) if last in weights else None
+        stages, wide = self.data_parallel.weights, master_dtype(self._dtype)
+        borrower = _transformer(stages[last].module) if last in stages else None
         matrix = self._build(self._pieces[0][:1], "meta", self._dtype).get_parameter(TIED_NAME)
+        loan = None
+        if self.store is not None:
+            weights, gradient = (
+                torch.zeros(matrix.shape, dtype=dtype, device=self._world.device) for dtype in (matrix.dtype, wide)
+            )
+            loan = SwappedLoan(self.store, last, weights, gradient)
         return Tied(
             TIED_NAME,
             TensorSpec.of(matrix),
             gradient_dtype=wide,
-            lender=weights.get(0),
+            lender=stages.get(0),
             borrower=borrower,
-            lent=None if self.store is None else lend_matrix(self.store, last, matrix, wide, self._world),
+            loan=loan,
         )
 
     def _outputs(self, microbatch_size: int) -> tuple[TensorSpec, ...]:
@@ -378,12 +369,30 @@ class Pipeline:
         stages = self._stages(schedule, outputs, slices)
         parts: list[Part] = [Compute(stages, slices=slices, keeper=moves), Messages(outputs, slices)]
         parts += [part for part in (self.data_parallel, self._tied, moves) if part is not None]
-        if self.store is not None and self._host_lanes is not None:
-            swaps = StageSwaps(self.store, self._host_lanes, training.stall_timeout_s)
+        if self.store is not None:
+            swaps = StageSwaps(self.store, self._lanes, training.stall_timeout_s)
             parts += [swaps, self.updates]  # behind the tied matrix, whose gradient belongs to what is updated
         return Executor(
             schedule, rank, parts, transport=self._transport, clock=self._clock, run_ahead=training.run_ahead
         )
+
+
+def _make_store(config: RunConfig) -> StageStore | None:
+    """Where stages are at rest; ``None`` in a run that does not swap them.
+
+    Raises:
+        UserError: its folder cannot be written to.
+    """
+    budget, folder = config.schedule.budget_bytes, config.schedule.swap_folder
+    if budget is None:
+        return None
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"schedule.swap_folder: cannot write to {folder}: {error.strerror or error}") from None
+    return StageStore(budget, folder)
 
 
 def _patience(config: RunConfig) -> timedelta | None:

@@ -15,14 +15,10 @@ _PAUSE_S = 5.0
 
 
 class StepProgress(Bar):
-    """Progress over optimizer steps.
+    """Progress over optimizer steps; some ranks show none."""
 
-    Args:
-        num_steps: of the run.
-    """
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, *, is_shown: bool = True) -> None:
+        self._num_steps, self._is_shown = num_steps, is_shown
         self._line = ""
         self._is_left = True
         self._left_s = time.monotonic()
@@ -33,7 +29,7 @@ class StepProgress(Bar):
             TimeRemainingColumn(),
             TextColumn("left"),
         )
-        super().__init__(sys.stdout, *columns, total=num_steps, transient=True, numbers="starting")
+        super().__init__(sys.stdout, *columns, total=num_steps, is_shown=is_shown, transient=True, numbers="starting")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -45,6 +41,8 @@ class StepProgress(Bar):
 
     def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
         """Report a step that is done, counted from 1."""
+        if not self._is_shown:
+            return
         numbers = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
         self._line, self._is_left = f"step {step}/{self._num_steps}  {numbers}", False
         is_bar = self._update(step, numbers=numbers)

@@ -2,34 +2,28 @@
 
 import torch
 
-from pipeloom.data.tokenizer import Tokenizer
+from pipeloom.config import RunConfig
+from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
 from pipeloom.train.pipeline import Pipeline
 
 # Below 1: fewer unlikely tokens, so that a short sample shows what was learned.
 _TEMPERATURE = 0.8
+# A line or two: enough for the sample to show that it continues the text.
+_PROMPT_TOKENS = 40
 
 
-def sample_text(
-    pipeline: Pipeline, world: World, tokenizer: Tokenizer, *, prompt: str, num_tokens: int, seq_len: int, seed: int
-) -> str:
-    """Continue a prompt, one token at a time.
+def sample_text(pipeline: Pipeline, world: World, data: Data, config: RunConfig) -> str:
+    """Continue the beginning of the validation text by ``training.sample_tokens``, one token at a time.
 
     Each token is one forward-only step of a single micro-batch; the rank with the last stage draws the
     token and sends it to the others. Every rank calls this and returns the same text.
-
-    Args:
-        pipeline: trained or not.
-        world: this process among the others.
-        tokenizer: of the model.
-        prompt: text to continue.
-        num_tokens: how many tokens to add.
-        seq_len: tokens that the model sees at once; older ones are forgotten.
-        seed: of the draws.
     """
-    generator = torch.Generator().manual_seed(seed)
+    tokenizer, seq_len = data.tokenizer, config.data.seq_len
+    generator = torch.Generator().manual_seed(config.training.seed)
+    prompt = tokenizer.decode(data.validation.batch(0, 1)[0, :_PROMPT_TOKENS])
     tokens = tokenizer.encode(prompt.encode()).tolist()
-    for _ in range(num_tokens):
+    for _ in range(config.training.sample_tokens):
         # Positions are learned or rotated up to ``seq_len`` only.
         seen = tokens[-seq_len:]
         # Full length: the messages between stages have fixed shapes.

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pipeloom.execute.processes.world import World, is_launched, join_forked, jo
 from pipeloom.families import FAMILIES
 from pipeloom.planner.partition import default_partition
 from pipeloom.train.slices import with_known_slices
-from pipeloom.train.stage_swaps import piece_bytes
+from pipeloom.train.stages import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""
@@ -50,19 +51,21 @@ def run_on_all_ranks(config: RunConfig, job: Job, patience_s: float = 30.0) -> A
     """
     if long_start(config) is not None:
         patience_s += _RANK_0_PATIENCE_S
+    stall_s, threads = config.training.stall_timeout_s, config.training.threads
     if is_launched():
+        # Replaces the launcher's own setting; torchrun sets OMP_NUM_THREADS to 1.
+        torch.set_num_threads(threads)
         # Hosts do not share a file system in general, so each may have to tokenize the text for itself.
-        return _run_launched(config, job, max(patience_s, _LAUNCHED_PATIENCE_S))
-    # imported once here, not once in every worker: optimizers import it on first use
-    import torch._dynamo
-    import torch.distributed.checkpoint
-
+        world = join_launched(config.training.device, stall_s + max(patience_s, _LAUNCHED_PATIENCE_S))
+        return _work(config, job, world)
+    # Imported once here, not once in every worker: optimizers import them on first use.
+    needed = ["torch._dynamo", "torch.distributed.checkpoint"]
     if config.training.compile and config.training.compile_backend == "inductor":
-        import torch._inductor.compile_fx  # noqa: F401
-
-    work = partial(_work, config, job, patience_s=patience_s)
-    grace_s = config.checkpoint.grace_s
-    return run_workers(work, config.layout.num_ranks, config.training.threads, grace_s=grace_s)[0]
+        needed.append("torch._inductor.compile_fx")
+    for name in needed:
+        import_module(name)
+    work = partial(_work_forked, config, job, timeout_s=stall_s + patience_s)
+    return run_workers(work, config.layout.num_ranks, threads, grace_s=config.checkpoint.grace_s)[0]
 
 
 def long_start(config: RunConfig) -> str | None:
@@ -109,10 +112,6 @@ def load_text(config: RunConfig) -> Data:
 def resolve(config: RunConfig, data: Data) -> RunConfig:
     """The configuration with everything derived filled in: sizes of the model, partition, group size.
 
-    Args:
-        config: of the run file and flags.
-        data: has the tokenizer's size.
-
     Raises:
         UserError: the model has fewer tokens than the tokenizer.
     """
@@ -143,19 +142,11 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     )
 
 
-def _run_launched(config: RunConfig, job: Job, patience_s: float) -> Any:
-    # Replaces the launcher's own setting; torchrun sets OMP_NUM_THREADS to 1.
-    torch.set_num_threads(config.training.threads)
-    timeout_s = config.training.stall_timeout_s + patience_s
-    return _join_in(config, job, join_launched(config.training.device, timeout_s))
+def _work_forked(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: int, *, timeout_s: float) -> Any:
+    return _work(config, job, join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s))
 
 
-def _work(config: RunConfig, job: Job, rendezvous: Path, rank: int, num_ranks: int, *, patience_s: float) -> Any:
-    timeout_s = config.training.stall_timeout_s + patience_s
-    return _join_in(config, job, join_forked(rendezvous, rank, num_ranks, config.training.device, timeout_s))
-
-
-def _join_in(config: RunConfig, job: Job, world: World) -> Any:
+def _work(config: RunConfig, job: Job, world: World) -> Any:
     # one process chooses the checkpoint: another one could find another newest, or read all of it once more
     config = replace(config, checkpoint=replace(config.checkpoint, resume=world.from_first(config.checkpoint.resume)))
     data = load_text(config)

@@ -9,7 +9,6 @@ from pipeloom.config import RunConfig
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.processes.world import World
-from pipeloom.families import Choice
 from pipeloom.measure.slices import Point, fitted, measured
 from pipeloom.model import stage_pieces
 from pipeloom.passes import lower
@@ -24,17 +23,10 @@ def with_known_slices(config: RunConfig, world: World) -> RunConfig:
     """The configuration with lengths in place of ``auto``, the same on every rank. Every rank calls it.
 
     The others wait while rank 0 measures and chooses, as long as communication may take (``World.timeout``).
-
-    Args:
-        config: resolved.
-        world: this process among the others.
     """
     if config.layout.token_slices != "auto":
         return config
-    room = config.data.seq_len
-    own = list(_chosen(config, world.device)) if world.rank == 0 else []
-    lengths = world.sum([float(length) for length in own] + [0.0] * (room - len(own)))
-    known = tuple(int(length) for length in lengths if length)
+    known = world.from_first(_chosen(config, world.device) if world.rank == 0 else None)
     return replace(config, layout=replace(config.layout, token_slices=known))
 
 
@@ -45,19 +37,14 @@ def _chosen(config: RunConfig, device: torch.device) -> tuple[int, ...]:
     table = LatencyTable(seconds, num_tokens, default_unit(num_tokens, layout.tp, _MOST_UNITS))
 
     def step_s(lengths: tuple[int, ...]) -> float:
-        return _step_s(choice, config.schedule.receive_buffers, table, lengths)
+        bounds = np.cumsum([0, *lengths]) // table.unit
+        slices, stages = table.slicing(bounds.tolist()), layout.num_stages
+        parts = [StageCosts((s / 3,) * stages, (2 * s / 3,) * stages) for s in slices.seconds]
+        schedule = lower(replace(choice, num_slices=len(lengths)).make(), config.schedule.receive_buffers)
+        return simulate(schedule, SliceCosts(parts[0], tuple(parts))).end_s
 
     found, _ = judged_slices(table, layout.pp, layout.num_microbatches * layout.loops, step_s)
     return found.lengths
-
-
-def _step_s(choice: Choice, receive_buffers: int, table: LatencyTable, lengths: tuple[int, ...]) -> float:
-    bounds = np.cumsum([0, *lengths]) // table.unit
-    slices = table.slicing(bounds.tolist())
-    stages = choice.pp * choice.loops
-    parts = [StageCosts((s / 3,) * stages, (2 * s / 3,) * stages) for s in slices.seconds]
-    schedule = lower(replace(choice, num_slices=len(lengths)).make(), receive_buffers)
-    return simulate(schedule, SliceCosts(parts[0], tuple(parts))).end_s
 
 
 def measured_points(config: RunConfig, device: torch.device) -> list[Point]:

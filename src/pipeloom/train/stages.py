@@ -1,10 +1,30 @@
-"""The stages of a run, as its configuration describes them."""
+"""The stages of a run, as its configuration describes them, and the bytes of each, counted on stages of meta tensors.
+
+By these bytes schedules move activations and swap stages. Counting takes neither memory nor other ranks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
-from pipeloom.config import RunConfig
-from pipeloom.model import TensorParallel, Transformer, build_stage
-from pipeloom.model.tensor_parallel import WHOLE
+from pipeloom.config import RunConfig, ScheduleConfig
+from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.execute.stages.saved import Parcel
+from pipeloom.execute.stages.stage import split_backward_of
+from pipeloom.execute.stages.weights import master_dtype
+from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
+from pipeloom.model.deferred import defer
+from pipeloom.model.key_values import KeyValueCache
+from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.ledger import KeptBytes
+from pipeloom.schedule.stage_swaps import Amounts
+from pipeloom.workload.layout import Recompute
 
 
 def stage_of(
@@ -33,3 +53,183 @@ def stage_of(
         device=device,
         parallel=parallel,
     )
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """Bytes of the stages of a resolved configuration, as a recipe takes them."""
+
+    config: RunConfig
+
+    def kept(self, schedule: Schedule) -> KeptBytes:
+        """What stages keep of micro-batches, and of their halves where backwards are split."""
+        return saved_bytes(self.config, splits=any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows))
+
+    def stages(self) -> tuple[Amounts, ...]:
+        """Weights, gradient and state of each stage."""
+        return stage_amounts(self.config)
+
+
+def stage_amounts(config: RunConfig) -> tuple[Amounts, ...]:
+    """For each stage of a resolved configuration the bytes of its weights, gradient and optimizer state."""
+    assert config.layout.partition is not None
+    return _amounts(config, config.layout.partition)
+
+
+def piece_bytes(config: RunConfig) -> tuple[int, ...]:
+    """For each piece of a resolved model, embedding, layers, head, the bytes of all that there is of it."""
+    return tuple(int(one.total) for one in _amounts(config, (1,) * (config.model.num_layers + 2)))
+
+
+@cache
+def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ...]:
+    dtype = getattr(torch, config.training.known_dtype)
+    narrow, wide = dtype.itemsize, master_dtype(dtype).itemsize
+    kept = len(config.optimizer.rule.state) + (narrow < wide)  # the weights in wide numbers are a part of the state
+    found: list[Amounts] = []
+    for pieces in stage_pieces(partition):
+        stage = stage_of(config, pieces, "meta")
+        count = sum(parameter.numel() for parameter in stage.parameters())
+        lent = config.model.hidden_size * (config.model.vocab_size or 0) if stage.borrows else 0
+        found.append(
+            Amounts(
+                weights=count * narrow,
+                gradient=count * wide,
+                state=count * wide * kept,
+                borrowed=lent * narrow,
+                lent_gradient=lent * wide,
+            )
+        )
+    return tuple(found)
+
+
+def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
+    """What stages keep of a micro-batch, or of each of its slices, on the tensor-parallel rank that keeps most.
+
+    That is what autograd saves and nobody else holds, the loss's part as well. A stage of each kind runs once on meta
+    tensors, which takes neither memory nor other ranks.
+
+    Args:
+        config: resolved.
+        splits: whether backwards run in two halves.
+    """
+    layout, num_layers = config.layout, config.model.num_layers
+    assert layout.partition is not None, "the layout is not resolved"
+    by_layer = layout.recompute_by_layer(num_layers)
+    same = replace(config, schedule=ScheduleConfig())  # runs with other schedules share what was counted
+    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], _Saved] = {}
+    by_stage: list[_Saved] = []
+    for pieces in stage_pieces(layout.partition):
+        layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
+        kind = (0 in pieces, num_layers + 1 in pieces, tuple(by_layer[layer] for layer in layers))
+        if kind not in alike:
+            alike[kind] = _count(same, pieces, by_layer, splits=splits)
+        by_stage.append(alike[kind])
+    lengths = layout.slice_lengths(config.data.seq_len)
+    shares = [length / config.data.seq_len for length in lengths]
+    whole, pending, inputs = ([one.of_slices[part] for one in by_stage] for part in range(3))
+    if len(lengths) > 1:
+        return KeptBytes(whole, pending if splits else (), inputs, shares, [one.caches for one in by_stage])
+    whole, pending, inputs = ([sum(one) for one in each] for each in (whole, pending, inputs))
+    return KeptBytes(whole, pending if splits else (), inputs, shares)
+
+
+class _Saved(NamedTuple):
+    """What one stage keeps of each slice: all, between the halves of a backward, its input; and for later slices."""
+
+    of_slices: tuple[list[int], list[int], list[int]]
+    caches: int
+
+
+@lru_cache(maxsize=256)
+def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
+    layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
+    # The last of the tensor-parallel ranks has the largest share.
+    parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
+    vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
+    module = stage_of(config, pieces, "meta", parallel=parallel)
+    module.set_recompute(by_layer)
+    if splits:
+        defer(module)
+    lengths = layout.slice_lengths(config.data.seq_len)
+    cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
+    whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
+    with _Kernels(is_gpu=config.training.device == "cuda"):
+        for length in lengths:
+            tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
+            given = tokens
+            if not module.has_embedding:  # messages between stages carry a rank's own tokens
+                own = (layout.microbatch_size, length // layout.tp, config.model.hidden_size)
+                given = TensorSpec(own, dtype).empty("meta").requires_grad_()
+            targets = tokens.flatten()  # the batch's, so that no stage owns them
+            parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
+            with parcel.saving():
+                output = module(given, cache)
+                if module.has_head:
+                    output = vocabulary.summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
+            parcel.close(given, output)
+            whole.append(parcel.nbytes)
+            inputs.append(0 if module.has_embedding else given.nbytes)
+            gone.append((given, output, begin))
+        pending: list[int] = []
+        for given, output, begin in reversed(gone) if splits else ():
+            if cache is not None:
+                cache.begin = begin  # of what is recomputed
+            pending.insert(0, split_backward_of(module, given, output, torch.ones_like(output))[1].size)
+    return _Saved((whole, pending, inputs), 0 if cache is None else cache.nbytes)
+
+
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  has no public name
+
+
+class _Norm(torch.autograd.Function):
+    """Keeps what PyTorch's one kernel of a norm does: its input, and a few numbers for each token."""
+
+    @staticmethod
+    def forward(*args: Any, **_: Any) -> Any:
+        ctx, tensor, deviations, *parameters = args
+        ctx.save_for_backward(tensor, deviations, *parameters)
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004  bytes do not depend on them
+        tensor, _, *parameters = ctx.saved_tensors
+        return torch.empty_like(tensor), None, *map(torch.empty_like, parameters)
+
+
+class _Kernels(TorchFunctionMode):
+    """The kernels of a device in place of those of meta tensors, which write attention and RMS norms out.
+
+    Attention is one kernel on every device, which keeps a number for each row of scores; LayerNorm too, and an RMS norm
+    on GPUs.
+
+    Args:
+        is_gpu: which devices.
+    """
+
+    def __init__(self, *, is_gpu: bool) -> None:
+        super().__init__()
+        self._is_gpu = is_gpu
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            mask = kwargs["attn_mask"]
+            # On CPUs the kernel takes numbers to add to scores, which PyTorch makes of a matrix of bools; on GPUs the
+            # mask is a value without memory.
+            mask = None if mask is None or self._is_gpu else args[0].new_empty(mask.shape)
+            # It takes grouped queries as they are.
+            return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]
+        if func is functional.rms_norm and self._is_gpu:
+            return _Norm.apply(args[0], _for_each_token(args[0], 1, master_dtype(args[0].dtype)), kwargs["weight"])
+        if func is functional.layer_norm:
+            # On CPUs mean and deviation have the type of the input, on GPUs a wide one.
+            dtype = master_dtype(args[0].dtype) if self._is_gpu else args[0].dtype
+            return _Norm.apply(args[0], _for_each_token(args[0], 2, dtype), kwargs["weight"], kwargs["bias"])
+        return func(*args, **kwargs)
+
+
+def _for_each_token(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return tensor.new_empty((*tensor.shape[:-1], count), dtype=dtype)

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median_high
 from typing import Any
 
-from torch import nn
-
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, Cause, CheckpointInfo, run_of
 from pipeloom.config import RunConfig
@@ -18,7 +16,6 @@ from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
-from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
@@ -27,15 +24,11 @@ from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
 from pipeloom.train.earlier import Earlier, read_earlier
-from pipeloom.train.optimizer import learning_rate, make_optimizer
+from pipeloom.train.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
-from pipeloom.train.stage_updates import StageUpdates
-
-# A line or two: enough for the sample to show that it continues the text.
-_PROMPT_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -106,14 +99,7 @@ class RunResult:
 
 
 class Trainer:
-    """One rank of a training run.
-
-    Args:
-        config: with the model resolved.
-        world: this process among the others.
-        data: the text.
-        folder: written by rank 0 only.
-    """
+    """One rank of a training run, which is resolved; rank 0 alone writes the folder."""
 
     def __init__(self, config: RunConfig, world: World, data: Data, folder: RunFolder) -> None:
         self._config = config
@@ -122,7 +108,6 @@ class Trainer:
         self._folder = folder
         self._pipeline = Pipeline(config, world)
         decayed, plain = self._pipeline.data_parallel.optimizer_parts()
-        self._parameters: list[nn.Parameter] = [*decayed, *plain]
         is_whole = self._pipeline.store is None  # stages that are swapped begin one by one
         self._optimizer = make_optimizer(config.optimizer, decayed, plain, begins=is_whole)
         self._updates = self._make_updates()
@@ -130,7 +115,9 @@ class Trainer:
             config, world, self._pipeline, self._optimizer, folder.path, tokenizer=data.tokenizer
         )
         self._saving = Saving(config, world, folder, self._save)
-        self._done = self._restore()
+        # What was done before: everything until a checkpoint, or nothing.
+        resume = config.checkpoint.resume
+        self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
         self._prediction: Prediction | None = None
         self._earlier: Earlier | None = None
         self._measured: Trace | None = None
@@ -158,7 +145,7 @@ class Trainer:
         loss: float | None = None
         if self._done.step < config.training.known_steps:
             self._predict()
-        with StepProgress(config.training.known_steps) if is_writer else _Silent() as progress:
+        with StepProgress(config.training.known_steps, is_shown=is_writer) as progress:
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
@@ -173,13 +160,11 @@ class Trainer:
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
                 self._peak_stage_bytes = max(self._peak_stage_bytes, result.held.swapped_bytes)
                 if step == self._traced_step:
-                    self._keep_trace(result)
-                    self._keep_live(result.held.live_bytes)
-                    self._keep_exchange(self._pipeline.exchange_s - exchanged_s)
+                    self._keep_traced(result, self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
         # Deferred updates are part of the last step: what is validated has them.
-        self._settle()
+        self._updates.settle()
         self._folder.close()
         summary = self._finish(times, loss) if times else self._finish(*self._end_again())
         return RunResult(summary, self._measured, self._predicted_trace)
@@ -207,15 +192,8 @@ class Trainer:
         self._measured = earlier.measured
         return earlier.times_s, earlier.loss
 
-    def _restore(self) -> CheckpointInfo:
-        """What was done before: everything until a checkpoint, or nothing."""
-        resume = self._config.checkpoint.resume
-        if resume is None:
-            return checkpoint_info(self._config, self._data, 0, 0, 0)
-        return self._checkpoints.restore(resume)
-
     def _save(self, step: int, cause: Cause) -> None:
-        self._settle()
+        self._updates.settle()
         self._checkpoints.save(replace(self._info(step), cause=cause))
 
     def _info(self, step: int) -> CheckpointInfo:
@@ -230,7 +208,7 @@ class Trainer:
             return
         # Any tokens do: how long a step takes does not depend on them.
         batch = self._batch(self._data.train, 0)
-        self._prediction = predict_step(self._pipeline, self._world, batch, config.optimizer, self._updates)
+        self._prediction = predict_step(self._pipeline, self._world, batch, self._updates)
         if self._prediction is not None:
             self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
 
@@ -240,17 +218,12 @@ class Trainer:
     def _step(self, step: int) -> tuple[float, float, StepResult]:
         """One optimizer step, counted from 1: loss, gradient norm, this rank's result."""
         config = self._config
-        # Deferred updates of the step before run within this one, with that step's learning rate.
-        if self._updates is None or not self._updates.is_deferred:
-            self._set_learning_rate(step)
+        lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
+        self._updates.begin_step(lr)
         windows = self._data.train.batch(step - self._done.step - 1, config.layout.batch_size, self._done.sequences)
         result = self._pipeline.train_step(self._pipeline.batch(windows))
-        if self._updates is None:
-            squares = squared_gradient_norm(self._pipeline.data_parallel.counted_gradients())
-        else:
-            squares = self._updates.squares
         # One sum for everything that the ranks have to agree on, so that a step has one more message and not four.
-        own = [self._pipeline.counted_loss(result), squares]
+        own = [self._pipeline.counted_loss(result), self._updates.squares()]
         loss, squares, *votes = self._world.sum([*own, *self._saving.votes()])
         self._saving.count(votes)
         # On the sum, so that all ranks raise together; one rank alone would leave the others waiting for it.
@@ -268,46 +241,26 @@ class Trainer:
                 "predicts every token of the text with certainty"
             )
         grad_norm = squares**0.5
-        if self._updates is None:
-            # By the norm over all ranks: clipping by its own norm would turn the
-            # direction of each rank's part differently.
-            clip_gradients(self._parameters, grad_norm, config.optimizer.clip_grad_norm)
-            self._optimizer.step()
-            # Stages compute with a copy in training.dtype of what the optimizer updated, or gather it.
-            self._pipeline.data_parallel.refresh()
-        elif self._updates.is_deferred:
-            self._set_learning_rate(step)
-            self._updates.owe()
+        self._updates.end_step(grad_norm, lr)
         return loss, grad_norm, result
 
-    def _set_learning_rate(self, step: int) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._config.optimizer, step - 1, self._config.training.known_steps)
-
-    def _settle(self) -> None:
-        """Between two steps: the weights are as the last step leaves them."""
-        if self._updates is not None:
-            self._updates.settle()
-
-    def _make_updates(self) -> StageUpdates | None:
-        """What updates the stages within the step, where they are swapped."""
-        store = self._pipeline.store
+    def _make_updates(self) -> WholeUpdates | StageUpdates:
+        """What updates the weights: the stages one by one within the step, where they are swapped."""
+        optimizer, parallel, store = self._config.optimizer, self._pipeline.data_parallel, self._pipeline.store
         if store is None:
-            return None
-        updates = self._pipeline.updates.does = StageUpdates(
-            self._config.optimizer,
-            self._optimizer,
-            self._pipeline.data_parallel.weights,
-            store,
-            is_deferred=defers_updates(self._pipeline.schedule.rows[0]),
-        )
+            return WholeUpdates(optimizer, self._optimizer, parallel)
+        is_deferred = defers_updates(self._pipeline.schedule.rows[0])
+        updates = StageUpdates(optimizer, self._optimizer, parallel.weights, store, is_deferred=is_deferred)
+        self._pipeline.updates.does = updates
         return updates
 
-    def _keep_trace(self, result: StepResult) -> None:
+    def _keep_traced(self, result: StepResult, exchange_s: float) -> None:
         """Gather the traces on rank 0 and write them, one of each pipeline. Drawing takes longer: others would wait."""
-        traces: list[Trace] | None = self._world.gather(result.trace)
-        if traces is None:
+        own = result.trace, result.held.live_bytes, exchange_s
+        every: list[tuple[Trace, int, float]] | None = self._world.gather(own)
+        if every is None:
             return
+        traces, live_bytes, exchanges_s = zip(*every, strict=True)
         layout = self._config.layout
         for number, ranks in enumerate(layout.pipelines()):
             trace = merge(traces[rank] for rank in ranks)
@@ -315,19 +268,11 @@ class Trainer:
             self._measured = self._measured or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
-
-    def _keep_live(self, own_bytes: int) -> None:
-        """Note what every pipeline rank held for backwards, on rank 0."""
-        every: list[int] | None = self._world.gather(own_bytes)
-        if every is not None:
-            by_rank = zip(*self._config.layout.pipelines(), strict=True)
-            self._live_bytes = tuple(max(every[rank] for rank in ranks) for ranks in by_rank)
-
-    def _keep_exchange(self, own_s: float) -> None:
-        """Note what the traced step spent in exchanges of tensor parallelism."""
+        by_rank = zip(*layout.pipelines(), strict=True)
+        self._live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
         # On CUDA the host only issues an exchange; its clock would measure the launch.
-        if self._config.layout.tp > 1 and self._config.training.device == "cpu":
-            self._exchange_s = self._world.sum([own_s])[0] / self._world.size
+        if layout.tp > 1 and self._config.training.device == "cpu":
+            self._exchange_s = sum(exchanges_s) / len(exchanges_s)
 
     def _finish(self, times: Sequence[float], loss: float | None) -> RunSummary:
         config = self._config
@@ -357,7 +302,10 @@ class Trainer:
             # Only now: a run without steps left replaces the summary of the run before when it has one of its own.
             self._folder.begin(keeps_measured=self._earlier is not None and self._earlier.config is not None)
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
-        self._write_sample()
+        if config.training.sample_tokens:
+            text = sample_text(self._pipeline, self._world, self._data, config)
+            if self._world.rank == 0:
+                self._folder.write(run_folder.SAMPLE, text)
         self._pipeline.close()
         return summary
 
@@ -369,7 +317,7 @@ class Trainer:
 
     def _swapping(self) -> dict[str, Any]:
         """The part of the summary about swapped stages."""
-        if self._updates is None or self._measured is None:
+        if self._pipeline.store is None or self._measured is None:
             return {}
         lanes = (FROM_HOST_LANE, TO_HOST_LANE)
         uses = [use for use in communication(self._measured) if use.lane in lanes]
@@ -395,32 +343,3 @@ class Trainer:
         # The same windows as in _validate, so that the two losses differ by the model alone.
         windows = data.validation.batch(0, layout.batch_size * num_batches)
         return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
-
-    def _write_sample(self) -> None:
-        config = self._config
-        if config.training.sample_tokens == 0:
-            return
-        text = sample_text(
-            self._pipeline,
-            self._world,
-            self._data.tokenizer,
-            prompt=self._data.tokenizer.decode(self._data.validation.batch(0, 1)[0, :_PROMPT_TOKENS]),
-            num_tokens=config.training.sample_tokens,
-            seq_len=config.data.seq_len,
-            seed=config.training.seed,
-        )
-        if self._world.rank == 0:
-            self._folder.write(run_folder.SAMPLE, text)
-
-
-class _Silent:
-    """Progress on ranks that show none."""
-
-    def __enter__(self) -> "_Silent":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def show(self, step: int, *, loss: float, grad_norm: float, tokens_per_s: float) -> None:
-        pass

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from pipeloom.workload.limits import Count
+
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
 Way = Literal["keep", "balance", "offload", "swap", "slices"]
@@ -71,7 +73,7 @@ class Layout:
     num_microbatches: int = 8
     """Micro-batches of a step, of each data-parallel replica. With fewer than pp, ranks are idle while the pipeline
     fills and drains; a little above pp hides the transfers between ranks."""
-    microbatch_size: int = 2
+    microbatch_size: Count = 2
     """Sequences of a micro-batch."""
     token_slices: int | tuple[int, ...] | Literal["auto"] | None = None
     """Cuts every micro-batch along its tokens into slices that go through the pipeline one after the other: so many
@@ -82,11 +84,11 @@ class Layout:
     """Pieces of each stage, in order, where the pieces are the embedding, each layer, and the head. None gives
     the pipeline rank with most FLOPs as few as can be; with another machine.software than pipeloom, as that program
     does. That of a file does not hold where flags set another number of stages."""
-    tp: int = 1
+    tp: Count = 1
     """Tensor-parallel ranks, which share every matrix."""
-    dp: int = 1
+    dp: Count = 1
     """Data-parallel replicas of the pipeline; each takes micro-batches of its own."""
-    replicate: int | None = None
+    replicate: Count | None = None
     """Hybrid sharding: copies of the sharded state; each is sharded over dp / replicate ranks. None: one copy,
     sharded over all of dp."""
     shard: Shard = "none"

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+from pipeloom.workload.limits import Count, Limits, Positive
 from pipeloom.workload.model_families import MODELS, ModelFamily, family_of
 
 MOST_LAYERS = 100_000
@@ -21,22 +23,22 @@ class ModelConfig:
     family: str = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention. gpt2: LayerNorm, learned positions, GELU. Or a
     family of another distribution (docs/extending.md)."""
-    num_layers: int = 8
+    num_layers: Annotated[int, Limits(least=1, most=MOST_LAYERS)] = 8
     """Transformer layers."""
-    hidden_size: int = 192
+    hidden_size: Count = 192
     """Width of the residual stream."""
-    num_heads: int = 6
+    num_heads: Count = 6
     """Query heads; divides hidden_size."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Count | None = None
     """Key and value heads, each shared by num_heads / num_kv_heads query heads. None: num_heads."""
-    ffn_size: int | None = None
+    ffn_size: Count | None = None
     """Inner width of the feed-forward layer. None: 4 x hidden_size for gpt2; for llama 8/3 of it, rounded up to a
     multiple of 32."""
-    vocab_size: int | None = None
+    vocab_size: Annotated[int, Limits(least=2)] | None = None
     """Size of the vocabulary. None: as many as the tokenizer has."""
-    norm_eps: float | None = None
+    norm_eps: Positive | None = None
     """Added to the variance in normalization. None: 1e-5; no default for a model from preset or file."""
-    rope_theta: float | None = None
+    rope_theta: Positive | None = None
     """Base of the rotary position frequencies; llama only. None: 10000; no default for a model from preset or file."""
     tied: bool = False
     """Whether embedding and head are one matrix."""

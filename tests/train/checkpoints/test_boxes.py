@@ -4,10 +4,11 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.train.checkpoints.boxes import Box, Interval, boxes_of
+from pipeloom.train.checkpoints.boxes import Box, Elements, boxes_of
 
 
 @st.composite
@@ -40,8 +41,9 @@ def test_an_interval_of_a_part_lies_where_the_part_does(interval, data):
     whole = tuple(begin + size + data.draw(st.integers(0, 3)) for begin, size in zip(corner, part, strict=True))
     array = np.arange(prod(whole)).reshape(whole)
     expected = elements_of(Box(corner, part), array).ravel()[first:end]
-    found = Interval(whole, corner, part, first, end - first).boxes()
-    assert np.concatenate([[], *[elements_of(box, array).ravel() for box in found]]).tolist() == expected.tolist()
+    found = Elements(torch.from_numpy(expected), whole, corner, part, first).boxes()
+    assert all(np.array_equal(elements_of(box, array), view.numpy()) for box, view in found)
+    assert sum(view.numel() for _, view in found) == len(expected)
 
 
 @pytest.mark.parametrize(

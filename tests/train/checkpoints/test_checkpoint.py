@@ -252,7 +252,7 @@ def test_a_checkpoint_has_the_tokenizer_of_its_text_and_refuses_another(tmp_path
 
 
 def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
-    honest = Trainer._restore
+    honest = Trainer.run
 
     def damaged(self):
         for weights in self._pipeline.data_parallel.weights.values():
@@ -261,7 +261,7 @@ def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
                     parameter.detach().zero_()
         return honest(self)
 
-    monkeypatch.setattr(Trainer, "_restore", damaged)
+    monkeypatch.setattr(Trainer, "run", damaged)
     with pytest.raises(WorkerError, match=r"the gradient norm of step 1 is exactly 0 and its loss .*, so no weight"):
         train_all({tmp_path / "run": config_of(tmp_path, "loops")})
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

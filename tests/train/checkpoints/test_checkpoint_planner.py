@@ -18,17 +18,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipeloom.errors import UserError
-from pipeloom.train.checkpoints.boxes import Interval
-from pipeloom.train.checkpoints.planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.checkpoints.boxes import Elements
+from pipeloom.train.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
 
 
 def save(path, ranks):
-    """Write the states and intervals of all ranks, as torch.distributed.checkpoint.save would over processes."""
-    planners = [IntervalSavePlanner(intervals) for _, intervals in ranks]
+    """Write the elements of all ranks, as torch.distributed.checkpoint.save would over processes."""
+    planners = [ElementsSavePlanner(elements) for elements in ranks]
     writers = [FileSystemWriter(path) for _ in ranks]
     plans = []
-    for rank, (planner, writer, (state, _)) in enumerate(zip(planners, writers, ranks, strict=True)):
-        planner.set_up_planner(state, is_coordinator=rank == 0)
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        planner.set_up_planner({}, is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
         plans.append(writer.prepare_local_plan(planner.create_local_plan()))
     plans, metadata = planners[0].create_global_plan(plans)
@@ -40,11 +40,11 @@ def save(path, ranks):
     writers[0].finish(metadata, results)
 
 
-def load(path, state, intervals, expected):
-    """Read one rank's state, as torch.distributed.checkpoint.load would."""
-    planner, reader = IntervalLoadPlanner(intervals, expected), FileSystemReader(path)
+def load(path, elements):
+    """Read one rank's elements, as torch.distributed.checkpoint.load would."""
+    planner, reader = ElementsLoadPlanner(elements), FileSystemReader(path)
     metadata = reader.read_metadata()
-    planner.set_up_planner(state, metadata, is_coordinator=False)
+    planner.set_up_planner({}, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(plan), planner).wait()
@@ -59,7 +59,7 @@ def part_of(whole, dim, rank, num_ranks):
 
 
 def ranks_of(tensors, cuts, tensor_ranks, dims, *, reads=False):
-    """States and intervals of ranks that share tensors out: first over tensor-parallel ranks, then at cuts.
+    """Elements of ranks that share tensors out: first over tensor-parallel ranks, then at cuts.
 
     Args:
         tensors: by key.
@@ -71,15 +71,14 @@ def ranks_of(tensors, cuts, tensor_ranks, dims, *, reads=False):
     ranks = []
     for tensor_rank in range(tensor_ranks):
         for number in range(len(next(iter(cuts.values()))) + 1):
-            state, intervals = {}, {}
+            held = {}
             for key, tensor in tensors.items():
                 corner, part = part_of(tuple(tensor.shape), dims[key], tensor_rank, tensor_ranks)
                 own = tensor[tuple(slice(b, b + s) for b, s in zip(corner, part, strict=True))].flatten()
                 first, end = [0, *cuts[key], prod(part)][number : number + 2]
                 if first < end and (reads or dims[key] is not None or tensor_rank == 0):
-                    state[key] = own[first:end].clone()
-                    intervals[key] = Interval(tuple(tensor.shape), corner, part, first, end - first)
-            ranks.append((state, intervals))
+                    held[key] = Elements(own[first:end].clone(), tuple(tensor.shape), corner, part, first)
+            ranks.append(held)
     return ranks
 
 
@@ -98,6 +97,9 @@ def sharings(draw, shapes):
 
 SHAPES = {"model.a": (6, 5), "model.b": (7,), "optimizer.exp_avg.a": (6, 5), "deep": (2, 3, 4)}
 TENSORS = {key: torch.arange(prod(shape), dtype=torch.float64).view(shape) for key, shape in SHAPES.items()}
+WHOLE = {
+    key: Elements(tensor.flatten(), SHAPES[key], (0,) * tensor.ndim, SHAPES[key], 0) for key, tensor in TENSORS.items()
+}
 
 
 @settings(max_examples=60)
@@ -105,45 +107,38 @@ TENSORS = {key: torch.arange(prod(shape), dtype=torch.float64).view(shape) for k
 def test_what_any_ranks_wrote_any_others_read(writing, reading):
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), ranks_of(TENSORS, *writing))
-        for state, intervals in ranks_of(TENSORS, *reading, reads=True):
-            expected = {key: values.clone() for key, values in state.items()}
-            for values in state.values():
-                values.fill_(torch.nan)
-            load(Path(folder), state, intervals, SHAPES)
-            assert all(torch.equal(state[key], expected[key]) for key in expected)
+        for held in ranks_of(TENSORS, *reading, reads=True):
+            expected = {key: elements.values.clone() for key, elements in held.items()}
+            for elements in held.values():
+                elements.values.fill_(torch.nan)
+            load(Path(folder), held)
+            assert all(torch.equal(held[key].values, expected[key]) for key in expected)
 
 
 def test_elements_that_nobody_writes_and_elements_that_two_write_are_found_before_anything_is_written(tmp_path):
-    (state, intervals), _ = ranks_of(TENSORS, {key: [3] for key in SHAPES}, 1, dict.fromkeys(SHAPES))
+    few, _ = ranks_of(TENSORS, {key: [3] for key in SHAPES}, 1, dict.fromkeys(SHAPES))
     with pytest.raises(ValueError, match="invalid fill tensor-volume"):
-        save(tmp_path / "less", [(state, intervals), ({}, {})])
-    whole = {key: tensor.flatten() for key, tensor in TENSORS.items()}
-    all_of_it = {key: Interval(shape, (0,) * len(shape), shape, 0, prod(shape)) for key, shape in SHAPES.items()}
-    late = dataclasses.replace(all_of_it["model.b"], first=2, count=5)
+        save(tmp_path / "less", [few, {}])
+    late = dataclasses.replace(WHOLE["model.b"], values=WHOLE["model.b"].values[2:], first=2)
     with pytest.raises(ValueError, match=r"key:model\.b has overlapping chunks"):
-        save(tmp_path / "more", [(whole, all_of_it), ({"model.b": whole["model.b"][2:]}, {"model.b": late})])
+        save(tmp_path / "more", [WHOLE, {"model.b": late}])
     assert not list(tmp_path.glob("*/*.distcp"))
 
 
 def test_a_checkpoint_without_some_elements_is_refused(tmp_path):
-    (state, intervals), _ = ranks_of(TENSORS, {key: [3] for key in SHAPES}, 1, dict.fromkeys(SHAPES))
-    save(tmp_path, [(state, intervals)])  # a single rank's plan is not checked against the whole
-    whole = {key: tensor.flatten() for key, tensor in TENSORS.items()}
-    all_of_it = {key: Interval(shape, (0,) * len(shape), shape, 0, prod(shape)) for key, shape in SHAPES.items()}
+    few, _ = ranks_of(TENSORS, {key: [3] for key in SHAPES}, 1, dict.fromkeys(SHAPES))
+    save(tmp_path, [few])  # a single rank's plan is not checked against the whole
     with pytest.raises(UserError, match=r"not complete: elements of model\.a are missing"):
-        load(tmp_path, whole, all_of_it, SHAPES)
+        load(tmp_path, WHOLE)
 
 
 def test_everything_that_differs_is_named_at_once(tmp_path):
     save(tmp_path, ranks_of(TENSORS, {key: [] for key in SHAPES}, 1, dict.fromkeys(SHAPES)))
     expected = {"model.a": (5, 6), "model.b": (8,), "deep": (2, 3, 4), "model.c": (1,), "model.d": (1,)}
-    with pytest.raises(UserError) as refused:
-        load(tmp_path, {}, {}, expected)
-    assert str(refused.value).splitlines() == [
-        "the checkpoint is not of this model:",
-        "  - it lacks model.c, model.d",
-        "  - nothing here has the name of optimizer.exp_avg.a",
-        "  - it has another shape for model.a [6, 5] instead of [5, 6], model.b [7] instead of [8]",
+    assert differences(expected, FileSystemReader(tmp_path).read_metadata()) == [
+        "it lacks model.c, model.d",
+        "nothing here has the name of optimizer.exp_avg.a",
+        "it has another shape for model.a [6, 5] instead of [5, 6], model.b [7] instead of [8]",
     ]
 
 

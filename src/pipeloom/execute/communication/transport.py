@@ -1,76 +1,90 @@
-"""How tensors get from one pipeline rank to another: the interface, and the in-process transport.
+"""How tensors get from one pipeline rank to another: gloo on CPUs, NCCL on CUDA devices.
 
 A transport keeps the order of each directed edge: the n-th receive from a rank takes the n-th send of that
-rank. Both are asynchronous: they return a ``Transfer`` at once.
+rank. Both return at once, with what is under way. Each directed edge has one channel, made and exercised in a fixed
+order before the first step, so that no communicator is made lazily in another order on another rank.
 """
 
+import queue
+import threading
 import time
-from collections import defaultdict, deque
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.execute.communication.boundary import TensorSpec
+from pipeloom.errors import BoundaryError, PeerLostError, StallError
+from pipeloom.execute.clock import Mark
+from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, decode, encode
+from pipeloom.execute.processes.world import peer_errors
+from pipeloom.schedule import Kind, Schedule
+from pipeloom.schedule.kinds import SEND_KINDS, TIED_SEND_KINDS
+from pipeloom.schedule.lanes import lane_of
+
+Edge = tuple[int, int]
+"""(from rank, to rank)"""
+
+_ROUNDS_S = (5e-4, 8e-3)
+"""How long a transfer is open before a lane's thread waits for it: by so much its end may be noted late. The longer
+time is approached while transfers follow each other in less than the shorter one, since threads that wake up then cost
+more than all the rest; receives wait until it is left again."""
 
 
-class Pending(Protocol):
-    """Communication that a rank can wait for: a message, a collective, or a move."""
-
-    def is_done(self) -> bool:
-        """Whether its tensors may be used, or dropped by whoever sent them."""
-        ...
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
-        ...
-
-    def take(self) -> Tensor | None:
-        """Hand over the result, or raise what went wrong."""
-        ...
-
-
-class Transfer(Pending, Protocol):
-    """A message under way.
+class UnderWay:
+    """What runs beside compute: a message, a collective, or a move.
 
     Attributes:
-        start_s: when it was asked for; it moves later, when both sides are ready and the edge is free.
-        end_s: when it was done, on the same clock.
+        begin: when it began, once it is done: a message in seconds of the host, from when it was asked for (it moves
+            later, when both sides are ready and the edge is free), others as a mark of their lane's clock.
+        end: when it was done, likewise.
     """
 
-    start_s: float
-    end_s: float
+    begin: Mark = None
+    end: Mark = None
+
+    def is_done(self) -> bool:
+        """Whether its tensors may be used or dropped; on CUDA by what is issued after this, while the host goes on."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  where the device orders everything, the host never waits
+        """Wait until it is done; ``False`` if that takes longer than ``timeout_s``."""
+        return self.is_done()
 
     def take(self) -> Tensor | None:
-        """Hand over the tensor of a receive that is done, once; ``None`` for a send that is done.
-
-        The transfer lets go of the tensor.
+        """When it is done: the tensor of a receive, once, which it lets go of; ``None`` of others.
 
         Raises:
-            PeerLostError: the other rank went away.
+            PeerLostError: another rank went away.
             BoundaryError: what came is not what was agreed on.
         """
-        ...
+        return None
 
 
-def finish(transfer: Transfer, timeout_s: float) -> None:
-    """Wait for a transfer outside a step, and drop what it brought.
+def finish(pending: UnderWay, timeout_s: float) -> None:
+    """Wait for a message or a collective outside a step, and drop what it brought.
 
     Raises:
-        PeerLostError: the other rank went away.
+        PeerLostError: another rank went away.
+        StallError: it did not come in time.
     """
-    transfer.is_done()
-    transfer.wait(timeout_s)
-    transfer.take()
+    if not pending.is_done() and not pending.wait(timeout_s):
+        raise StallError(f"waited {timeout_s:g} s in vain for another rank")
+    pending.take()
 
 
 class Transport(Protocol):
     """Sends and receives tensors between pipeline ranks."""
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
         """Send a tensor to a rank. The tensor must not change until the transfer is done."""
         ...
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
         """Receive the next tensor from a rank."""
         ...
 
@@ -79,74 +93,321 @@ class Transport(Protocol):
         ...
 
 
-class Post:
-    """Where the ranks of one process leave tensors for each other."""
+def edges_of(
+    schedule: Schedule,
+    outputs: Sequence[TensorSpec],
+    tied: Mapping[Kind, TensorSpec] | None = None,
+    slices: TokenSlices | None = None,
+) -> dict[Edge, list[TensorSpec]]:
+    """The directed edges that a schedule uses, sorted, with the specs that travel on each, sorted by stage and slice.
 
-    def __init__(self) -> None:
-        self.edges: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+    Args:
+        schedule: with its sends.
+        outputs: the agreed spec of every stage's output.
+        tied: specs of a tied matrix by the kind that sends it, where the schedule has such kinds.
+        slices: how micro-batches are cut, where the schedule cuts them.
+    """
+    found: dict[Edge, dict[tuple[int, Kind, int], TensorSpec]] = {}
+    for rank, _, action in schedule.actions():
+        if action.kind in SEND_KINDS | TIED_SEND_KINDS:
+            peer = lane_of(action, schedule.placement).peer
+            assert peer is not None
+            if action.kind in SEND_KINDS:
+                spec = outputs[action.stage if action.kind is Kind.SEND_F else action.stage - 1]
+                spec = spec if slices is None else slices.spec(spec, action.slice)
+            else:
+                assert tied is not None, "the schedule sends a tied matrix of unknown shape"
+                spec = tied[action.kind]
+            found.setdefault((rank, peer), {})[action.stage, action.kind, action.slice] = spec
+    return {edge: [specs[key] for key in sorted(specs)] for edge, specs in sorted(found.items())}
 
-    def transport(self, rank: int) -> "InProcessTransport":
-        """The transport of one rank."""
-        return InProcessTransport(self, rank)
 
+class ProcessGroupTransport:
+    """Sends and receives over ``torch.distributed``.
 
-class InProcessTransport:
-    """All ranks in one process and one thread: deterministic, for tests, debugging and teaching."""
+    On gloo a send and a receive are started at once. Who needs a tensor waits for it; a thread for each lane waits for
+    what nobody needs yet, so that a transfer is known to be done when it is, and sent tensors are dropped.
+    On NCCL the transfers are ordered by streams and waiting is left to the device.
 
-    def __init__(self, post: Post, rank: int) -> None:
-        self._post = post
+    Args:
+        rank: this process's pipeline rank.
+        edges: from ``edges_of``, the same on every rank.
+        device: where tensors live.
+        timeout: of the communicators.
+        pipelines: for each replica of the pipeline, its ranks in the default process group; ``None`` for one replica
+            of all ranks.
+
+    Raises:
+        BoundaryError: the two ends of an edge disagree on what travels there.
+        PeerLostError: another rank went away meanwhile.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        edges: Mapping[Edge, Sequence[TensorSpec]],
+        device: torch.device,
+        timeout: timedelta,
+        pipelines: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self._rank = rank
-        self._waiting: dict[int, deque[InProcessTransfer]] = defaultdict(deque)
+        self._device = device
+        self._pipelines = pipelines or [range(dist.get_world_size())]
+        (self._process_of,) = [ranks for ranks in self._pipelines if dist.get_rank() in ranks]
+        self._groups: dict[Edge, dist.ProcessGroup | None] = {}
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._rounds = _Rounds()
+        for edge, specs in edges.items():
+            self._open(edge, timeout)
+            if rank in edge:
+                self._exercise(edge, specs)
 
-    def send(self, tensor: Tensor, peer: int) -> Transfer:
-        """Leave a copy for ``peer``; done at once."""
-        # A copy, as over a network: the sender may drop or change its tensor when the send is done.
-        self._post.edges[self._rank, peer].append(tensor.clone())
-        transfer = InProcessTransfer(None, deque(), deque())
-        transfer.finish(None)
-        return transfer
+    def _open(self, edge: Edge, timeout: timedelta) -> None:
+        """Make the edge's communicators, of all replicas. Every rank takes part in each, in the same order."""
+        self._groups[edge] = None  # gloo connects every pair when the default group is made
+        for ranks in self._pipelines if self._device.type == "cuda" else ():
+            group = dist.new_group([ranks[end] for end in edge], timeout=timeout, backend="nccl")
+            if isinstance(group, dist.ProcessGroup):
+                self._groups[edge] = group
 
-    def receive(self, spec: TensorSpec, peer: int) -> Transfer:
-        """Take the next tensor that ``peer`` leaves, behind the receives posted before."""
-        transfer = InProcessTransfer(spec, self._post.edges[peer, self._rank], self._waiting[peer])
-        self._waiting[peer].append(transfer)
-        return transfer
+    def _exercise(self, edge: Edge, specs: Sequence[TensorSpec]) -> None:
+        """Send what travels on the edge over the edge, and compare."""
+        source, destination = edge
+        expected = encode(specs).to(self._device)
+        with peer_errors(f"the connection between ranks {source} and {destination} failed"):
+            if self._rank == source:
+                dist.send(expected, self._process_of[destination], group=self._groups[edge])
+                return
+            found = torch.zeros_like(expected)
+            dist.recv(found, self._process_of[source], group=self._groups[edge])
+        if not torch.equal(found, expected):
+            theirs, ours = ", ".join(map(str, decode(found))), ", ".join(map(str, specs))
+            raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
+
+    def send(self, tensor: Tensor, peer: int) -> UnderWay:
+        """Start sending a tensor."""
+        # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
+        return self._start("send", tensor.contiguous(), peer)
+
+    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
+        """Start receiving a tensor into a fresh buffer."""
+        return self._start("recv", spec.empty(self._device), peer)
+
+    def _start(self, direction: Literal["send", "recv"], tensor: Tensor, peer: int) -> UnderWay:
+        if self._device.type == "cuda":
+            is_receive, process = direction == "recv", self._process_of[peer]
+            post, edge = (dist.irecv, (peer, self._rank)) if is_receive else (dist.isend, (self._rank, peer))
+            return _on_stream(tensor, peer, is_receive, lambda: post(tensor, process, group=self._groups[edge]))
+        lane = self._lanes.get((direction, peer))
+        if lane is None:
+            lane = self._lanes[direction, peer] = _Lane(direction, peer, self._process_of[peer], self._rounds)
+            self._rounds.lanes.append(lane)
+        return lane.start(tensor)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Let the lanes' threads end."""
+        self._rounds.end()
+        for lane in self._lanes.values():
+            lane.end()
 
 
-class InProcessTransfer:
-    """A message between two ranks of one process."""
+def _on_stream(tensor: Tensor, peer: int, is_receive: bool, post: Callable[[], dist.Work | None]) -> UnderWay:
+    asked_s = time.perf_counter()
+    with peer_errors(f"rank {peer} went away"):
+        work = post()
+    assert work is not None, "a process never sends to itself"
+    return _StreamTransfer(work, tensor, asked_s) if is_receive else _StreamTransfer(None, None, asked_s)
 
-    def __init__(self, spec: TensorSpec | None, arrived: deque[Tensor], queue: "deque[InProcessTransfer]") -> None:
-        self._spec = spec
-        self._arrived = arrived
-        self._queue = queue
-        self._tensor: Tensor | None = None
-        self._is_done = False
-        self.start_s = self.end_s = time.perf_counter()
+
+@dataclass
+class _StreamTransfer(UnderWay):
+    """A transfer that the device orders: whoever uses the tensor works behind it on the stream.
+
+    A send has nothing to wait for, and keeps nothing until the end of the step: NCCL's process group itself sees to it
+    that memory of a sent tensor is not used again before it has left.
+    """
+
+    work: dist.Work | None
+    tensor: Tensor | None
+    begin: Mark
 
     def is_done(self) -> bool:
-        """Whether the tensor is there; hands what has arrived to the receives in their order."""
-        while self._arrived and self._queue:
-            self._queue.popleft().finish(self._arrived.popleft())
-        return self._is_done
-
-    def finish(self, tensor: Tensor | None) -> None:
-        """End the transfer; a receive gets its tensor."""
-        self._tensor = tensor
-        self._is_done = True
-        self.end_s = time.perf_counter()
-
-    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  nobody else can run while this rank waits
-        """Whether it is done; waiting would change nothing."""
-        return self.is_done()
+        if self.work is not None:
+            self.work.wait()  # makes the current stream wait, not the host
+        self.end = time.perf_counter()
+        return True
 
     def take(self) -> Tensor | None:
-        """Hand over the tensor, checked against the spec of the receive; ``None`` for a send."""
-        assert self._is_done, "the tensor has not arrived"
+        tensor, self.tensor = self.tensor, None
+        return tensor
+
+
+class _Lane:
+    """One direction of one edge: transfers in their order.
+
+    Gloo tells that a transfer is done to whoever waits for it, and to nobody else, so somebody has to wait for each.
+    A rank that needs a tensor waits for it itself. What nobody has begun to wait for is left to a thread of the lane,
+    so that the end of a transfer is noted, and a sent tensor dropped, while the rank computes. The thread is woken by
+    the transport's ``_Rounds``, a moment later: at each transfer it would cost more than the transfer.
+    """
+
+    def __init__(self, direction: str, peer: int, process: int, rounds: "_Rounds") -> None:
+        world = dist.group.WORLD
+        assert world is not None, "the default process group is there before any transport"
+        self.is_receive = direction == "recv"
+        self._post = world.recv if self.is_receive else world.send  # what isend and irecv come to, without their checks
+        self._peer = peer
+        self._process = process
+        self._rounds = rounds
+        self._open: deque[_LaneTransfer] = deque()
+        self._front = threading.Lock()  # held by whoever waits for the first open transfer
+        self._is_wanted = False  # the rank needs one of these transfers, and takes over from the thread
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name=f"{direction} {peer}", daemon=True).start()
+
+    def start(self, tensor: Tensor) -> "_LaneTransfer":
+        """Post a send or a receive of a tensor."""
+        asked_s = time.perf_counter()  # before posting: the other side may have the tensor when that returns
+        try:
+            # Tag 0 for all: a lane's transfers are matched by their order.
+            work = self._post([tensor], self._process, 0)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self._peer} went away: {error}") from error
+        transfer = _LaneTransfer(self, work, tensor, asked_s)
+        self._open.append(transfer)
+        self._rounds.announce()
+        return transfer
+
+    def wait_for(self, transfer: "_LaneTransfer", timeout_s: float) -> bool:
+        """Wait, on the rank's own thread, until a transfer of this lane is done; ``False`` if that takes too long."""
+        deadline_s = time.perf_counter() + timeout_s
+        self._is_wanted = True
+        try:
+            while not transfer.has_ended:
+                if not self._front.acquire(timeout=max(0.0, deadline_s - time.perf_counter())):
+                    return False
+                try:
+                    if not transfer.has_ended and not self._end_front(deadline_s):
+                        return False
+                finally:
+                    self._front.release()
+        finally:
+            self._is_wanted = False
+        # The thread has left the lane to this one meanwhile, and has to be woken for what is still open.
+        if self._open:
+            self._rounds.announce()
+        return True
+
+    @property
+    def has_open(self) -> bool:
+        """Whether there is something to wait for."""
+        return bool(self._open)
+
+    def call(self) -> None:
+        """Wake the thread, if there is something to wait for and nobody does."""
+        if self._open and not self._front.locked():
+            self._calls.put(True)
+
+    def end(self) -> None:
+        self._calls.put(False)
+
+    def _serve(self) -> None:
+        while self._calls.get():
+            while self._open and not self._is_wanted:
+                with self._front:
+                    if self._open:
+                        self._end_front(None)
+
+    def _end_front(self, deadline_s: float | None) -> bool:
+        """Wait for the first open transfer; ``False`` if it is not done by the deadline."""
+        transfer = self._open[0]
+        assert transfer.work is not None
+        error: PeerLostError | None = None
+        try:
+            if deadline_s is None:
+                transfer.work.wait()
+            else:
+                left_s = max(0.0, deadline_s - time.perf_counter())
+                transfer.work.wait(timedelta(seconds=left_s + 1e-3))  # it waits for whole milliseconds, rounded down
+        except RuntimeError as found:
+            if deadline_s is not None and time.perf_counter() >= deadline_s:
+                return False
+            error = PeerLostError(f"rank {self._peer} went away: {found}")
+        self._open.popleft()
+        transfer.finish(error, keep=self.is_receive)
+        return True
+
+
+class _Rounds:
+    """A thread that calls the threads of lanes with open transfers, some time after there are any."""
+
+    def __init__(self) -> None:
+        self.lanes: list[_Lane] = []
+        self._num_announced = 0
+        self._is_due = threading.Event()
+        self._has_ended = False
+        self._thread: threading.Thread | None = None
+
+    def announce(self) -> None:
+        """Come by soon: there is an open transfer."""
+        self._num_announced += 1
+        if not self._is_due.is_set():
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._go, name="rounds", daemon=True)
+                self._thread.start()
+            self._is_due.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._is_due.set()
+
+    def _go(self) -> None:
+        shortest_s, longest_s = _ROUNDS_S
+        pause_s, before, before_s = shortest_s, 0, time.perf_counter()
+        while self._is_due.wait() and not self._has_ended:
+            time.sleep(pause_s)
+            self._is_due.clear()
+            now, now_s = self._num_announced, time.perf_counter()
+            leaves_receives = pause_s > shortest_s and now > before  # to the rank, which soon waits for what comes
+            for lane in self.lanes:
+                if not (leaves_receives and lane.is_receive):
+                    lane.call()
+                elif lane.has_open:  # nobody may announce anything for long
+                    self._is_due.set()
+            if (now - before) * shortest_s > now_s - before_s:
+                pause_s = min(2 * pause_s, longest_s)
+            elif (now - before) * shortest_s < pause_s:  # a break between steps is none between their transfers
+                pause_s = max(pause_s / 2, shortest_s)
+            before, before_s = now, now_s
+
+
+class _LaneTransfer(UnderWay):
+    """A transfer on a lane. It is done when the rank or the lane's thread has waited for it."""
+
+    def __init__(self, lane: _Lane, work: dist.Work, tensor: Tensor, asked_s: float) -> None:
+        self._lane = lane
+        self._tensor: Tensor | None = tensor
+        self._error: PeerLostError | None = None
+        self.work: dist.Work | None = work
+        self.has_ended = False
+        self.begin = self.end = asked_s
+
+    def finish(self, error: PeerLostError | None, *, keep: bool) -> None:
+        self.end = time.perf_counter()
+        self._error = error
+        self.work = None
+        if not keep:
+            self._tensor = None
+        self.has_ended = True
+
+    def is_done(self) -> bool:
+        return self.has_ended
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._lane.wait_for(self, timeout_s)
+
+    def take(self) -> Tensor | None:
+        if self._error is not None:
+            raise self._error
         tensor, self._tensor = self._tensor, None
-        if self._spec is not None and tensor is not None:
-            self._spec.check(tensor, "a received tensor")
         return tensor

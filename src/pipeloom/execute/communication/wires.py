@@ -4,21 +4,20 @@ The evicting rank announces, then bytes travel: to the partner on the wire of ev
 partner makes room when something comes, and not before.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import BoundaryError, PeerLostError, UserError
+from pipeloom.errors import BoundaryError, UserError
 from pipeloom.execute.communication.collectives import Finish, already_done
-from pipeloom.execute.processes.world import World
-from pipeloom.schedule import Kind, Schedule
-
-Direction = Literal["evict", "load"]
+from pipeloom.execute.processes.world import World, peer_errors
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.kinds import PARTNER_MOVES
 
 _UNTIL_IT_COMES = timedelta(days=30)
 """An announcement may be long in coming: who waits for it waits beside compute. Its rank's own waits have a limit, and
@@ -27,181 +26,8 @@ _SAID = 32
 """Announcements under way that a host on CUDA does not wait for."""
 
 
-class Wire(Protocol):
-    """One end of a wire. Numbers are ``int64`` on the CPU, tensors ``uint8`` on the device."""
-
-    def announce(self, numbers: Tensor) -> Finish:
-        """Send an announcement, as the rank that evicts."""
-        ...
-
-    def expect(self, numbers: Tensor) -> Finish:
-        """Receive it, as its partner."""
-        ...
-
-    def send(self, tensor: Tensor) -> Finish:
-        """Send bytes; they must not change until the end of it."""
-        ...
-
-    def receive(self, tensor: Tensor) -> Finish:
-        """Receive bytes, as many as were sent."""
-        ...
-
-
-class Wires(NamedTuple):
-    """The ends that a rank has of the wires between one evicting rank and its partner."""
-
-    evict: Wire
-    load: Wire
-
-
-class Evictions(NamedTuple):
-    """What a rank that evicts does in a step: with whom, and how often."""
-
-    partner: int
-    num_evictions: int
-    num_loads: int
-
-
-def evictions(schedule: Schedule) -> dict[int, Evictions]:
-    """What each rank that evicts does.
-
-    Raises:
-        UserError: the schedule does not say to whom a rank evicts, or names itself.
-    """
-    found: dict[int, Evictions] = {}
-    for rank, row in enumerate(schedule.rows):
-        num_evictions, num_loads = (int(row.is_kind(kind).sum()) for kind in (Kind.EVICT, Kind.LOAD))
-        if num_evictions:
-            if schedule.partners is None or schedule.partners[rank] == rank:
-                raise UserError(
-                    f"rank {rank} evicts, but the schedule does not say to whom: partners has to name another"
-                )
-            found[rank] = Evictions(schedule.partners[rank], num_evictions, num_loads)
-    return found
-
-
-class MovePost:
-    """Where the ranks of one process leave announcements and bytes for each other."""
-
-    def __init__(self) -> None:
-        self._left: dict[tuple[int, Direction, str], deque[Tensor]] = defaultdict(deque)
-
-    def wires(self, schedule: Schedule) -> dict[int, Wires]:
-        """All wires, by the rank that evicts; both ends of a wire are alike."""
-        return {
-            rank: Wires(_PostWire(self, rank, "evict"), _PostWire(self, rank, "load")) for rank in evictions(schedule)
-        }
-
-    def place(self, evictor: int, direction: Direction, what: str) -> "deque[Tensor]":
-        """Where something is left."""
-        return self._left[evictor, direction, what]
-
-    def clear(self) -> None:
-        """Drop what a failed step has left."""
-        self._left.clear()
-
-
-class _PostWire:
-    def __init__(self, post: MovePost, evictor: int, direction: Direction) -> None:
-        self._post = post
-        self._name = (evictor, direction)
-
-    def announce(self, numbers: Tensor) -> Finish:
-        return self._leave("numbers", numbers)
-
-    def expect(self, numbers: Tensor) -> Finish:
-        return self._fetch("numbers", numbers)
-
-    def send(self, tensor: Tensor) -> Finish:
-        return self._leave("bytes", tensor)
-
-    def receive(self, tensor: Tensor) -> Finish:
-        return self._fetch("bytes", tensor)
-
-    def _leave(self, what: str, tensor: Tensor) -> Finish:
-        # The sender may change its tensor at once, as after a send that has ended.
-        self._post.place(*self._name, what).append(tensor.clone())
-        return already_done
-
-    def _fetch(self, what: str, tensor: Tensor) -> Finish:
-        def look() -> bool:
-            there = self._post.place(*self._name, what)
-            if not there:
-                return False
-            tensor.copy_(there.popleft())
-            return True
-
-        return look
-
-
-def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[Sequence[int]]) -> dict[int, Wires]:
-    """The ends that a rank has of all wires, by the evicting rank.
-
-    Every process makes the groups of all replicas in the same order, then exercises its own, so that nothing is
-    connected lazily. A wire has a group of its own, on CUDA a second one for what is announced, which is for hosts.
-
-    Args:
-        schedule: contains the evictions.
-        rank: of this process in its pipeline.
-        world: this process among the others.
-        pipelines: for each replica of the pipeline its processes.
-
-    Raises:
-        PeerLostError: another process went away meanwhile.
-        BoundaryError: the two ends of a wire run different schedules.
-    """
-    found: dict[int, Wires] = {}
-    for evictor, plan in evictions(schedule).items():
-        # A group for each direction: NCCL does what one group is given in
-        # its order, so a load would wait for evictions.
-        ends = {direction: _open(evictor, plan.partner, world, pipelines) for direction in ("evict", "load")}
-        if rank in (evictor, plan.partner):
-            pair = [ends[direction] for direction in ("evict", "load")]
-            evict, load = (wire for wire in pair if wire is not None)
-            found[evictor] = Wires(evict, load)
-            for wire in (evict, load):
-                _exercise(wire, plan, is_evictor=rank == evictor)
-    return found
-
-
-def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence[int]]) -> "GroupWire | None":
-    own: GroupWire | None = None
-    # ``new_group`` wants every process, member or not, and all in the same order (its documentation).
-    for ranks in pipelines:
-        pair = sorted([ranks[evictor], ranks[partner]])  # as their places in the group are
-        numbers = dist.new_group(pair, timeout=world.timeout, backend="gloo")
-        # gloo matches what two processes send and receive in its order, so one group carries both.
-        tensors = numbers
-        if world.device.type == "cuda":
-            tensors = dist.new_group(pair, timeout=world.timeout, backend="nccl")
-        if world.rank in pair:
-            assert isinstance(numbers, dist.ProcessGroup)
-            assert isinstance(tensors, dist.ProcessGroup)
-            # ``group_dst`` and ``group_src`` count inside the group, which has two.
-            own = GroupWire(numbers, tensors, 1 - pair.index(world.rank), world.device)
-    return own
-
-
-def _exercise(wire: "GroupWire", plan: Evictions, *, is_evictor: bool) -> None:
-    """Announce how much will come, and compare; then send a byte."""
-    # A partner with another schedule would wait for what never comes: better found before the first step.
-    expected = torch.tensor(plan, dtype=torch.int64)
-    byte = torch.zeros(1, dtype=torch.uint8, device=wire.device)
-    if is_evictor:
-        wire.announce(expected)()
-        wire.send(byte)()
-        return
-    found = torch.zeros_like(expected)
-    wire.expect(found)()
-    wire.receive(byte)()
-    if not torch.equal(found, expected):
-        plans = (Evictions(*numbers.tolist()) for numbers in (found, expected))
-        said, own = (f"{one.num_evictions} evictions and {one.num_loads} loads" for one in plans)
-        raise BoundaryError(f"a rank announces {said} a step, but its partner expects {own}")
-
-
-class GroupWire:
-    """A wire between two processes.
+class Wire:
+    """One end of a wire. Numbers are ``int64`` on the CPU; bytes, ``uint8`` on the device, stay as they are until sent.
 
     Args:
         numbers: gloo group of the two, for announcements.
@@ -212,9 +38,7 @@ class GroupWire:
 
     def __init__(self, numbers: dist.ProcessGroup, tensors: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self.device = device
-        self._numbers = numbers
-        self._tensors = tensors
-        self._peer = peer
+        self._numbers, self._tensors, self._peer = numbers, tensors, peer
         self._said: deque[tuple[dist.Work, Tensor]] = deque()
 
     def announce(self, numbers: Tensor) -> Finish:
@@ -241,12 +65,107 @@ class GroupWire:
         return _end_of(_posted(lambda: dist.irecv(tensor, group=self._tensors, group_src=self._peer)))
 
 
+class Wires(NamedTuple):
+    """The ends that a rank has of the wires between one evicting rank and its partner."""
+
+    evict: Wire
+    load: Wire
+
+
+class Evictions(NamedTuple):
+    """What a rank that evicts does in a step: with whom, and how often."""
+
+    partner: int
+    num_evictions: int
+    num_loads: int
+
+
+def evictions(schedule: Schedule) -> dict[int, Evictions]:
+    """What each rank that evicts does.
+
+    Raises:
+        UserError: the schedule does not say to whom a rank evicts, or names itself.
+    """
+    found: dict[int, Evictions] = {}
+    for rank, row in enumerate(schedule.rows):
+        num_evictions, num_loads = (int(row.is_kind(kind).sum()) for kind in PARTNER_MOVES)
+        if num_evictions:
+            if schedule.partners is None or schedule.partners[rank] == rank:
+                raise UserError(
+                    f"rank {rank} evicts, but the schedule does not say to whom: partners has to name another"
+                )
+            found[rank] = Evictions(schedule.partners[rank], num_evictions, num_loads)
+    return found
+
+
+def make_wires(schedule: Schedule, rank: int, world: World, pipelines: Sequence[Sequence[int]]) -> dict[int, Wires]:
+    """The ends that a rank has of all wires, by the evicting rank.
+
+    Every process makes the groups of all replicas in the same order, then exercises its own, so that nothing is
+    connected lazily. A wire has a group of its own, on CUDA a second one for what is announced, which is for hosts.
+
+    Args:
+        schedule: contains the evictions.
+        rank: of this process in its pipeline.
+        world: this process among the others.
+        pipelines: for each replica of the pipeline its processes.
+
+    Raises:
+        PeerLostError: another process went away meanwhile.
+        BoundaryError: the two ends of a wire run different schedules.
+    """
+    found: dict[int, Wires] = {}
+    for evictor, plan in evictions(schedule).items():
+        # A group for each direction: NCCL does what one group is given in
+        # its order, so a load would wait for evictions.
+        ends = [_open(evictor, plan.partner, world, pipelines) for _ in Wires._fields]
+        own = [wire for wire in ends if wire is not None]
+        if own:  # this rank is one of the two
+            found[evictor] = Wires(*own)
+            for wire in own:
+                _exercise(wire, plan, is_evictor=rank == evictor)
+    return found
+
+
+def _open(evictor: int, partner: int, world: World, pipelines: Sequence[Sequence[int]]) -> Wire | None:
+    own: Wire | None = None
+    # ``new_group`` wants every process, member or not, and all in the same order (its documentation).
+    for ranks in pipelines:
+        pair = sorted([ranks[evictor], ranks[partner]])  # as their places in the group are
+        numbers = dist.new_group(pair, timeout=world.timeout, backend="gloo")
+        # gloo matches what two processes send and receive in its order, so one group carries both.
+        tensors = numbers
+        if world.device.type == "cuda":
+            tensors = dist.new_group(pair, timeout=world.timeout, backend="nccl")
+        if world.rank in pair:
+            assert isinstance(numbers, dist.ProcessGroup)
+            assert isinstance(tensors, dist.ProcessGroup)
+            # ``group_dst`` and ``group_src`` count inside the group, which has two.
+            own = Wire(numbers, tensors, 1 - pair.index(world.rank), world.device)
+    return own
+
+
+def _exercise(wire: Wire, plan: Evictions, *, is_evictor: bool) -> None:
+    """Announce how much will come, and compare; then send a byte."""
+    # A partner with another schedule would wait for what never comes: better found before the first step.
+    expected = torch.tensor(plan, dtype=torch.int64)
+    byte = torch.zeros(1, dtype=torch.uint8, device=wire.device)
+    if is_evictor:
+        wire.announce(expected)()
+        wire.send(byte)()
+        return
+    found = torch.zeros_like(expected)
+    wire.expect(found)()
+    wire.receive(byte)()
+    if not torch.equal(found, expected):
+        plans = (Evictions(*numbers.tolist()) for numbers in (found, expected))
+        said, own = (f"{one.num_evictions} evictions and {one.num_loads} loads" for one in plans)
+        raise BoundaryError(f"a rank announces {said} a step, but its partner expects {own}")
+
+
 def _posted(post: Callable[[], dist.Work | None]) -> dist.Work:
-    try:
+    with peer_errors("the partner of evictions went away"):
         work = post()
-    # gloo reports a connection that broke as a plain RuntimeError.
-    except RuntimeError as error:
-        raise PeerLostError(f"the partner of evictions went away: {error}") from error
     assert work is not None, "a process never sends to itself"
     return work
 
@@ -256,18 +175,9 @@ def _end_of(work: dist.Work, timeout: timedelta | None = None) -> Finish:
     under_way = [work]  # with the message, which is let go of as soon as it is over
 
     def finish() -> bool:
-        try:
+        with peer_errors("the partner of evictions went away, or did not come in time"):
             if under_way:
-                _wait(under_way.pop(), timeout)
-        except RuntimeError as error:
-            raise PeerLostError(f"the partner of evictions went away, or did not come in time: {error}") from error
+                under_way.pop().wait(*(() if timeout is None else (timeout,)))
         return True
 
     return finish
-
-
-def _wait(work: dist.Work, timeout: timedelta | None) -> None:
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import StallError
 from pipeloom.execute.communication.collectives import Groups, Job
-from pipeloom.execute.lanes import JobUnderWay, Lane
+from pipeloom.execute.communication.transport import UnderWay, finish
+from pipeloom.execute.lanes import Lane
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
@@ -18,18 +18,6 @@ from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, COLLECTIVE_KINDS
 from pipeloom.schedule.stage_swaps import Content
 from pipeloom.workload.layout import Shard
-
-
-def finish(collective: JobUnderWay, timeout_s: float) -> None:
-    """Wait for a collective outside a step.
-
-    Raises:
-        PeerLostError: another rank went away.
-        StallError: it did not come in time.
-    """
-    if not collective.is_done() and not collective.wait(timeout_s):
-        raise StallError(f"waited {timeout_s:g} s in vain for the other data-parallel ranks")
-    collective.take()
 
 
 class GradientBuffers:
@@ -183,7 +171,7 @@ class DataParallel(Part):
                 if not weights.is_swapped:  # its first backward begins it with zeros
                     weights.gradient.zero_()
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start the collective."""
         action = row.actions[slot]
         return self._start_of[action.kind](action.stage)
@@ -197,7 +185,7 @@ class DataParallel(Part):
         self._count()  # the last reduction may have made room for a sum
         return self._most_held
 
-    def unshard(self, stage: int) -> JobUnderWay:
+    def unshard(self, stage: int) -> UnderWay:
         """Start gathering a stage's weights from its shards."""
         weights = self.weights[stage]
         weights.hold()
@@ -209,7 +197,7 @@ class DataParallel(Part):
         sent = shard.to(whole.dtype)  # weights go out in the type that computes
         yield self._groups.shard.gather(whole, sent)
 
-    def reshard(self, stage: int) -> JobUnderWay:
+    def reshard(self, stage: int) -> UnderWay:
         """Free a stage's gathered weights, now; the lane notes it in its order."""
         self.weights[stage].drop()
         self._gathered.discard(stage)
@@ -225,7 +213,7 @@ class DataParallel(Part):
         weights.open_gradient(buffer[: weights.order.size])
         self._count()
 
-    def reduce(self, stage: int) -> JobUnderWay:
+    def reduce(self, stage: int) -> UnderWay:
         """Start adding up over the ranks what the backwards since the last reduction have added."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()
@@ -282,10 +270,6 @@ class DataParallel(Part):
         self._close_all()
         for buffers in self._buffers.values():
             buffers.forget()
-
-    def close(self) -> None:
-        """Let go of the lane."""
-        self._lane.close()
 
     def _close_all(self) -> None:
         for stage in self._open:

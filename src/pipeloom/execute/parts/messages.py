@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.transport import Transfer
+from pipeloom.execute.communication.transport import UnderWay
 from pipeloom.execute.parts.part import MessagePart, RankRow
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import RECEIVE_KINDS, SEND_KINDS
@@ -24,7 +24,7 @@ class Messages(MessagePart):
     def __init__(self, outputs: Sequence[TensorSpec], slices: TokenSlices | None = None) -> None:
         self._outputs, self._slices = outputs, slices
 
-    def start(self, row: RankRow, slot: int) -> Transfer:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Send what a compute action of the row made, or receive what one will take."""
         action = row.actions[slot]
         if action.kind in SEND_KINDS:

@@ -1,21 +1,210 @@
-"""What EVICT, LOAD, OFFLOAD and RELOAD do on a rank, and what it holds for backwards."""
+"""What EVICT, LOAD, OFFLOAD and RELOAD do on a rank, what it does for ranks that evict to it, and what it holds.
 
-from collections.abc import Mapping
+Nothing in a partner's own row stands for what it does for another rank: jobs of their own accept what is evicted and
+give it back, beside its compute.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeloom.execute.communication.collectives import Job, already_done
-from pipeloom.execute.communication.wires import Wires, evictions
-from pipeloom.execute.lanes import JobUnderWay, MoveLanes
+from pipeloom.errors import RunError
+from pipeloom.execute.communication.collectives import Finish, Job, already_done
+from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.communication.wires import Evictions, Wires, evictions
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Keeper
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
-from pipeloom.execute.parts.partner import Served, announcement, key_of
-from pipeloom.execute.parts.vault import Live, Vault
 from pipeloom.execute.stages.saved import Packing, Parcel
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.schedule import Action, Kind, Schedule
-from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS
+from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS, PARTNER_MOVES
+
+Key = tuple[int, ...]
+"""What a move is about: stage, micro-batch, slice; at the partner also how it is packed."""
+Ranges = tuple[tuple[int, int], ...]
+"""Of the messages of a packing, from which byte to which."""
+
+
+def _key_of(action: Action) -> Key:
+    assert action.microbatch is not None
+    return action.stage, action.microbatch, action.slice
+
+
+class Live:
+    """Bytes that are held for backwards, both halves of them, now and at most; lanes' threads count, too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = 0
+        self.most = 0
+
+    def begin(self) -> None:
+        """Before a step."""
+        self._now = self.most = 0
+
+    def add(self, nbytes: int) -> None:
+        """More are held, or, where negative, fewer."""
+        with self._lock:
+            self._now += nbytes
+            self.most = max(self.most, self._now)
+
+
+class Vault:
+    """Memory that one lane puts aside and another fetches.
+
+    Args:
+        waits: whether lanes run in threads of their own.
+    """
+
+    def __init__(self, *, waits: bool) -> None:
+        self._waits = waits
+        self._changed = threading.Condition()
+        self._kept: dict[Key, tuple[Tensor, Any]] = {}
+        self._error: Exception | None = None
+        self._num_begun = 0
+
+    def begin(self) -> None:
+        """Before a step, or after one that failed: who still waits for something of that gets an error."""
+        with self._changed:
+            self._kept.clear()
+            self._error = None
+            self._num_begun += 1
+            self._changed.notify_all()
+
+    def put(self, key: Key, memory: Tensor, device: torch.device) -> None:
+        """Put memory aside; on CUDA, what the current stream does to it until now counts."""
+        event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        with self._changed:
+            self._kept[key] = memory, event
+            self._changed.notify_all()
+
+    def watched(self, job: Job) -> Job:
+        """A job that puts things here: if it fails, nobody waits for what it would have brought."""
+        with self._noting():
+            for finish in job:
+                yield partial(self._watched, finish)
+
+    def _watched(self, finish: Finish) -> bool:
+        with self._noting():
+            return finish()
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+            raise
+
+    def until(self, key: Key) -> Finish:
+        """Wait until something is there.
+
+        Raises:
+            RunError: in ``finish``, if the step was given up meanwhile.
+        """
+        begun = self._num_begun
+
+        def finish() -> bool:
+            with self._changed:
+                while self._waits and key not in self._kept and self._error is None and begun == self._num_begun:
+                    self._changed.wait()
+                if begun != self._num_begun:
+                    raise RunError("the step was given up")
+                if self._error is not None:
+                    raise self._error
+                return key in self._kept
+
+        return finish
+
+    def fetch(self, key: Key, device: torch.device) -> Tensor:
+        """Take it out; on CUDA the current stream works behind who put it there."""
+        with self._changed:
+            memory, event = self._kept.pop(key)
+        if event is not None:
+            torch.cuda.current_stream(device).wait_event(event)
+            if memory.is_cuda:
+                # The allocator knows the stream that made the memory; without this it
+                # could give it out again while this one reads.
+                memory.record_stream(torch.cuda.current_stream(device))
+        return memory
+
+
+_ANNOUNCED = ("stage", "micro-batch", "slice", "packing", "messages of a packing that is new")
+"""What the evicting rank announces of each move, in ``int64[5]``."""
+
+
+class Served:
+    """What a rank does for one that evicts to it.
+
+    Args:
+        wires: between the two.
+        plan: what the other one does in a step.
+        lanes: what this runs on.
+        evictor: the other rank.
+        live: what this rank holds.
+    """
+
+    def __init__(self, wires: Wires, plan: Evictions, lanes: Lanes, evictor: int, live: Live) -> None:
+        self._wires, self._plan, self._evictor, self._live = wires, plan, evictor, live
+        self._device = lanes.device
+        self._accepts, self._returns = (lanes.service(f"{name} {evictor}") for name in ("accept for", "return to"))
+        self._vault = Vault(waits=lanes.waits)
+        self._messages: dict[int, Ranges] = {}
+
+    def begin(self) -> list[Service]:
+        """Serve a step."""
+        self._vault.begin()
+        accepted = self._accepts.start(self._vault.watched(self._accept()))
+        returned = self._returns.start(self._give_back())
+        whose = f"serving rank {self._evictor}'s"
+        return [Service(f"{whose} evictions", accepted), Service(f"{whose} loads", returned)]
+
+    def forget(self) -> None:
+        """Drop what a failed step left behind."""
+        self._vault.begin()
+        self._messages.clear()
+
+    def _accept(self) -> Job:
+        wire = self._wires.evict
+        for _ in range(self._plan.num_evictions):
+            numbers = torch.empty(len(_ANNOUNCED), dtype=torch.int64)
+            yield wire.expect(numbers)
+            *key, packing, num_messages = numbers.tolist()
+            if num_messages:
+                ranges = torch.empty(num_messages, 2, dtype=torch.int64)
+                yield wire.expect(ranges)
+                # Kept for later steps: the evicting rank announces the messages of a packing only once.
+                self._messages[packing] = tuple((begin, end) for begin, end in ranges.tolist())
+            messages = self._messages.get(packing, ())
+            # When the eviction is announced, not before, so that room is taken only for what has been evicted.
+            memory = torch.empty(messages[-1][1] if messages else 0, dtype=torch.uint8, device=self._device)
+            self._live.add(memory.numel())
+            for begin, end in messages:
+                yield wire.receive(memory[begin:end])
+            self._vault.put((*key, packing), memory, self._device)
+            # Else the generator would hold it while it waits for the next eviction.
+            del memory
+
+    def _give_back(self) -> Job:
+        wire = self._wires.load
+        for _ in range(self._plan.num_loads):
+            numbers = torch.empty(len(_ANNOUNCED), dtype=torch.int64)
+            yield wire.expect(numbers)
+            key = tuple(numbers.tolist()[:-1])
+            yield self._vault.until(key)
+            memory = self._vault.fetch(key, self._device)
+            for begin, end in self._messages.get(key[-1], ()):
+                yield wire.send(memory[begin:end])
+            self._live.add(-memory.numel())
+            del memory
 
 
 class ActivationMoves(Part, Keeper):
@@ -39,28 +228,31 @@ class ActivationMoves(Part, Keeper):
         self,
         schedule: Schedule,
         rank: int,
-        lanes: MoveLanes,
+        lanes: Lanes,
         wires: Mapping[int, Wires],
         *,
         counts: bool = True,
     ) -> None:
         row = schedule.rows[rank]
-        kinds = [kind for kind in MOVE_KINDS if row.is_kind(kind).any()]
         self.partner = None if schedule.partners is None else schedule.partners[rank]
-        self._moved = {key_of(action) for action in row if action.kind in LOAD_OF}
-        self._recomputed = {key_of(action) for action in row if action.kind is Kind.RECOMPUTE}
-        self._lanes = {kind: lanes.of_kind(kind) for kind in kinds}
+        self._moved = {_key_of(action) for action in row if action.kind in LOAD_OF}
+        self._recomputed = {_key_of(action) for action in row if action.kind is Kind.RECOMPUTE}
+        self._lanes = {kind: lanes.lane(kind.value) for kind in MOVE_KINDS if row.is_kind(kind).any()}
         self._device, self._counts = lanes.device, counts
+        self._live = Live()
         plans = evictions(schedule)
         self._wires = wires[rank] if rank in plans else None
-        others = {other: plan for other, plan in plans.items() if plan.partner == rank}
-        self._served = [Served(wires[other], plan, lanes, other) for other, plan in others.items()]
+        self._served = [
+            Served(wires[other], plan, lanes, other, self._live)
+            for other, plan in plans.items()
+            if plan.partner == rank
+        ]
         self._away = Vault(waits=lanes.waits)
-        self._parcels: dict[tuple[int, int, int], Parcel] = {}
-        self._held: dict[tuple[int, int, int] | int, int] = {}
+        self._parcels: dict[Key, Parcel] = {}
+        # By portion, and by the number of the stage what its caches take.
+        self._held: dict[Key | int, int] = {}
         self._saved_bytes: dict[tuple[int, int], int] = {}
-        self._told: dict[Packing, int] = {}
-        self._live = Live()
+        self._number_of: dict[Packing, int] = {}
 
     def held(self) -> Held:
         """Bytes held for backwards, own ones and those of ranks that evict to this one."""
@@ -68,7 +260,7 @@ class ActivationMoves(Part, Keeper):
 
     def other_end(self, row: RankRow, slot: int) -> str:
         """With whom a move works, for people."""
-        return f"rank {self.partner}" if row.actions[slot].kind in (Kind.EVICT, Kind.LOAD) else "the memory of the host"
+        return f"rank {self.partner}" if row.actions[slot].kind in PARTNER_MOVES else "the memory of the host"
 
     def begin(self, row: RankRow) -> list[Service]:  # noqa: ARG002
         """Before a step: serve the ranks that evict to this one; what is to end with the step."""
@@ -76,11 +268,11 @@ class ActivationMoves(Part, Keeper):
         self._held.clear()
         self._away.begin()
         self._live.begin()
-        return [service for served in self._served for service in served.begin(self._live)]
+        return [service for served in self._served for service in served.begin()]
 
     def parcel(self, action: Action, *, owns_input: bool) -> Parcel | None:
         """What takes the tensors that a forward, the first or a second one, saves, if somebody has to know them."""
-        key, place = key_of(action), (action.stage, action.slice)
+        key, place = _key_of(action), (action.stage, action.slice)
         # Every micro-batch of a stage saves tensors of the same sizes, so one of them is counted for all.
         is_known = place in self._saved_bytes and not self._keeps_input(action)
         if not self._moves(action) and (is_known or not self._counts):
@@ -90,15 +282,15 @@ class ActivationMoves(Part, Keeper):
 
     def _keeps_input(self, action: Action) -> bool:
         """Whether a forward keeps its input only, for a second one."""
-        return action.kind is Kind.FORWARD and key_of(action) in self._recomputed
+        return action.kind is Kind.FORWARD and _key_of(action) in self._recomputed
 
     def _moves(self, action: Action) -> bool:
         """Whether what a forward keeps is moved; what a second one makes is not."""
-        return action.kind is Kind.FORWARD and key_of(action) in self._moved
+        return action.kind is Kind.FORWARD and _key_of(action) in self._moved
 
     def after_forward(self, action: Action, stage: Stage) -> None:
         """Count what a portion keeps that has gone forward, or forward again."""
-        key, place = key_of(action), (action.stage, action.slice)
+        key, place = _key_of(action), (action.stage, action.slice)
         parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
         nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
         if parcel is not None and not self._keeps_input(action):
@@ -108,37 +300,34 @@ class ActivationMoves(Part, Keeper):
 
     def before_backward(self, action: Action) -> None:
         """Let go of a portion's parcel, so that its backward frees one tensor after the other."""
-        self._parcels.pop(key_of(action), None)
+        self._parcels.pop(_key_of(action), None)
 
     def after_backward(self, action: Action, stage: Stage) -> None:
         """Count what a portion does not keep any more."""
-        self._hold(key_of(action), 0)
+        self._hold(_key_of(action), 0)
         self._hold(stage.index, stage.cached_bytes)
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
         """Count what the first half of a portion's backward left for the second one."""
-        self._hold(key_of(action), pending_bytes)
+        self._hold(_key_of(action), pending_bytes)
 
-    def _hold(self, what: tuple[int, int, int] | int, nbytes: int) -> None:
+    def _hold(self, what: Key | int, nbytes: int) -> None:
         """Count what is held of a portion now, or of the caches of a stage."""
         if self._counts:
             self._live.add(nbytes - self._held.pop(what, 0))
             self._held[what] = nbytes
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:
+    def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start a move on its lane."""
         action = row.actions[slot]
-        return self._lanes[action.kind].start(self._job(action, self._parcels[key_of(action)]))
+        return self._lanes[action.kind].start(self._job(action, self._parcels[_key_of(action)]))
 
     def _job(self, action: Action, parcel: Parcel) -> Job:
         match action.kind:
             case Kind.EVICT:
-                # Stages and slices that save alike share a packing: it is announced once, then named by a number.
-                is_new = parcel.packing not in self._told
-                self._told.setdefault(parcel.packing, len(self._told))
-                return self._away.watched(self._evict(action, parcel, is_new=is_new))
+                return self._away.watched(self._evict(action, parcel, *self._numbered(parcel.packing)))
             case Kind.LOAD:
-                return self._load(action, parcel)
+                return self._load(action, parcel, self._number_of[parcel.packing])
             case Kind.OFFLOAD:
                 return self._away.watched(self._offload(action, parcel))
             case _:
@@ -147,24 +336,25 @@ class ActivationMoves(Part, Keeper):
     def forget(self) -> None:
         """Drop what a failed step left behind."""
         self._parcels.clear()
-        self._told.clear()
+        self._number_of.clear()
         self._away.begin()
         for served in self._served:
             served.forget()
 
-    def close(self) -> None:
-        """Let go of the lanes."""
-        for lane in self._lanes.values():
-            lane.close()
-        for served in self._served:
-            served.close()
+    def _numbered(self, packing: Packing) -> tuple[int, Ranges]:
+        """The number of a packing, and the messages to announce for it: all where the partner does not have them yet.
 
-    def _evict(self, action: Action, parcel: Parcel, *, is_new: bool) -> Job:
+        Stages and slices that save alike share a packing.
+        """
+        is_new = packing not in self._number_of
+        return self._number_of.setdefault(packing, len(self._number_of)), packing.messages if is_new else ()
+
+    def _evict(self, action: Action, parcel: Parcel, number: int, new: Ranges) -> Job:
         assert self._wires is not None
-        wire, packing = self._wires.evict, parcel.packing
-        yield wire.announce(announcement(action, self._told[packing], len(packing.messages) if is_new else 0))
-        if is_new and packing.messages:
-            yield wire.announce(torch.tensor(packing.messages, dtype=torch.int64))
+        wire = self._wires.evict
+        yield wire.announce(torch.tensor([*_key_of(action), number, len(new)], dtype=torch.int64))
+        if new:
+            yield wire.announce(torch.tensor(new, dtype=torch.int64))
         for message in parcel.messages(self._live.add):
             # A generator keeps its variables while it waits: what was sent would stay in memory until the next message.
             sending = wire.send(message)
@@ -172,13 +362,13 @@ class ActivationMoves(Part, Keeper):
             yield sending
             del sending
         # Nothing is kept here: the load waits for this mark of the eviction's end.
-        self._away.put(key_of(action), torch.empty(0), self._device)
+        self._away.put(_key_of(action), torch.empty(0), self._device)
 
-    def _load(self, action: Action, parcel: Parcel) -> Job:
+    def _load(self, action: Action, parcel: Parcel, number: int) -> Job:
         assert self._wires is not None
-        yield self._away.until(key_of(action))
-        self._away.fetch(key_of(action), self._device)
-        yield self._wires.load.announce(announcement(action, self._told[parcel.packing], 0))
+        yield self._away.until(_key_of(action))
+        self._away.fetch(_key_of(action), self._device)
+        yield self._wires.load.announce(torch.tensor([*_key_of(action), number, 0], dtype=torch.int64))
         memory = self._room_for(parcel)
         for begin, end in parcel.packing.messages:
             yield self._wires.load.receive(memory[begin:end])
@@ -192,12 +382,12 @@ class ActivationMoves(Part, Keeper):
             memory[begin : begin + piece.numel()].copy_(piece, non_blocking=is_cuda)
             self._live.add(-piece.numel())
             del piece
-        self._away.put(key_of(action), memory, self._device)
+        self._away.put(_key_of(action), memory, self._device)
         yield already_done
 
     def _reload(self, action: Action, parcel: Parcel) -> Job:
-        yield self._away.until(key_of(action))
-        away = self._away.fetch(key_of(action), self._device)
+        yield self._away.until(_key_of(action))
+        away = self._away.fetch(_key_of(action), self._device)
         memory = self._room_for(parcel)
         memory.copy_(away, non_blocking=self._device.type == "cuda")
         parcel.restore(memory)

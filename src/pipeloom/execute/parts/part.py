@@ -2,21 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
 from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import Transfer, Transport
-from pipeloom.execute.lanes import JobUnderWay
+from pipeloom.execute.communication.transport import Transport, UnderWay
 from pipeloom.execute.stages.stage import Objective
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS, MOVE_KINDS, RECEIVE_KINDS, SEND_KINDS
 from pipeloom.schedule.lanes import Lane, lane_of
-
-UnderWay = Transfer | JobUnderWay
-"""What an action beside compute has started."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Service(NamedTuple):
     """
 
     what: str
-    job: JobUnderWay
+    job: UnderWay
 
 
 class RankRow:
@@ -122,13 +118,13 @@ class RankRow:
         source = self._sources[slot]
         return None if source is None else self.values.pop(source)
 
-    def send(self, slot: int, tensor: Tensor) -> Transfer:
+    def send(self, slot: int, tensor: Tensor) -> UnderWay:
         """Start sending to the rank at the other end of the action's lane."""
         peer = self.lanes[slot].peer
         assert peer is not None
         return self._transport.send(tensor, peer)
 
-    def receive(self, slot: int, spec: TensorSpec) -> Transfer:
+    def receive(self, slot: int, spec: TensorSpec) -> UnderWay:
         """Start receiving from the rank at the other end of the action's lane."""
         peer = self.lanes[slot].peer
         assert peer is not None
@@ -176,7 +172,7 @@ class Part:
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
         """Use what an action brought that this part started: once, before the first action that needs it."""
 
-    def span(self, slot: int, done: Mapping[int, Any], seconds: Callable[[Mark], float]) -> tuple[float, float]:
+    def span(self, slot: int, done: Mapping[int, UnderWay], seconds: Callable[[Mark], float]) -> tuple[float, float]:
         """Start and end of an action that this part started, among all that a step started beside compute, by slot."""
         return seconds(done[slot].begin), seconds(done[slot].end)
 
@@ -198,6 +194,6 @@ class Part:
 class MessagePart(Part):
     """A part whose actions are messages to another rank, and what these bring."""
 
-    def span(self, slot: int, done: Mapping[int, Any], seconds: Callable[[Mark], float]) -> tuple[float, float]:  # noqa: ARG002
+    def span(self, slot: int, done: Mapping[int, UnderWay], seconds: Callable[[Mark], float]) -> tuple[float, float]:  # noqa: ARG002
         """From when it was started to when it had ended, by the host's clock: both ranks have that one."""
-        return done[slot].start_s, done[slot].end_s
+        return done[slot].begin, done[slot].end

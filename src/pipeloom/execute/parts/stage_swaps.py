@@ -5,9 +5,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from pipeloom.errors import StallError
-from pipeloom.execute.clock import Clock, Mark
+from pipeloom.execute.clock import Mark
 from pipeloom.execute.communication.collectives import Job
-from pipeloom.execute.lanes import JobUnderWay, Lane
+from pipeloom.execute.communication.transport import UnderWay
+from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.schedule import Kind
@@ -57,39 +58,23 @@ class StageUpdates(Part):
         self.does.update(row.actions[slot].stage)
 
 
-class HostLanes:
-    """The two lanes between device and host.
-
-    Args:
-        to_host: runs its jobs in order.
-        from_host: as well; its jobs may wait on the host.
-        clock: what the spans of both are measured with.
-    """
-
-    def __init__(self, to_host: Lane, from_host: Lane, clock: Clock) -> None:
-        self.to_host, self.from_host, self.clock = to_host, from_host, clock
-
-    def close(self) -> None:
-        """Let go of the lanes."""
-        self.to_host.close()
-        self.from_host.close()
-
-
 class StageSwaps(Part):
     """One rank's stages on their way, in the steps of one schedule.
 
     Args:
         store: has the stages.
-        lanes: move them.
+        lanes: of the rank, of which two move them.
         timeout_s: longest that a stage waits for room.
     """
 
     kinds = STAGE_SWAP_KINDS
     waits_by_itself = True
 
-    def __init__(self, store: StageStore, lanes: HostLanes, timeout_s: float) -> None:
-        self._store, self._lanes, self._timeout_s = store, lanes, timeout_s
-        self._under_way: dict[int, JobUnderWay] = {}
+    def __init__(self, store: StageStore, lanes: Lanes, timeout_s: float) -> None:
+        self._store, self._clock, self._timeout_s = store, lanes.clock, timeout_s
+        # A stage on its way in waits on the host for the room that another one leaves.
+        self._to_host, self._from_host = lanes.lane("to host"), lanes.lane("from host", waits_on_host=True)
+        self._under_way: dict[int, UnderWay] = {}
 
     def bind(self, row: RankRow) -> None:
         """Find for each swap what moves, and for each ``SWAP_IN`` the ``SWAP_OUT``s that have to end first."""
@@ -104,14 +89,12 @@ class StageSwaps(Part):
         self._store.begin(self.settle)
         return ()
 
-    def start(self, row: RankRow, slot: int) -> JobUnderWay:  # noqa: ARG002  its slot says all
+    def start(self, row: RankRow, slot: int) -> UnderWay:  # noqa: ARG002  its slot says all
         """Start a swap."""
-        if slot in self._comes:
-            job = self._lanes.from_host.start(self._come(slot))
-        else:
-            job = self._lanes.to_host.start(self._go(slot))
-        self._under_way[slot] = job
-        return job
+        comes = slot in self._comes
+        lane, job = (self._from_host, self._come(slot)) if comes else (self._to_host, self._go(slot))
+        under_way = self._under_way[slot] = lane.start(job)
+        return under_way
 
     def _come(self, slot: int) -> Job:
         for out in self._outs[slot]:
@@ -155,7 +138,7 @@ class StageSwaps(Part):
                 "writing it takes longer, as in files on a slow disk, raise training.stall_timeout_s"
             )
         out.take()
-        self._lanes.clock.wait(out.end)
+        self._clock.wait(out.end)
         return True
 
     def forget(self) -> None:

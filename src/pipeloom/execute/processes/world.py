@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -43,34 +43,34 @@ class World:
         """
         # In float64 whole numbers stay exact up to 2 ** 53: parameters and votes are added up here as well.
         tensor = torch.tensor(numbers, dtype=torch.float64)
-        with _peer_errors("numbers were added up"):
+        with _while("numbers were added up"):
             dist.all_reduce(tensor, group=self.control)
         return tensor.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
         """Every process's value by rank, on rank 0; ``None`` elsewhere."""
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _peer_errors("values were gathered"):
+        with _while("values were gathered"):
             dist.gather_object(value, values, group=self.control)
         return values
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every process."""
         values = [value]
-        with _peer_errors("a value was sent to all"):
+        with _while("a value was sent to all"):
             dist.broadcast_object_list(values, 0, group=self.control)
         return values[0]
 
     def broadcast(self, value: int, source: int) -> int:
         """A whole number of one process, on every process."""
         tensor = torch.tensor([value], dtype=torch.int64)
-        with _peer_errors("a number was sent to all"):
+        with _while("a number was sent to all"):
             dist.broadcast(tensor, source, group=self.control)
         return int(tensor.item())
 
     def wait_for_all(self) -> None:
         """Wait until every process is here."""
-        with _peer_errors("all were waited for"):
+        with _while("all were waited for"):
             dist.barrier(group=self.control)
 
     def leave(self) -> None:
@@ -81,11 +81,20 @@ class World:
 
 
 @contextmanager
-def _peer_errors(what: str) -> Iterator[None]:
+def peer_errors(what: str) -> Iterator[None]:
+    """Errors of ``torch.distributed`` as ours: gloo reports a connection that broke as a plain RuntimeError.
+
+    Raises:
+        PeerLostError: with ``what``.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise PeerLostError(f"a process went away, or did not come in time, while {what}: {error}") from error
+        raise PeerLostError(f"{what}: {error}") from error
+
+
+def _while(what: str) -> AbstractContextManager[None]:
+    return peer_errors(f"a process went away, or did not come in time, while {what}")
 
 
 def is_launched() -> bool:

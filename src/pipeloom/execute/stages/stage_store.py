@@ -243,35 +243,3 @@ class StageStore:
     def _give(self, size: int) -> None:
         with self._lock:
             self._live_bytes -= size
-
-
-class LentMatrix:
-    """A matrix of one stage that another stage borrows, and its gradient there; both come and go with the borrower.
-
-    Args:
-        store: of both stages.
-        borrower: the stage that computes with it.
-        weights: like it, on the device; taken over.
-        gradient: like its gradient, on the device; taken over.
-    """
-
-    def __init__(self, store: StageStore, borrower: int, weights: Tensor, gradient: Tensor) -> None:
-        self._store, self._borrower = store, borrower
-        self.weights, self.gradient = weights, gradient
-        store.add(borrower, Content.BORROWED, weights)
-        store.add(borrower, Content.LENT_GRADIENT, gradient)
-
-    def fill(self, owned: Tensor) -> None:
-        """Take the values of the owner, the first stage, wherever it is; the borrower is at rest."""
-        self._store.at_rest(self.weights).copy_(self._store.now(0, Content.WEIGHTS, owned))
-
-    @contextmanager
-    def collected(self) -> Iterator[Tensor]:
-        """The gradient that was collected, on the device meanwhile.
-
-        The borrower brings it for backwards alone, which are over; its way out is waited for here.
-        """
-        self._store.settle()
-        found = self._store.now(self._borrower, Content.LENT_GRADIENT, self.gradient)
-        with self._store.room(self.gradient.nbytes if found is not self.gradient else 0):
-            yield found.to(self.gradient.device)

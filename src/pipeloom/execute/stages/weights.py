@@ -113,7 +113,7 @@ class StageWeights:
     The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
     are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
     its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
-    shard begins in the flat buffer.
+    shard begins in the flat buffer. ``whole_bytes`` counts what may not be here.
 
     Where ``is_swapped``, a ``StageStore`` decides when all of this has memory.
 
@@ -162,7 +162,7 @@ class StageWeights:
         self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
         self._num_decayed = self._in_shard(self.order.num_decayed)
-        self._full_bytes = self.whole.nbytes
+        self.whole_bytes = self.whole.nbytes
         self.is_held = True
         self.is_swapped = False
         self.drop()
@@ -185,7 +185,7 @@ class StageWeights:
     @property
     def weights_bytes(self) -> int:
         """Bytes of the whole weights where they are here, and of the shard in the type that computes."""
-        whole = self._full_bytes if self.is_held else 0
+        whole = self.whole_bytes if self.is_held else 0
         return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
 
     @property
@@ -196,7 +196,7 @@ class StageWeights:
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
         # The storage and not the tensor: views that autograd saved in a forward are good again when it is filled.
-        self.whole.untyped_storage().resize_(self._full_bytes)
+        self.whole.untyped_storage().resize_(self.whole_bytes)
         self.is_held = True
 
     def drop(self) -> None:
@@ -221,9 +221,10 @@ class StageWeights:
         weights = self._parameters[name].detach()
         return weights.clone() if self._level == "full" else weights
 
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of the whole weights."""
-        return tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata  # noqa: SLF001
+    @property
+    def lends_copy(self) -> bool:
+        """Whether what ``lend`` returns has memory of its own."""
+        return self._level == "full"
 
     def add_to_gradient(self, name: str, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is open, what was computed outside the stage."""

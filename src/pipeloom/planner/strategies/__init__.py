@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from pipeloom.cost.software import Software
 from pipeloom.planner.strategies import activations, slices, swap
-from pipeloom.planner.strategies.strategy import STRATEGIES, Attempt, Left, Strategy
+from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.step import SimulatedStep
 
 __all__ = [
     "STRATEGIES",
-    "Attempt",
     "Left",
     "Strategy",
     "activations",

@@ -7,24 +7,22 @@ to make: a search tries the few layouts that come first by the estimate.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
+from pipeloom.cost.exchanges import evict_seconds, offload_seconds
 from pipeloom.cost.memory import stage_recomputed_bytes
-from pipeloom.cost.moves import evict_seconds, offload_seconds
 from pipeloom.errors import UserError
-from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
-from pipeloom.planner.candidate import Candidate
-from pipeloom.planner.settle import TRIES, free_bytes, orders_of
+from pipeloom.planner.settle import TRIES, Candidate, orders_of
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage
-from pipeloom.predict.step import Order, compute_schedule
+from pipeloom.predict.step import compute_schedule
 from pipeloom.workload.layout import Way, paired_order
 
 MOST_MOVED = 200
@@ -33,174 +31,149 @@ UNDER_WAY = 3
 """Stage inputs that a rank holds at least where it moves some: one that leaves, one that comes, and the one in use."""
 
 
-@dataclass(frozen=True, eq=False)
-class Relief:
-    """A leaf that is too large, with one way to make room.
-
-    Attributes:
-        leaf: with one level of sharding and a closed form for what its ranks hold.
-        way: in which room is made.
-    """
-
-    leaf: Leaf
-    way: Way
-
-    @cached_property
-    def estimate_s(self) -> float:
-        """Seconds of the step, about; infinite where there is no room even so.
-
-        Each rank does for a share of its micro-batches what the way costs: the share of what it would hold that it has
-        no room for. Moving is hidden unless a lane is busy for longer than the step takes, or than it takes to
-        make what has to leave.
-        """
-        share, leaf = self._share, self.leaf
-        if share is None:
-            return float("inf")
-        bounds, (shard,) = leaf.cut.time, leaf.sharding.levels
-        sharded = bounds.sharded(shard, leaf.sharding.replicate)
-        count, each_s = leaf.cut.run.num_microbatches, self._each_s[bounds.stages]
-        more_s = count * (share[:, None] * each_s).sum(axis=1)
-        if self.way != "keep":
-            # Moves have lanes of their own, recomputing has not: it makes the rank's work longer instead.
-            return max(sharded.step_s, float(more_s.max())) + self._late_s(share)
-        work = bounds.work[0]
-        return max(sharded.step_s, float((work.end_s() + more_s).max()) + sharded.after_s)
-
-    def _late_s(self, share: Floats) -> float:
-        """Seconds by which what has to leave before a rank holds the most takes longer than making all of that."""
-        stages, held = self.leaf.cut.time.stages, self.leaf.stage_inputs
-        assert held is not None, "only leaves with closed forms are relieved"
-        made_s = (held * np.array(self.leaf.cut.time.costs.forward_s)[stages]).sum(axis=1)
-        leaves_s = share * (held * self._each_s[stages]).sum(axis=1)
-        return float(np.maximum(leaves_s - made_s, 0.0).max())
-
-    @cached_property
-    def _share(self) -> Floats | None:
-        """For each rank the share of what it would hold that has to go; ``None`` where that is too much."""
-        leaf, held = self.leaf, self.leaf.stage_inputs
-        (shard,) = leaf.sharding.levels
-        assert held is not None, "only leaves with closed forms are relieved"
-        memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
-        loss = 1 + leaf.cut.memory.software.fragmentation
-        whole = (held * leaf.cut.memory.input_bytes).sum(axis=1) * loss
-        missing = memory.held_bytes(held) - leaf.cut.memory.rooms
-        largest = leaf.cut.memory.input_bytes.max(axis=1) * loss
-        # Moved to partners nothing leaves the pipeline: all ranks together need the room for all of it.
-        if self.way == "balance" and missing.sum() > 0:
-            return None
-        if (missing > whole - largest * (1 if self.way == "keep" else UNDER_WAY)).any():
-            return None
-        # At least a byte, for ranks whose stages keep nothing.
-        return np.clip(missing, 0.0, whole) / np.maximum(whole, 1.0)
-
-    @cached_property
-    def _each_s(self) -> Floats:
-        """For each stage what the way costs for a micro-batch."""
-        cut = self.leaf.cut
-        cluster, software = cut.arrangement.cluster, cut.arrangement.question.software
-        if self.way == "keep":
-            return np.array(cut.time.costs.forward_s)
-        sizes = kept_by_stage(cut.run, software)
-        if self.way == "offload":
-            return np.array(offload_seconds(cut.run, cluster, sizes))
-        assert self.leaf.stage_inputs is not None
-        held = (self.leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
-        return np.array(evict_seconds(cut.run, cluster, software, pair_ranks(held), sizes))
-
-    def build(self) -> Candidate | None:
-        """The leaf with everything decided; ``None`` if it does not fit in this way, or fits without it."""
-        (shard,) = self.leaf.sharding.levels
-        order = _leanest(orders_of(self.leaf.choice, shard))
-        plain = Candidate(self.leaf.placed(shard), order)
-        if min(free_bytes(plain, self.leaf)) >= 0:
-            return None
-        return self._keeping(plain) if self.way == "keep" else self._moving(plain)
-
-    def _keeping(self, plain: Candidate) -> Candidate | None:
-        """With as many stage inputs kept whole on each rank as it has room for."""
-        run, schedule = plain.run, compute_schedule(plain.order.choice)
-        kept, left = kept_by_stage(run, plain.software), stage_recomputed_bytes(run, plain.software)
-        most, keep = list(schedule.peak_stage_inputs), list[int]()
-        for rank, room in enumerate(_activation_room(plain, self.leaf)):
-            stages = schedule.placement.stages_of(rank)
-            whole, input_only = max(kept[stage] for stage in stages), max(left[stage] for stage in stages)
-            fits = (room - most[rank] * input_only) / max(1.0, whole - input_only)
-            keep.append(min(most[rank], int(max(0.0, fits))))
-        for _ in range(TRIES):
-            if min(keep) < 1:
-                return None
-            chosen = replace(plain, order=replace(plain.order, choice=_kept(plain.order.choice, keep)))
-            free = free_bytes(chosen, self.leaf)
-            if min(free) >= 0:
-                return chosen
-            keep = [number - (bytes_ < 0) for number, bytes_ in zip(keep, free, strict=True)]
-        return None
-
-    def _moving(self, plain: Candidate) -> Candidate | None:
-        """With what has no room moved to partners or to the host; the step decides whether that is enough."""
-        room = int(min(_activation_room(plain, self.leaf)))  # whole bytes, as a run file has them
-        if room <= 0:
-            return None
-        moving = Moves(balance=self.way == "balance", offload=self.way == "offload", budget_bytes=room)
-        chosen = replace(plain, order=replace(plain.order, moving=moving))
-        # Partners beside each other put pipeline neighbors apart, so neither order is always the faster one.
-        candidates = [chosen, *self._paired(chosen)]
-        seconds = [self._step_s(one) for one in candidates]
-        return candidates[seconds.index(min(seconds))] if min(seconds) < float("inf") else None
-
-    def _paired(self, chosen: Candidate) -> Iterator[Candidate]:
-        """With partners beside each other, where a node has room for both and they are on different ones."""
-        run, cluster = chosen.run, self.leaf.cut.arrangement.cluster
-        if self.way != "balance" or run.num_devices <= cluster.devices_per_node:
-            return
-        partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.order.choice)))
-        # Else partners reach over nodes however pipeline ranks are ordered.
-        if 2 * run.dp * run.tp <= cluster.devices_per_node:
-            yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
-
-    def _step_s(self, chosen: Candidate) -> float:
-        """Seconds of its step; infinite if it does not fit."""
-        try:
-            prediction = chosen.simulate().prediction
-        except UserError:  # what moves does not leave enough room
-            return float("inf")
-        return prediction.step_time_s if prediction.fits else float("inf")
-
-
-def _reliefs(left: Left, way: Way) -> Iterator[Relief]:
-    """Leaves that are too large with room made in a way, with every level of sharding by itself."""
+def _too_large(left: Left, way: Way) -> Iterator[Leaf]:
+    """Leaves that are too large and in which a way may make room, with every level of sharding by itself."""
     for leaf in left.too_large:
         if leaf.stage_inputs is not None and leaf.cut.arrangement.kept != "some" and _is_possible(leaf, way):
             for level in leaf.sharding.levels:
-                yield Relief(replace(leaf, sharding=leaf.sharding._replace(levels=(level,)), way=way), way)
+                yield replace(leaf, sharding=leaf.sharding._replace(levels=(level,)))
 
 
 def _is_possible(leaf: Leaf, way: Way) -> bool:
+    run = leaf.cut.run
     if way == "keep":
         return leaf.cut.arrangement.kept != "full"
-    if leaf.cut.run.num_microbatches * leaf.cut.run.loops > MOST_MOVED:
+    if run.num_microbatches * run.loops > MOST_MOVED:
         return False
     if way == "balance":
-        return leaf.cut.run.pp > 1
-    cluster = leaf.cut.arrangement.cluster
-    return all(kind.host is not None for kind, _ in cluster.kinds(leaf.cut.run.num_devices))
+        return run.pp > 1
+    return all(kind.host is not None for kind, _ in leaf.cut.cluster.kinds(run.num_devices))
 
 
-def _leanest(orders: list[Order]) -> Order:
-    """Two gradients whole at once, and two stages gathered, hide exchanges; where memory is short, no more."""
-    return next((order for order in orders if order.gradient_buffers == 2 and order.residency <= 2), orders[-1])
+def _estimate_s(leaf: Leaf) -> float:
+    """Seconds of the step, about; infinite where there is no room even so.
+
+    Each rank does for a share of its micro-batches what the way costs: the share of what it would hold that it has no
+    room for. Moving is hidden unless a lane is busy for longer than the step takes, or than it takes to make what has
+    to leave.
+    """
+    share, held = _share(leaf), leaf.stage_inputs
+    if share is None or held is None:
+        return float("inf")
+    bounds, (shard,) = leaf.cut.time, leaf.sharding.levels
+    sharded, each_s = bounds.sharded(shard, leaf.sharding.replicate), _way_s(leaf)[bounds.stages]
+    more_s = leaf.cut.run.num_microbatches * (share[:, None] * each_s).sum(axis=1)
+    if leaf.way == "keep":
+        # Moves have lanes of their own, recomputing has not: it makes the rank's work longer instead.
+        return max(sharded.step_s, float((bounds.work[0].end_s() + more_s).max()) + sharded.after_s)
+    made_s = (held * np.array(leaf.cut.time.placed.costs.forward_s)[bounds.stages]).sum(axis=1)
+    # What has to leave before a rank holds the most may take longer than making all of that.
+    late_s = float(np.maximum(share * (held * each_s).sum(axis=1) - made_s, 0.0).max())
+    return max(sharded.step_s, float(more_s.max())) + late_s
 
 
-def _activation_room(chosen: Candidate, leaf: Leaf) -> list[float]:
+def _share(leaf: Leaf) -> Floats | None:
+    """For each rank the share of what it would hold that has to go; ``None`` where that is too much."""
+    held, bounds, (shard,) = leaf.stage_inputs, leaf.cut.memory, leaf.sharding.levels
+    assert held is not None, "only leaves with closed forms are relieved"
+    loss = 1 + leaf.cut.software.fragmentation
+    whole = (held * bounds.input_bytes).sum(axis=1) * loss
+    missing = bounds.sharded(shard, leaf.sharding.replicate).held_bytes(held) - bounds.rooms
+    largest = bounds.input_bytes.max(axis=1) * loss
+    # Moved to partners nothing leaves the pipeline: all ranks together need the room for all of it.
+    if leaf.way == "balance" and missing.sum() > 0:
+        return None
+    if (missing > whole - largest * (1 if leaf.way == "keep" else UNDER_WAY)).any():
+        return None
+    # At least a byte, for ranks whose stages keep nothing.
+    return np.clip(missing, 0.0, whole) / np.maximum(whole, 1.0)
+
+
+def _way_s(leaf: Leaf) -> Floats:
+    """For each stage what the way costs for a micro-batch."""
+    cut = leaf.cut
+    if leaf.way == "keep":
+        return np.array(cut.time.placed.costs.forward_s)
+    assert leaf.stage_inputs is not None
+    sizes = kept_by_stage(cut.run, cut.software)
+    if leaf.way == "offload":
+        return np.array(offload_seconds(cut.placed, sizes))
+    held = (leaf.stage_inputs * cut.memory.input_bytes).sum(axis=1).tolist()
+    return np.array(evict_seconds(cut.placed, pair_ranks(held), sizes))
+
+
+def _plain(leaf: Leaf) -> Candidate | None:
+    """The leaf without room made, with what hides exchanges; ``None`` if it fits like that."""
+    (shard,) = leaf.sharding.levels
+    orders = orders_of(leaf.choice, shard)
+    # Two gradients whole at once, and two stages gathered, hide exchanges; where memory is short, no more.
+    order = next((order for order in orders if order.gradient_buffers == 2 and order.residency <= 2), orders[-1])
+    chosen = Candidate(leaf.placed(shard), order, leaf)
+    return None if chosen.fits else chosen
+
+
+def _keep(leaf: Leaf) -> Candidate | None:
+    """With as many stage inputs kept whole on each rank as it has room for."""
+    if (plain := _plain(leaf)) is None:
+        return None
+    run, choice, schedule = plain.run, plain.order.choice, compute_schedule(plain.order.choice)
+    kept, left = kept_by_stage(run, plain.software), stage_recomputed_bytes(run, plain.software)
+    most, keep = list(schedule.peak_stage_inputs), list[int]()
+    for rank, room in enumerate(_activation_room(plain)):
+        stages = schedule.placement.stages_of(rank)
+        whole, input_only = max(kept[stage] for stage in stages), max(left[stage] for stage in stages)
+        fits = (room - most[rank] * input_only) / max(1.0, whole - input_only)
+        keep.append(min(most[rank], int(max(0.0, fits))))
+    for _ in range(TRIES):
+        if min(keep) < 1:
+            return None
+        chosen = replace(plain, order=replace(plain.order, choice=replace(choice, keep=tuple(keep))))
+        free = chosen.free_bytes
+        if min(free) >= 0:
+            return chosen
+        keep = [number - (bytes_ < 0) for number, bytes_ in zip(keep, free, strict=True)]
+    return None
+
+
+def _move(leaf: Leaf) -> Candidate | None:
+    """With what has no room moved to partners or to the host; the step decides whether that is enough."""
+    if (plain := _plain(leaf)) is None:
+        return None
+    room = int(min(_activation_room(plain)))  # whole bytes, as a run file has them
+    if room <= 0:
+        return None
+    moving = Moves(balance=leaf.way == "balance", offload=leaf.way == "offload", budget_bytes=room)
+    chosen = replace(plain, order=replace(plain.order, moving=moving))
+    # Partners beside each other put pipeline neighbors apart, so neither order is always the faster one.
+    candidates = [chosen, *_paired(chosen)]
+    seconds = [_step_s(one) for one in candidates]
+    return candidates[seconds.index(min(seconds))] if min(seconds) < float("inf") else None
+
+
+def _paired(chosen: Candidate) -> Iterator[Candidate]:
+    """With partners beside each other, where a node has room for both and they are on different ones."""
+    run, in_node = chosen.run, chosen.cluster.devices_per_node
+    # Else partners reach over nodes however pipeline ranks are ordered.
+    if chosen.leaf.way == "balance" and run.num_devices > in_node >= 2 * run.dp * run.tp:
+        partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.order.choice)))
+        yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
+
+
+def _step_s(chosen: Candidate) -> float:
+    """Seconds of its step; infinite if it does not fit."""
+    try:
+        prediction = chosen.simulate().prediction
+    except UserError:  # what moves does not leave enough room
+        return float("inf")
+    return prediction.step_time_s if prediction.fits else float("inf")
+
+
+def _activation_room(chosen: Candidate) -> list[float]:
     """For each rank the bytes that it has for what backwards need, with what the allocator loses taken off."""
     schedule, loss = compute_schedule(chosen.order.choice), 1 + chosen.software.fragmentation
     held = held_for_backwards(chosen.run, chosen.software, schedule)
-    # ``free`` already counts what the plain schedule holds; that may be moved.
-    return [free / loss + own for free, own in zip(free_bytes(chosen, leaf), held, strict=True)]
-
-
-def _kept(choice: Choice, keep: list[int]) -> Choice:
-    return replace(choice, keep=tuple(keep))
+    # ``free_bytes`` already counts what the plain schedule holds; that may be moved.
+    return [free / loss + own for free, own in zip(chosen.free_bytes, held, strict=True)]
 
 
 STRATEGIES.add(
@@ -208,7 +181,9 @@ STRATEGIES.add(
     Strategy(
         summary="recompute the micro-batches that a rank has no room for",
         without="no micro-batch recomputed by itself",
-        attempts=partial(_reliefs, way="keep"),
+        applies=partial(_too_large, way="keep"),
+        estimate=_estimate_s,
+        build=_keep,
         is_in=lambda step: step.order.choice.keep is not None,
     ),
 )
@@ -217,7 +192,9 @@ STRATEGIES.add(
     Strategy(
         summary="move activations to ranks that have room",
         without="no activations moved to partners",
-        attempts=partial(_reliefs, way="balance"),
+        applies=partial(_too_large, way="balance"),
+        estimate=_estimate_s,
+        build=_move,
         is_in=lambda step: step.order.moving.balance,
     ),
 )
@@ -226,7 +203,9 @@ STRATEGIES.add(
     Strategy(
         summary="move activations to the memory of the host",
         without="no activations moved to the host",
-        attempts=partial(_reliefs, way="offload"),
+        applies=partial(_too_large, way="offload"),
+        estimate=_estimate_s,
+        build=_move,
         is_in=lambda step: step.order.moving.offload and not step.order.moving.balance,
     ),
 )

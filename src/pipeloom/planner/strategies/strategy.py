@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from pipeloom.planner.candidate import Candidate
 from pipeloom.planner.question import Question
+from pipeloom.planner.settle import Candidate
 from pipeloom.planner.space import Arrangement, Leaf
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.registry import Registry
@@ -25,24 +25,6 @@ class Left(NamedTuple):
     limit_s: float
 
 
-class Attempt(Protocol):
-    """A leaf to which a strategy may be applied."""
-
-    @property
-    def leaf(self) -> Leaf:
-        """With the strategy's name as its way."""
-        ...
-
-    @property
-    def estimate_s(self) -> float:
-        """Seconds of the step, about; infinite where the strategy does not help. Of all attempts a few are built."""
-        ...
-
-    def build(self) -> Candidate | None:
-        """The leaf with everything decided; ``None`` if it does not fit in this way."""
-        ...
-
-
 def _nothing(_: Question) -> None:
     return None
 
@@ -58,7 +40,10 @@ class Strategy:
     Attributes:
         summary: one line for people.
         without: title of the best layout without it, where the best of all has it.
-        attempts: leaves to which it applies, of those that a search leaves.
+        applies: leaves to which it may be applied, of those that a search leaves. The search names the strategy in
+            their ``way`` before it estimates and builds them.
+        estimate: seconds of a leaf's step, about; infinite where the strategy does not help. A few leaves are built.
+        build: a leaf with everything decided; ``None`` if it does not fit in this way.
         is_in: whether a step has it.
         refine: further steps from a candidate, if it is among the best; for what takes long.
         hint: where nothing fits, what somebody should know about it.
@@ -68,7 +53,9 @@ class Strategy:
 
     summary: str
     without: str
-    attempts: Callable[[Left], Iterable[Attempt]]
+    applies: Callable[[Left], Iterable[Leaf]]
+    estimate: Callable[[Leaf], float]
+    build: Callable[[Leaf], Candidate | None]
     is_in: Callable[[SimulatedStep], bool]
     refine: Callable[[Candidate], Iterator[SimulatedStep]] = _no_steps
     hint: Callable[[Question], str | None] = _nothing

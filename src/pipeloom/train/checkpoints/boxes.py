@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Box(NamedTuple):
     """A box of a tensor's elements.
@@ -19,16 +21,11 @@ class Box(NamedTuple):
 
 
 def boxes_of(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """Cut an interval of a tensor's elements, counted in row-major order, into boxes.
+    """Cut the elements first..end-1 of a tensor, counted in row-major order, into boxes.
 
     Each box is contiguous in the interval and they come in its order, so the interval's elements, cut at the boxes'
     sizes, are the boxes' elements. An interval of a matrix is at most the end of a row, whole rows, and the beginning
     of a row; of ``n`` dims it is at most ``2 n - 1`` boxes.
-
-    Args:
-        shape: of the tensor.
-        first: the first element.
-        end: behind the last one.
     """
     assert 0 <= first <= end <= prod(shape), f"elements {first} to {end} of a tensor of shape {shape}"
     if first == end:
@@ -57,26 +54,29 @@ def _in_row(shape: tuple[int, ...], row: int, first: int, end: int) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Interval:
+class Elements:
     """The elements of a parameter that a rank holds: contiguous in its tensor-parallel part of it.
 
     Attributes:
+        values: flat, in row-major order of the part.
         whole: shape of the whole parameter.
         corner: index of the part's first element along each dim of the whole.
         part: shape of the part.
-        first: the first element that is held, counted in the part in row-major order.
-        count: how many are.
+        first: the first element that is held, counted in the part.
     """
 
+    values: Tensor
     whole: tuple[int, ...]
     corner: tuple[int, ...]
     part: tuple[int, ...]
     first: int
-    count: int
 
-    def boxes(self) -> list[Box]:
-        """As boxes of the whole parameter, in the order of the elements."""
-        return [
+    def boxes(self) -> list[tuple[Box, Tensor]]:
+        """Boxes of the whole parameter, in the order of the elements, each with a view of its values."""
+        boxes = [
             Box(tuple(map(sum, zip(self.corner, box.begin, strict=True))), box.size)
-            for box in boxes_of(self.part, self.first, self.first + self.count)
+            for box in boxes_of(self.part, self.first, self.first + len(self.values))
         ]
+        # Views: what is loaded goes straight into the weights, and what is saved is copied nowhere.
+        views = self.values.split([prod(box.size) for box in boxes])
+        return [(box, view.view(box.size)) for box, view in zip(boxes, views, strict=True)]

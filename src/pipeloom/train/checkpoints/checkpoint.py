@@ -6,20 +6,21 @@ share them out, and each rank reads what it needs, whatever layout wrote it.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeloom.checkpoint.checkpoint_folder import (
     FOLDER,
@@ -38,15 +39,15 @@ from pipeloom.checkpoint.checkpoint_folder import (
     run_of,
     write_info,
 )
-from pipeloom.config import ModelConfig, OptimizerConfig, RunConfig
+from pipeloom.config import ModelConfig, RunConfig
 from pipeloom.data.text import Data
 from pipeloom.data.tokenizer import Tokenizer
 from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.train.checkpoints.boxes import Interval
-from pipeloom.train.checkpoints.planner import IntervalLoadPlanner, IntervalSavePlanner, differences
+from pipeloom.train.checkpoints.boxes import Elements
+from pipeloom.train.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
 from pipeloom.train.checkpoints.storage import CheckpointReader, CheckpointWriter
 from pipeloom.train.pipeline import Pipeline
 from pipeloom.train.stages import stage_of
@@ -62,20 +63,13 @@ _PASSING: tuple[Cause, ...] = ("clock", "signal")
 _NEWEST = 2
 """How many of the newest checkpoints stay in any case: if the last one is damaged, the one before may be whole."""
 
-States = Mapping[Tensor, Mapping[str, Tensor]]
-"""The optimizer's state of each of its parameters."""
+_Found = TypeVar("_Found")
 
 
 class Checkpoints:
     """Checkpoints of one rank among the others; all ranks make it and call its methods together.
 
-    Args:
-        config: resolved.
-        world: this process among the others.
-        pipeline: with this rank's stages.
-        optimizer: over their parts; its state has begun.
-        run: the run folder; rank 0's counts.
-        tokenizer: of the text, a part of each checkpoint.
+    The optimizer's state has begun. Of the run folders that ranks name, that of rank 0 counts.
     """
 
     def __init__(
@@ -115,96 +109,90 @@ class Checkpoints:
         """
         path = self._run / FOLDER / name_of(info.step)
         draft = draft_of(path)
-        tensors, intervals = self._held(self._optimizer.state, is_shared_out=True)
+        planner = ElementsSavePlanner(self._held(is_shared_out=True))
         try:
             with _errors(f"cannot write the checkpoint {path}", RunError):
                 if self._is_writer:
                     shutil.rmtree(draft, ignore_errors=True)  # others write only after rank 0 has seen all plans
-                planner = IntervalSavePlanner(intervals)
-                dcp.save(tensors, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
-                self._complete(draft, path, info, self._measure(draft))
-                if self._is_writer:
-                    self._prune()
+                dcp.save({}, storage_writer=CheckpointWriter(draft), planner=planner, process_group=self._group)
+                files = dict(ChainMap(*self._on_all(partial(self._measure, draft))))
+                self._on_all(partial(self._complete, draft, path, info, files))
         finally:
             if self._is_writer:
                 shutil.rmtree(draft, ignore_errors=True)  # of a failure; it would fill the disk
 
     def restore(self, path: Path) -> CheckpointInfo:
-        """Read a checkpoint of any layout into the weights' shards and the optimizer.
-
-        Args:
-            path: a complete checkpoint.
+        """Read a complete checkpoint of any layout into the weights' shards and the optimizer.
 
         Raises:
             UserError: it cannot be read, or is not of this model; names everything that does not fit.
             PeerLostError: another rank went away.
         """
         with _errors(f"cannot read the checkpoint {path}", UserError):
-            self._check_files(path)
-        check_tokenizer(path, self._tokenizer)
-        info = read_info(path)
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        states = self._optimizer.state
-        tensors, intervals = self._held(states, is_shared_out=False)
-        planner = IntervalLoadPlanner(intervals, expected_shapes(self._config))
+            # Each rank reads its share of the files.
+            problems = self._on_all(partial(damage, path, self._rank, self._num_ranks))
+            if found := sorted({problem for of_rank in problems for problem in of_rank}):
+                lines = [f"the checkpoint {path} is damaged; use another one:", *(f"  - {one}" for one in found)]
+                raise UserError("\n".join(lines))
+        if read_tokenizer(path) not in (None, self._tokenizer.to_json()):
+            raise UserError(
+                f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
+                "set data.tokenizer as in the run that wrote it"
+            )
+        info, reader = read_info(path), CheckpointReader(path)
+        # Each rank compares all tensors and not only its own, so that one message names everything that is wrong.
+        if differing := differences(expected_shapes(self._config), reader.read_metadata()):
+            lines = [f"the checkpoint {path} is not of this model:", *(f"  - {one}" for one in differing)]
+            raise UserError("\n".join(lines))
+        planner = ElementsLoadPlanner(self._held(is_shared_out=False))
         with _errors(f"cannot read the checkpoint {path}", UserError):
-            reader = CheckpointReader(path)
-            dcp.load(tensors, storage_reader=reader, planner=planner, process_group=self._group)
+            dcp.load({}, storage_reader=reader, planner=planner, process_group=self._group)
         self._refresh()
-        for parameter in parameters:
-            # The optimizer's counter of steps is the run's: not stored for each parameter.
-            states[parameter]["step"].fill_(info.step)
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                # The optimizer's counter of steps is the run's: not stored for each parameter.
+                self._optimizer.state[parameter]["step"].fill_(info.step)
         return info
 
-    def _complete(self, draft: Path, path: Path, info: CheckpointInfo, files: dict[str, StoredFile]) -> None:
-        """Give a draft its name on rank 0; all ranks wait for that, and all raise an ``OSError`` if it fails."""
-        problem = [""]
-        if self._is_writer:
-            try:
-                write_info(draft, info, files)
-                # A rename cannot replace a folder that has files, such as a
-                # checkpoint of the same step from a run before.
-                _remove(path)
-                draft.rename(path)
-            except OSError as error:
-                problem = [f"rank 0: {error}"]
-        dist.broadcast_object_list(problem, 0, group=self._group)
-        if problem[0]:
-            raise OSError(problem[0])
-
-    def _measure(self, draft: Path) -> dict[str, StoredFile]:
-        """Sizes and hashes of the files of all ranks; each reads those that it wrote, and no rank reads them all.
-
-        Rank 0 first writes the tokenizer. All ranks raise an ``OSError`` if one of them cannot write or read.
-        """
-        names = [METADATA, TOKENIZER] if self._is_writer else []
-        mine: dict[str, StoredFile] | str
+    def _on_all(self, work: Callable[[], _Found]) -> list[_Found]:
+        """What a job returns on each rank, on every rank; where it fails on one, all raise an ``OSError``."""
+        problem, own = "", list[_Found]()
         try:
-            if self._is_writer:
-                (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
-            # DCP names the files of a rank __RANK_N.distcp. Just written, they are still in this host's page cache.
-            mine = measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
+            own.append(work())
         except OSError as error:
             # Sent and not raised here: the other ranks are about to wait for this one in the exchange.
-            mine = str(error)
-        found: list[dict[str, StoredFile] | str] = [{}] * self._num_ranks
-        dist.all_gather_object(found, mine, group=self._group)
-        files: dict[str, StoredFile] = {}
-        for rank, one in enumerate(found):
-            if isinstance(one, str):
-                raise OSError(f"rank {rank}: {one}")
-            files |= one
-        return files
+            problem = str(error)
+        found: list[tuple[str, list[_Found]]] = [("", [])] * self._num_ranks
+        dist.all_gather_object(found, (problem, own), group=self._group)
+        for rank, (problem, _) in enumerate(found):
+            if problem:
+                raise OSError(f"rank {rank}: {problem}")
+        return [one for _, result in found for one in result]
 
-    def _check_files(self, path: Path) -> None:
-        """Refuse a damaged checkpoint on all ranks; each reads its share of the files.
+    def _measure(self, draft: Path) -> dict[str, StoredFile]:
+        """Sizes and hashes of the files that this rank wrote; rank 0 first writes the tokenizer."""
+        names: list[str] = []
+        if self._is_writer:
+            (draft / TOKENIZER).write_text(self._tokenizer.to_json(), encoding="utf-8")
+            names = [METADATA, TOKENIZER]
+        # DCP names the files of a rank __RANK_N.distcp. Just written, they are still in this host's page cache.
+        return measure([*(draft / name for name in names), *draft.glob(f"__{self._rank}_*")])
 
-        Raises:
-            UserError: names the files.
-        """
-        found: list[list[str]] = [[]] * self._num_ranks
-        dist.all_gather_object(found, damage(path, self._rank, self._num_ranks), group=self._group)
-        refuse_damaged(path, [problem for problems in found for problem in problems])
+    def _complete(self, draft: Path, path: Path, info: CheckpointInfo, files: dict[str, StoredFile]) -> None:
+        """On rank 0, give a draft its name, and remove what it makes superfluous."""
+        if not self._is_writer:
+            return
+        write_info(draft, info, files)
+        # A rename cannot replace a folder that has files, such as a
+        # checkpoint of the same step from a run before.
+        _remove(path)
+        draft.rename(path)
+        keep = self._config.checkpoint.keep
+        for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
+            with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
+                # Without ``keep`` only those that were due by the clock or a signal.
+                if keep is not None or read_info(old).cause in _PASSING:
+                    _remove(old)
 
     def _refresh(self) -> None:
         """Compute with the weights that were read."""
@@ -217,78 +205,34 @@ class Checkpoints:
                 # Only where they are two: float32 stages compute on the memory that the optimizer updates.
                 whole.copy_(wide)
 
-    def _held(self, states: States, *, is_shared_out: bool) -> tuple[dict[str, Tensor], dict[str, Interval]]:
-        """This rank's elements of each tensor, flat, and which they are.
-
-        Args:
-            states: of the optimizer.
-            is_shared_out: of elements that other ranks hold too, only this rank's share.
-        """
-        tensors: dict[str, Tensor] = {}
-        intervals: dict[str, Interval] = {}
+    def _held(self, *, is_shared_out: bool) -> dict[str, Elements]:
+        """This rank's elements of each tensor; of those that other ranks hold too, only its share if shared out."""
+        found: dict[str, Elements] = {}
         index, size = self._data_parallel.copy_share if is_shared_out else (0, 1)
         for weights in self._data_parallel.weights.values():
             num = weights.shard.numel()
             # Ranks that hold the same elements write equal parts, so that no rank writes all of them alone.
             low, high = (weights.begin + num * share // size for share in (index, index + 1))
-            for prefix, held, begin in _buffers(weights, states, self._config.optimizer.rule.state):
+            for prefix, held, begin in self._buffers(weights):
                 values = held if self._store is None else self._store.at_rest(held)
                 for name, first, start, end in weights.order.overlaps(max(low, begin), min(high, begin + len(values))):
-                    part, whole = weights.order.shapes[name], self._slices[name].whole
-                    if is_shared_out and self._tensor_rank > 0 and part == whole:
+                    part, here = weights.order.shapes[name], self._slices[name]
+                    if is_shared_out and self._tensor_rank > 0 and part == here.whole:
                         continue  # all tensor-parallel ranks hold it whole
-                    tensors[prefix + name] = values[start - begin : end - begin]
-                    intervals[prefix + name] = Interval(whole, self._slices[name].begin, part, first, end - start)
-        return tensors, intervals
+                    own = values[start - begin : end - begin]
+                    found[prefix + name] = Elements(own, here.whole, here.begin, part, first)
+        return found
 
-    def _prune(self) -> None:
-        """Remove old checkpoints, without ``keep`` only those that were due by the clock alone."""
-        keep = self._config.checkpoint.keep
-        for old in list_checkpoints(self._run)[: -(_NEWEST if keep is None else keep)]:
-            with suppress(OSError, UserError):  # what cannot be removed or read now stays until the next checkpoint
-                if keep is not None or read_info(old).cause in _PASSING:
-                    _remove(old)
-
-
-def refuse_damaged(path: Path, problems: Iterable[str]) -> None:
-    """Refuse a checkpoint with damaged files.
-
-    Args:
-        path: the checkpoint.
-        problems: what ``damage`` returns for it.
-
-    Raises:
-        UserError: with each problem once; there is at least one.
-    """
-    lines = [f"  - {problem}" for problem in sorted(set(problems))]
-    if lines:
-        raise UserError("\n".join([f"the checkpoint {path} is damaged; use another one:", *lines]))
-
-
-def check_tokenizer(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a checkpoint whose tokens mean another text.
-
-    Raises:
-        UserError: its tokenizer is another one.
-    """
-    stored = read_tokenizer(path)
-    if stored not in (None, tokenizer.to_json()):
-        raise UserError(
-            f"the checkpoint {path} has another tokenizer than this run, so its model reads other tokens; "
-            "set data.tokenizer as in the run that wrote it"
-        )
+    def _buffers(self, weights: StageWeights) -> Iterator[tuple[str, Tensor, int]]:
+        """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
+        yield MODEL, weights.shard, weights.begin
+        for part in weights.parts:
+            for name in self._config.optimizer.rule.state:
+                yield _prefix(name), self._optimizer.state[part.parameter][name], part.begin
 
 
 def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, tokens: int) -> CheckpointInfo:
-    """Metadata beside the tensors.
-
-    Args:
-        config: resolved.
-        data: the text.
-        step: optimizer steps done.
-        sequences: read until then.
-        tokens: in these.
-    """
+    """Metadata beside the tensors, of a resolved run that has done so many steps and read so much in them."""
     return CheckpointInfo(
         step=step,
         sequences=sequences,
@@ -301,17 +245,13 @@ def checkpoint_info(config: RunConfig, data: Data, step: int, sequences: int, to
 
 
 def check_resumable(config: RunConfig) -> None:
-    """Refuse a damaged checkpoint, and one of another model, before anything starts.
-
-    Args:
-        config: resolved, with a checkpoint to resume from.
+    """Refuse the checkpoint of another model or optimizer, before anything starts; it is whole.
 
     Raises:
         UserError: names everything that does not fit, or why the checkpoint cannot be read.
     """
-    path = config.checkpoint.resume
+    path, optimizer = config.checkpoint.resume, config.optimizer
     assert path is not None
-    refuse_damaged(path, damage(path))
     info, sizes = read_info(path), _sizes(config.model)
     problems = [
         f"model.{name} is {sizes.get(name)}, the checkpoint has {info.model.get(name)}"
@@ -319,7 +259,13 @@ def check_resumable(config: RunConfig) -> None:
         if sizes.get(name) != info.model.get(name)
     ]
     metadata = CheckpointReader(path).read_metadata()
-    _check_optimizer(path, config.optimizer, metadata)
+    stored = {key.split(".")[1] for key in metadata.state_dict_metadata if key.startswith(_STATE)}
+    if stored != {*optimizer.rule.state}:
+        has, wants = (", ".join(sorted(names)) or "nothing" for names in (stored, optimizer.rule.state))
+        raise UserError(
+            f"the checkpoint {path} is of another optimizer: it keeps {has}, optimizer.name {optimizer.name} "
+            f"keeps {wants}; use the optimizer that it is of"
+        )
     problems += differences(expected_shapes(config), metadata)
     if not problems:
         return
@@ -330,22 +276,6 @@ def check_resumable(config: RunConfig) -> None:
     raise UserError("\n".join([f"the checkpoint {path} is not of this model:", *(f"  - {p}" for p in problems), hint]))
 
 
-def _check_optimizer(path: Path, optimizer: OptimizerConfig, metadata: Metadata) -> None:
-    """Refuse a checkpoint with the state of another rule.
-
-    Raises:
-        UserError: names both.
-    """
-    keys = (key.split(".") for key in metadata.state_dict_metadata if key.startswith(_STATE))
-    stored, kept = sorted({key[1] for key in keys}), sorted(optimizer.rule.state)
-    if stored != kept:
-        names = (", ".join(names) or "nothing" for names in (stored, kept))
-        raise UserError(
-            f"the checkpoint {path} is of another optimizer: it keeps {next(names)}, optimizer.name {optimizer.name} "
-            f"keeps {next(names)}; use the optimizer that it is of"
-        )
-
-
 def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
     """Settings that make other batches than those with which the run of a checkpoint would have gone on."""
     found = _text(config, data)
@@ -353,11 +283,7 @@ def new_order(config: RunConfig, data: Data, info: CheckpointInfo) -> list[str]:
 
 
 def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint, by key.
-
-    Args:
-        config: resolved.
-    """
+    """The shape of every tensor of a checkpoint of a resolved run, by key."""
     # Every rank can derive this from the configuration, those of other ranks included, without a message.
     model = stage_of(config, range(config.model.num_layers + 2), "meta")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -367,14 +293,6 @@ def expected_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 def _prefix(name: str) -> str:
     return f"{_STATE}{name}."
-
-
-def _buffers(weights: StageWeights, states: States, kept: Sequence[str]) -> Iterator[tuple[str, Tensor, int]]:
-    """Flat tensors over a stage's shard: prefix of their keys, the tensor, where it begins in the flat buffer."""
-    yield MODEL, weights.shard, weights.begin
-    for part in weights.parts:
-        for name in kept:
-            yield _prefix(name), states[part.parameter][name], part.begin
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:

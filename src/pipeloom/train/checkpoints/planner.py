@@ -1,8 +1,8 @@
 """What each rank writes into a checkpoint and reads from it, for torch.distributed.checkpoint.
 
-A rank holds a contiguous part of a stage's flat buffer, which cuts parameters anywhere. Here every such cut becomes
-boxes of the whole parameter, so that what one layout wrote can be read by any other. The state that is saved or loaded
-maps each key to the rank's elements of that tensor, as one flat tensor; an interval for each key selects them.
+A rank holds a contiguous part of a stage's flat buffer, which cuts parameters anywhere; DCP has shards that are boxes.
+Here every such cut becomes boxes of the whole parameter, so that what one layout wrote can be read by any other.
+Planners have the elements, and the state dict that DCP takes besides is empty.
 """
 
 from collections.abc import Mapping
@@ -22,38 +22,32 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from pipeloom.errors import UserError
-from pipeloom.train.checkpoints.boxes import Box, Interval
+from pipeloom.train.checkpoints.boxes import Box, Elements
 
 _MOST_NAMED = 5
 """Wrong keys of one sort that a message names; of another model thousands are wrong, all for the same few reasons."""
 
 
-class IntervalSavePlanner(DefaultSavePlanner):
-    """Writes a rank's intervals.
+class ElementsSavePlanner(DefaultSavePlanner):
+    """Writes a rank's elements, by key.
 
     Before anything is written, torch's own planner proves that the boxes of all ranks cover every tensor exactly once.
-
-    Args:
-        intervals: for each key of the state, which elements of the whole tensor it holds.
     """
 
-    def __init__(self, intervals: Mapping[str, Interval]) -> None:
-        # The state is flat already; flattening would only add a mapping of names to the metadata.
+    def __init__(self, elements: Mapping[str, Elements]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._intervals = intervals
+        self._elements = elements
         self._views: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
         """One item for each box."""
-        items = []
-        for key, interval in self._intervals.items():
-            values: Tensor = self.state_dict[key]
-            for box, view in _views(interval, values):
+        items: list[WriteItem] = []
+        for key, held in self._elements.items():
+            for box, view in held.boxes():
                 # By key and offset, as DCP identifies the chunks of a tensor.
                 index = MetadataIndex(key, box.begin)
                 self._views[index] = view
-                properties = TensorProperties(dtype=values.dtype)
-                data = TensorWriteData(_chunk(box), properties, torch.Size(interval.whole))
+                data = TensorWriteData(_chunk(box), TensorProperties(dtype=view.dtype), torch.Size(held.whole))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
@@ -63,40 +57,30 @@ class IntervalSavePlanner(DefaultSavePlanner):
         return self._views[index]
 
 
-class IntervalLoadPlanner(DefaultLoadPlanner):
-    """Reads a rank's intervals.
+class ElementsLoadPlanner(DefaultLoadPlanner):
+    """Reads a rank's elements, by key; the checkpoint has tensors of their shapes (``differences``)."""
 
-    Args:
-        intervals: for each key of the state, which elements of the whole tensor it holds.
-        expected: shape of every tensor that the checkpoint has to have, those of other ranks included.
-    """
-
-    def __init__(self, intervals: Mapping[str, Interval], expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, elements: Mapping[str, Elements]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._intervals = intervals
-        self._expected = expected
+        self._elements = elements
         self._views: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> LoadPlan:
         """An item for each overlap of a box here with a box that was written.
 
         Raises:
-            UserError: the checkpoint is not of these tensors.
+            UserError: elements are missing.
         """
         assert self.metadata is not None
-        # Each rank compares all tensors and not only its own, so that one message names everything that is wrong.
-        problems = differences(self._expected, self.metadata)
-        if problems:
-            raise UserError("\n".join(["the checkpoint is not of this model:", *(f"  - {one}" for one in problems)]))
         items: list[ReadItem] = []
-        for key, interval in self._intervals.items():
-            boxes = list(_views(interval, self.state_dict[key]))
+        for key, held in self._elements.items():
+            boxes = held.boxes()
             self._views |= {MetadataIndex(key, box.begin): view for box, view in boxes}
             stored = self.metadata.state_dict_metadata[key]
             assert isinstance(stored, TensorStorageMetadata)
             found = create_read_items_for_chunk_list(key, stored, [_chunk(box) for box, _ in boxes])
             # create_read_items_for_chunk_list returns overlaps, and says nothing of elements that no chunk has.
-            if sum(prod(item.lengths) for item in found) != interval.count:
+            if sum(prod(item.lengths) for item in found) != len(held.values):
                 raise UserError(f"the checkpoint is not complete: elements of {key} are missing; use another one")
             items += found
         return LoadPlan(items)
@@ -106,13 +90,12 @@ class IntervalLoadPlanner(DefaultLoadPlanner):
         return self._views[index]
 
 
-def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> list[str]:
-    """How the tensors of a checkpoint differ from those that are expected, all in a few sentences; empty if not at all.
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.size))
 
-    Args:
-        expected: shape of each tensor by key.
-        metadata: of the checkpoint.
-    """
+
+def differences(expected: Mapping[str, tuple[int, ...]], metadata: Metadata) -> list[str]:
+    """How a checkpoint's tensors differ from the expected shapes by key, in a few sentences; empty if not at all."""
     stored = {
         key: tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         for key, found in metadata.state_dict_metadata.items()
@@ -137,15 +120,3 @@ def _as_shape(shape: tuple[int, ...] | None) -> str:
 def _listed(names: list[str]) -> str:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _views(interval: Interval, values: Tensor) -> list[tuple[Box, Tensor]]:
-    """The boxes of an interval, each with its elements among the flat values."""
-    boxes = interval.boxes()
-    # Views: what is loaded goes straight into the weights, and what is saved is copied nowhere.
-    parts = values.split([prod(box.size) for box in boxes])
-    return [(box, part.view(box.size)) for box, part in zip(boxes, parts, strict=True)]
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.begin), torch.Size(box.size))

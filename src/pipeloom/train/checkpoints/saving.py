@@ -1,5 +1,6 @@
 """When a run writes a checkpoint, and when it ends early: what all ranks decide together after each step."""
 
+import shlex
 import shutil
 import sys
 import time
@@ -7,15 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 
-from pipeloom.checkpoint.checkpoint_folder import Cause
+from pipeloom.checkpoint.checkpoint_folder import Cause, list_checkpoints, step_of
 from pipeloom.config import RunConfig
 from pipeloom.errors import Interrupted, PeerLostError, RunError
 from pipeloom.execute.processes.signals import STOPS, StopSignals
 from pipeloom.execute.processes.world import World, is_launched
-from pipeloom.runs.run_folder import RunFolder
+from pipeloom.runs.run_folder import CONFIG, RunFolder
 from pipeloom.terminal.guard import printable
 from pipeloom.terminal.words import format_bytes
-from pipeloom.train.checkpoints.safe_steps import safe_steps
 
 GRACE = "checkpoint.grace_s"
 
@@ -24,13 +24,8 @@ class Saving:
     """Writes checkpoints in time, and ends the run in order on a signal.
 
     Ranks notice signals at different times, or only some do, and their clocks differ. So each rank votes in the sum
-    that ends a step anyway, and all act on the sums.
-
-    Args:
-        config: of the run.
-        world: this process among the others.
-        folder: of the run, which rank 0 writes.
-        write: writes a checkpoint after a step; all ranks call it, and all raise a ``RunError`` if one could not write.
+    that ends a step anyway, and all act on the sums. All ranks call ``write``, and all raise a
+    ``RunError`` if one could not write.
     """
 
     def __init__(self, config: RunConfig, world: World, folder: RunFolder, write: Callable[[int, Cause], None]) -> None:
@@ -168,3 +163,23 @@ class Saving:
 def _least(known: float, found: float) -> float:
     """The smaller one of two times, of which the first is 0 as long as nothing is known."""
     return min(known, found) if known else found
+
+
+def safe_steps(config: RunConfig, folder: RunFolder) -> str:
+    """What is not lost of a run that ended early, and the command that goes on; for people."""
+    run = folder.path
+    if folder.is_starting:
+        return f"No step was done; {run} is as it was."
+    checkpoints, begun = list_checkpoints(run), config.checkpoint.resume
+    where = f"What the run wrote until then is in {run}."
+    if not checkpoints and begun is None:
+        return f"No checkpoint was written, so no step is safe. {where}"
+    words = ["pipeloom", "train", str(run / CONFIG)]
+    if checkpoints:
+        # The run folder and not one checkpoint: the newest whole one is chosen when the run starts again.
+        words += ["--checkpoint.resume", str(run), "--output.folder", str(run)]
+        safe = f"{step_of(checkpoints[-1])} of {config.training.steps} steps are safe, in {checkpoints[-1]}."
+    else:
+        safe = f"No checkpoint was written since {begun}, with which the run began."
+    how = "To go on, with the same launcher:" if is_launched() else "To go on:"
+    return f"{safe} {where}\n{how} {shlex.join(words)}"

@@ -45,11 +45,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint that a stranger may have made. The description is read once.
-
-    Args:
-        path: the checkpoint.
-    """
+    """Reads a checkpoint that a stranger may have made. The description is read once."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

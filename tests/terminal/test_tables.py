@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from pipeloom.cli.figures import print_table, table
+from pipeloom.terminal.console import print_table, table
 
 
 def shown(width, capsys):

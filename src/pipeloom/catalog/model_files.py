@@ -1,27 +1,91 @@
-"""A Hugging Face ``config.json`` -> a model that computes the same function here, or everything that is not the same.
+"""Files of models: TOML of the catalog, and Hugging Face's ``config.json``.
 
+From a ``config.json`` comes a model that computes the same function here, or everything that is not the same.
 ``model_type`` selects an architecture (``catalog.architectures``). Each key of the file is used, has to have one value,
 or has no effect on the function; any other key is a problem. So no setting is read and not used.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeloom.catalog.architectures import ARCHITECTURES, ELSEWHERE, Architecture
-from pipeloom.catalog.reading import ModelFile, Reader, is_positive
+from pipeloom.catalog.reading import Reader, is_positive, read_toml
 from pipeloom.errors import UserError
 from pipeloom.system.files import parse_json, read_text
-from pipeloom.workload.model import MOST_LAYERS, ModelShape, head_problems
-from pipeloom.workload.model_families import MODELS
+from pipeloom.workload.model import MOST_LAYERS, ModelConfig, ModelShape, head_problems, model_of
+from pipeloom.workload.model_families import MODELS, mlp_names
 
 _WIDTH = 100
 """Most characters of a value in a message."""
 
 
-def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
+@dataclass(frozen=True)
+class ModelFile:
+    """The content of the file of a model.
+
+    Attributes:
+        shape: the sizes.
+        norm_eps, rope_theta: as in ``ModelConfig``; ``None`` where the file has none.
+    """
+
+    shape: ModelShape
+    norm_eps: float | None = None
+    rope_theta: float | None = None
+
+    def over(self, model: ModelConfig) -> ModelConfig:
+        """A model's settings with those of the file."""
+        return replace(
+            model_of(self.shape, model),
+            norm_eps=model.norm_eps if self.norm_eps is None else self.norm_eps,
+            rope_theta=model.rope_theta if self.rope_theta is None else self.rope_theta,
+        )
+
+
+def load_model(name_or_path: str, seq_len: int | None = None) -> ModelShape:
+    """The sizes of ``read_model``."""
+    return read_model(name_or_path, seq_len).shape
+
+
+def read_model(name_or_path: str, seq_len: int | None = None) -> ModelFile:
+    """A model by name (``pipeloom/catalog/models``), from a TOML file, or from a Hugging Face ``config.json``.
+
+    Args:
+        name_or_path: its name or its file.
+        seq_len: tokens of a sequence, on which the function of some models depends; ``None`` to leave that open.
+
+    Raises:
+        UserError: there is no such file, or something in it is wrong; all problems together.
+    """
+    if Path(name_or_path).suffix == ".json":
+        return _read_config_json(Path(name_or_path), seq_len)
+    table, source = read_toml("models", name_or_path)
+    reader = Reader(table, source)
+    mlp = reader.text("mlp", among=mlp_names())
+    shape = ModelShape(
+        name=reader.text("name"),
+        layers=reader.integer("layers", most=MOST_LAYERS),
+        hidden=reader.integer("hidden"),
+        heads=reader.integer("heads"),
+        kv_heads=reader.integer("kv_heads", table.get("heads")),
+        ffn=reader.integer("ffn"),
+        mlp=mlp,
+        vocab=reader.integer("vocab"),
+        tied=reader.flag("tied"),
+    )
+    if not reader.has_problems:
+        heads = (shape.hidden, shape.heads, shape.kv_heads)
+        for problem in head_problems(*heads, is_rotary=shape.family.is_rotary, names=("hidden", "heads", "kv_heads")):
+            reader.complain(problem)
+    norm_eps = reader.positive("norm_eps") if "norm_eps" in table else None
+    rope_theta = reader.positive("rope_theta") if "rope_theta" in table and shape.family.is_rotary else None
+    reader.check({"source"})
+    return ModelFile(shape, norm_eps, rope_theta)
+
+
+def _read_config_json(path: Path, seq_len: int | None) -> ModelFile:
     """The model of a ``config.json``.
 
     Args:
@@ -46,12 +110,12 @@ def read_config_json(path: Path, seq_len: int | None) -> ModelFile:
         why = f": {ELSEWHERE[name]}, which is not supported" if name in ELSEWHERE else ""
         reader.complain(f"model_type must be one of {', '.join(ARCHITECTURES)}, found {shown}{why}")
         # Raises: without an architecture no other key has a meaning.
-        reader.check(lambda: set(table))
+        reader.check(set(table))
     file = _ConfigJson(table, reader, ARCHITECTURES[name], name)
-    model = (_rotary if file.known.model_family.is_rotary else _learned)(file, seq_len)
+    model = _model(file, seq_len)
     _check_fixed(file)
     _check_keys(file)
-    reader.check(lambda: set(table))
+    reader.check(set(table))
     return model
 
 
@@ -77,43 +141,38 @@ class _ConfigJson:
         self.reader.complain(f"{key} must be {wanted}, found {found}")
 
 
-def _rotary(file: _ConfigJson, seq_len: int | None) -> ModelFile:
+def _model(file: _ConfigJson, seq_len: int | None) -> ModelFile:
     known, reader = file.known, file.reader
+    is_rotary = known.model_family.is_rotary
     layers = reader.integer(known.layers, most=MOST_LAYERS)
-    hidden, heads, ffn = (reader.integer(key) for key in (known.hidden, known.heads, known.ffn))
-    has_one = file.table.get("num_key_value_heads") is None and file.known.window is None  # mistral has a number
-    kv_heads = heads if has_one else reader.integer("num_key_value_heads")
+    hidden, heads = reader.integer(known.hidden), reader.integer(known.heads)
+    # GPT-2's files may leave it out, and mean the usual multiple.
+    has_ffn = is_rotary or file.table.get(known.ffn) is not None
+    ffn = reader.integer(known.ffn) if has_ffn else 4 * hidden
+    # Mistral's default is a number, not that of the heads.
+    has_groups = is_rotary and (file.table.get("num_key_value_heads") is not None or known.window is not None)
+    kv_heads = reader.integer("num_key_value_heads") if has_groups else heads
     if not reader.has_problems:
         _check_heads(file, hidden, heads, kv_heads)
-        _check_windows(file, layers, seq_len)
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps), _rope_theta(file))
-
-
-def _learned(file: _ConfigJson, seq_len: int | None) -> ModelFile:
-    known, reader = file.known, file.reader
-    layers = reader.integer(known.layers, most=MOST_LAYERS)
-    hidden, heads = (reader.integer(key) for key in (known.hidden, known.heads))
-    ffn = 4 * hidden if file.table.get(known.ffn) is None else reader.integer(known.ffn)
-    if not reader.has_problems:
-        _check_heads(file, hidden, heads, heads)
+        if is_rotary:
+            _check_windows(file, layers, seq_len)
     # Learned positions: a shorter table lacks rows, and a longer one has weights that no sequence would train.
-    rows = reader.integer("n_positions", 1024)
+    rows = seq_len if is_rotary else reader.integer("n_positions", 1024)
     if seq_len is not None and rows != seq_len:
         wanted = f"{seq_len}, the tokens of a sequence, as the table of positions has a row for each here"
         file.must_be("n_positions", wanted, 1024)
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn": ffn}
-    return ModelFile(_shape(file, sizes), reader.positive(known.eps, known.default_eps))
-
-
-def _shape(file: _ConfigJson, sizes: Mapping[str, int]) -> ModelShape:
-    return ModelShape(
-        **sizes,
+    shape = ModelShape(
         name=file.name,
-        mlp=file.known.model_family.mlp,
-        vocab=file.reader.integer("vocab_size"),
-        tied=file.reader.flag("tie_word_embeddings", default=file.known.tied),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        mlp=known.model_family.mlp,
+        vocab=reader.integer("vocab_size"),
+        tied=reader.flag("tie_word_embeddings", default=known.tied),
     )
+    return ModelFile(shape, reader.positive(known.eps, known.default_eps), _rope_theta(file) if is_rotary else None)
 
 
 def _check_heads(file: _ConfigJson, hidden: int, heads: int, kv_heads: int) -> None:

@@ -1,0 +1,55 @@
+"""Files of training programs: what each does in its own way, and its calibrated efficiencies."""
+
+from dataclasses import fields
+from typing import Any, cast, get_args
+
+from pipeloom.catalog.reading import Reader, read_toml
+from pipeloom.cost.software import FRACTIONS, SHARES, Division, Efficiency, Software
+from pipeloom.families import FAMILIES
+from pipeloom.workload.layout import Shard, Way
+
+
+def load_software(name_or_path: str) -> Software:
+    """A training program by name (``pipeloom/catalog/software``) or from a file.
+
+    Raises:
+        UserError: there is no such file, or something in it is wrong; all problems together.
+    """
+    table, source = read_toml("software", name_or_path)
+    reader = Reader(table, source)
+    calibrated, default = reader.table("efficiency", is_optional=True), Software(name="")
+    known = {item.name for item in fields(Efficiency)}
+    values = {key: _efficiency(calibrated, key) for key in calibrated.names() if key in known}
+    plain = {
+        item.name: _plain(reader, item.name, getattr(default, item.name))
+        for item in fields(Software)
+        # By the type of the default, so that a new setting of a program is read without a line here.
+        if isinstance(getattr(default, item.name), bool | int | float)
+    }
+    software = Software(
+        name=reader.text("name"),
+        partition=cast("Division", reader.text("partition", "even", among=get_args(Division))),
+        efficiency=Efficiency(**values),
+        cluster=reader.text("cluster", default.cluster),
+        sets=reader.texts("sets"),
+        attentions=reader.texts("attentions"),
+        families=reader.texts("families", among=tuple(FAMILIES)),
+        ways=reader.texts("ways", among=get_args(Way)),
+        shards=cast("tuple[Shard, ...]", reader.texts("shards", among=get_args(Shard))),
+        **plain,
+    )
+    calibrated.check()
+    reader.check({"source", "provenance"})
+    return software
+
+
+def _efficiency(reader: Reader, key: str) -> float:
+    return reader.fraction(key, most=FRACTIONS[key]) if key in FRACTIONS else reader.number(key)
+
+
+def _plain(reader: Reader, key: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return reader.flag(key, default=default)
+    if key in SHARES:
+        return reader.fraction(key, default, is_zero_allowed=True)
+    return reader.number(key, default)

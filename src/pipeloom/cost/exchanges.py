@@ -1,0 +1,207 @@
+"""Seconds of what ranks exchange beside the messages between stages, and of what follows the pipeline.
+
+Ranks of one data-parallel group are ``tp`` apart. With ``replicate`` copies of what is sharded, the ranks of one copy
+are neighbors on the data axis; gradients are reduced inside a copy first, and each shard then between the copies
+(hybrid sharding, arXiv 2304.11277, section 3.2.2).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeloom.cost.costs import StageCosts
+from pipeloom.cost.hardware import Cluster, Collective, Group
+from pipeloom.cost.placed import Placed
+from pipeloom.cost.software import Software
+from pipeloom.cost.stages import rank_parameters, replicated_parameters, tied_ranks
+from pipeloom.workload.run import Run
+
+
+def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
+    """Seconds of reducing the gradients of ``parameters``, those that one device holds of a stage or of its rank.
+
+    Args:
+        run: what is trained.
+        cluster: the rank's part of it (``Placed.parts``).
+        software: with what.
+        parameters: how many.
+    """
+    use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
+    inner = _shard_group(run, cluster)
+    kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
+    seconds = cluster.collective_s(kind, message, inner, use)
+    # A shard each: what a copy has already added up among its ranks.
+    if run.replicate > 1:
+        outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)
+        seconds += cluster.collective_s("all_reduce", message / run.shard_size, outer, use)
+    return seconds
+
+
+def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
+    """Seconds of gathering the sharded weights of ``parameters``, as ``reduce_s``; 0 where nothing is sharded."""
+    if run.shard == "none":
+        return 0.0
+    # Programs that gather in 16 bits have nothing narrower to send when they compute in 32.
+    message = parameters * max(software.gather_bytes, run.element_bytes)
+    return cluster.collective_s("all_gather", message, _shard_group(run, cluster), software.efficiency.data_bus)
+
+
+def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
+    """Seconds in which tensor-parallel ranks add up gradients of what each of them holds whole.
+
+    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have the same ones.
+
+    Args:
+        run: what is trained.
+        cluster: the rank's part of it.
+        software: with what.
+        parameters: how many each rank holds whole.
+    """
+    if not run.sequence_parallel:
+        return 0.0
+    group = Group.strided(run.tp, 1, cluster.devices_per_node)
+    message = parameters * software.gradient_bytes
+    return cluster.collective_s("all_reduce", message, group, software.efficiency.tensor_bus)
+
+
+def _shard_group(run: Run, cluster: Cluster) -> Group:
+    # The tensor axis is innermost, so data-parallel neighbors are ``tp`` apart.
+    return Group.strided(run.shard_size, run.tp, cluster.devices_per_node)
+
+
+def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """For each stage the seconds of gathering its weights, and of reducing its gradient, where its rank stands.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    run, software = placed.run, placed.software
+    parts = [placed.parts[rank] for rank in placed.placement.rank_by_stage]
+    held = list(zip(parts, placed.parameters, replicated_parameters(run, software), strict=True))
+    gathers = tuple(gather_s(run, part, software, parameters) for part, parameters, _ in held)
+    reductions = tuple(
+        reduce_s(run, part, software, parameters) + sum_replicated_s(run, part, software, replicated)
+        for part, parameters, replicated in held
+    )
+    return gathers, reductions
+
+
+def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence[float]) -> tuple[float, ...]:
+    """For each stage the seconds of evicting what it keeps for a micro-batch, or of loading it, over the link there is.
+
+    Args:
+        placed: what is trained.
+        partners: for each pipeline rank the one to which it evicts; 0 seconds for its own.
+        input_bytes: for each stage what it keeps of a micro-batch on one device.
+
+    Raises:
+        UserError: the cluster has not so many devices.
+    """
+    found: list[float] = []
+    use, num_senders = placed.software.efficiency, placed.run.tp * placed.run.dp
+    for rank, size in zip(placed.placement.rank_by_stage, input_bytes, strict=True):
+        other = partners[rank]
+        route, is_inside = placed.route(rank, other), placed.are_near(rank, other)
+        seconds = route.p2p_s(size, is_inside=is_inside, sharing=route.sharing(num_senders), efficiency=use.p2p)
+        # A rank without a partner is named as its own.
+        found.append(0.0 if other == rank else seconds + use.exchange_s)
+    return tuple(found)
+
+
+def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float, ...]:
+    """For each stage the seconds of moving what it keeps for a micro-batch to the host, or back.
+
+    Args:
+        placed: what is trained.
+        input_bytes: for each stage what it keeps of a micro-batch on one device.
+
+    Raises:
+        UserError: the cluster has not so many devices, or does not say how fast they reach the host.
+    """
+    hosts = [part.host_link for part in placed.parts]
+    owner = placed.placement.rank_by_stage
+    return tuple(
+        hosts[rank].latency_s + size / hosts[rank].bytes_per_s for rank, size in zip(owner, input_bytes, strict=True)
+    )
+
+
+def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
+    """Seconds that a pipeline was observed to fill and drain longer than its schedule explains."""
+    # Beyond the sequences that it was observed with, nothing is known of it.
+    if run.pp == 1 or run.seq > software.drain_seq:
+        return 0.0
+    slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+    return software.extra_drain_slots * slot_s
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """Seconds that a step takes outside the pipeline.
+
+    Attributes:
+        reduce_s: reduction of gradients that nothing hides, and gather of updated weights.
+        tied_s: reduction of the gradients of an embedding that two ranks hold, where it has to follow the pipeline.
+        optimizer_s: update of the weights.
+        fixed_s: everything that does not depend on sizes.
+    """
+
+    reduce_s: float
+    tied_s: float
+    optimizer_s: float
+    fixed_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.reduce_s + self.tied_s + self.optimizer_s + self.fixed_s
+
+
+def step_terms(placed: Placed, backward_s: float) -> StepTerms:
+    """What follows the pipeline: each part of it on the rank where it takes longest.
+
+    Where collectives have a lane, gradients are reduced and weights are gathered beside the pipeline, not after it.
+
+    Args:
+        placed: what is trained.
+        backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
+    """
+    run, software, use = placed.run, placed.software, placed.software.efficiency
+    most: dict[Cluster, float] = {}
+    for part, held in zip(placed.parts, rank_parameters(run, software), strict=True):
+        most[part] = max(held, most.get(part, 0.0))
+    exposed_s = 0.0
+    if not software.has_reduction_lane:
+        exposed_s = max(_exposed_s(run, part, software, held, backward_s) for part, held in most.items())
+    tied_s, ends = 0.0, tied_ranks(run)
+    if ends is not None and not software.lends_tied:
+        route = placed.route(*ends)
+        pair = Group(2, 2 if run.num_devices <= route.devices_per_node else 1, route.devices_per_node)
+        message = run.shape.embedding_parameters / run.tp * software.gradient_bytes
+        tied_s = route.collective_s("all_reduce", message, pair, use.data_bus)
+    crowding = placed.cluster.crowding(run.num_devices)
+    return StepTerms(exposed_s * crowding, tied_s * crowding, _update_s(placed), use.step_s)
+
+
+def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
+    """Seconds of a rank's collectives after the pipeline that nothing hides."""
+    whole_s = reduce_s(run, part, software, parameters)
+    # A gather has nothing to hide behind: the weights change only after the last backward.
+    return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
+
+
+_CLEARED_BYTES = 8
+"""Bytes moved for each parameter that a rank holds, whatever is sharded: its gradient in single precision is read for
+the norm and set to zero. An assumption; ``Efficiency.optimizer_bytes`` has the rest, which is shared out."""
+
+
+def _update_s(placed: Placed) -> float:
+    """Seconds of updating the weights: of the rank that has most to do, or, where cores are shared, of all of them."""
+    run, software = placed.run, placed.software
+    shards = run.shard_size if run.shard != "none" else 1
+    each_s: list[float] = []
+    for part, held in zip(placed.parts, rank_parameters(run, software), strict=True):
+        if part.update is not None and part.update.precision == run.precision:
+            each_s.append(part.update.seconds(held / shards))
+        else:
+            moved = software.efficiency.optimizer_bytes * (held / shards) + _CLEARED_BYTES * held
+            each_s.append(part.device.memory_s(moved))
+    return max(*each_s, placed.cluster.crowding(run.num_devices) * sum(each_s) / len(each_s))

@@ -1,0 +1,186 @@
+"""Which layers, and how many parameters, each stage of a run has."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+from pipeloom.cost.flops import piece_flops
+from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.software import Division, Software
+from pipeloom.schedule import PLACEMENTS, Placement
+from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelShape
+from pipeloom.workload.run import Run
+
+
+@lru_cache(maxsize=512)
+def placement_named(name: str, pp: int, loops: int) -> Placement:
+    """The placement of a name (``PLACEMENTS``); the same one each time."""
+    return PLACEMENTS[name](pp, loops)
+
+
+def placement_of(run: Run) -> Placement:
+    """Stages, and the pipeline rank of each."""
+    return placement_named(run.placement, run.pp, run.loops)
+
+
+def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
+    """How many layers each stage of a run has, and which stage has the head.
+
+    As the run says, or else as its program divides them; ``balanced`` cuts [embedding, layers, head] so that the
+    rank with the most FLOPs in a step has as few as can be (``fastest_partition``).
+    """
+    if run.layers_by_stage is not None:
+        return run.layers_by_stage, run.num_stages - 1
+    if software.partition != "balanced":
+        return layers_of_stages(run.shape, run.num_stages, software.partition)
+    recompute = run.recompute if run.recompute_layers is None else run.recompute_layers
+    sizes = _balanced(run.shape, run.seq, recompute, run.placement, (run.pp, run.loops))
+    return layers_of_pieces(sizes), run.num_stages - 1
+
+
+# A search asks for the same partition with each micro-batch, sharding and family.
+@lru_cache(maxsize=4096)
+def _balanced(
+    shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
+) -> tuple[int, ...]:
+    by_layer = (recompute,) * shape.layers if isinstance(recompute, str) else recompute
+    return fastest_partition(piece_flops(shape, seq, by_layer), placement_named(placement, *axes))
+
+
+def layers_of_pieces(partition: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of each stage, given its pieces; the first piece is the embedding, the last one the head."""
+    layers = list(partition)
+    layers[0] -= 1
+    layers[-1] -= 1
+    return tuple(layers)
+
+
+def pieces_of_layers(layers: Sequence[int]) -> tuple[int, ...]:
+    """Pieces of each stage, as ``layout.partition`` has them; the inverse of ``layers_of_pieces``."""
+    pieces = list(layers)
+    pieces[0] += 1
+    pieces[-1] += 1
+    return tuple(pieces)
+
+
+def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
+    """How many layers each stage has, and which stage has the head.
+
+    ``even``: the first stages take the remainder. ``uniform-items``: the list [embedding, layers, norm, head] is
+    cut into parts of equal length, the first parts take the remainder (the default of the layouts sweep's program).
+    ``light-ends``: the first and the last stage have one layer less (arXiv 2401.10241, section 5.1). ``by-cost``:
+    a stage is closed when the parameters so far, the head's among them, reach its share (nanotron).
+    """
+    if division == "by-cost":
+        return _by_cost(shape, num_stages)
+    assert division != "balanced", "which depends on more than the shape: stage_layers"
+    ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
+    items = shape.layers + sum(ends)
+    counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
+    # Embedding and head took places in the list that was divided; they are no layers.
+    counts[0] -= ends[0]
+    counts[-1] -= ends[1]
+    return tuple(max(0, count) for count in counts), num_stages - 1
+
+
+def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
+    layer, head = shape.layer_matrix_parameters, shape.embedding_parameters
+    share = (shape.layers * layer + head) / num_stages
+    counts, stage, total = [0] * num_stages, 0, 0
+    for _ in range(shape.layers):
+        counts[stage] += 1
+        total += layer
+        if total >= share * (stage + 1) and stage < num_stages - 1:
+            stage += 1
+    return tuple(counts), stage
+
+
+@lru_cache(maxsize=256)
+def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
+    """For each stage its layers by what they recompute: the run as if all did the same, and how many do."""
+    counts, _ = stage_layers(run, software)
+    if run.recompute_layers is None:
+        return tuple(((run, count),) for count in counts)
+    alike = {kind: replace(run, recompute=kind, recompute_layers=None) for kind in set(run.recompute_layers)}
+    parts = [run.recompute_layers[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
+    return tuple(tuple((alike[kind], count) for kind, count in Counter(part).items()) for part in parts)
+
+
+def tied_ranks(run: Run) -> tuple[int, int] | None:
+    """The pipeline ranks of a tied embedding and head; ``None`` where one rank has both, or nothing is tied."""
+    owner = placement_of(run).rank_by_stage
+    # On a V the first and the last stage are on the same rank, which has one matrix for both.
+    return (owner[0], owner[-1]) if run.shape.tied and owner[0] != owner[-1] else None
+
+
+def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters of each stage that one device holds; of this program exactly, on the device with the largest share.
+
+    A tied embedding is with the first stage and with the last; with the first alone if both are on one rank, or if the
+    program lends it to the last one for a step.
+    """
+    return _parameters(run, software, stage_layers(run, software)[0])
+
+
+def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters of each stage that one device has whole while it computes the stage, where weights are sharded.
+
+    Where collectives have a lane, schedules gather whole stages; other programs a few layers of one
+    (``Software.gathered_layers``).
+    """
+    counts, _ = stage_layers(run, software)
+    if not software.has_reduction_lane:
+        counts = tuple(min(count, software.gathered_layers) for count in counts)
+    return _parameters(run, software, counts)
+
+
+def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
+    """Parameters of so many layers of each stage, with its embedding and its head."""
+    shape, (_, head) = run.shape, stage_layers(run, software)
+    if software.has_lanes:
+        layer, embedding = _split_parameters(run)
+        whole = replicated_parameters(run, software)
+        held = [float(count * layer + more) for count, more in zip(counts, whole, strict=True)]
+    else:
+        each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
+        held, embedding = [count * each for count in counts], shape.embedding_parameters / run.tp
+    held[0] += embedding
+    if not shape.tied or (tied_ranks(run) is not None and not software.lends_tied):
+        held[head] += embedding
+    return tuple(held)
+
+
+def _split_parameters(run: Run) -> tuple[int, int]:
+    """The largest share that a tensor-parallel rank has of a layer's split parameters, and of the embedding."""
+    shape, family = run.shape, run.shape.family
+    wholes = (shape.hidden, shape.kv_width, shape.ffn, shape.vocab)
+    hidden, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
+    matrices = shape.hidden * (2 * hidden + 2 * keys + (family.gates + 1) * inner)
+    biases = hidden + 2 * keys + family.gates * inner if family.has_biases else 0
+    return matrices + biases, shape.hidden * rows
+
+
+def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:
+    """Parameters of each stage that every tensor-parallel rank holds whole.
+
+    Norms, the biases of a layer's two matrices whose results are summed, and the table of learned positions.
+    """
+    shape, (counts, head) = run.shape, stage_layers(run, software)
+    family = shape.family
+    each = 2 * family.norm_vectors + (2 if family.has_biases else 0)
+    held = [count * each * shape.hidden for count in counts]
+    held[0] += 0 if family.is_rotary else run.seq * shape.hidden
+    held[head] += family.norm_vectors * shape.hidden
+    return tuple(held)
+
+
+def rank_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters that one device of each pipeline rank holds."""
+    held = [0.0] * run.pp
+    owner = placement_of(run).rank_by_stage
+    for rank, parameters in zip(owner, stage_parameters(run, software), strict=True):
+        held[rank] += parameters
+    return tuple(held)

@@ -1,0 +1,207 @@
+"""What a plan compares: where time goes, the best of other kinds of layouts, and the best of other questions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+
+from pipeloom.cost.hardware import Cluster, Link
+from pipeloom.cost.stages import layers_by_recompute
+from pipeloom.planner.goal import Merit
+from pipeloom.planner.question import Limits, Question, divisors
+from pipeloom.planner.search import Search, is_over, search
+from pipeloom.planner.strategies import STRATEGIES, strategy_of
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.schedule import Kind
+
+CAUSES = {
+    "compute_s": "compute",
+    "recompute_s": "recomputation",
+    "bubble_s": "bubble",
+    "exposed_p2p_s": "exposed p2p",
+    "exposed_data_parallel_s": "exposed data-parallel",
+    "optimizer_s": "optimizer",
+    "host_s": "host",
+}
+"""The keys of ``causes``, in words; tensor-parallel exchanges count as compute."""
+
+
+def causes(step: SimulatedStep) -> dict[str, float]:
+    """Seconds of a step by cause, mean of the pipeline ranks; they add up to the step time.
+
+    The bubble is start-up, imbalance and drain. Recomputation is the forwards that run a second time.
+    """
+    mean = {name: fmean(account.to_dict()[name] for account in step.accounts) for name in step.accounts[0].to_dict()}
+    again_s = _recompute_s(step)
+    return {
+        "compute_s": mean["compute_s"] - again_s,
+        "recompute_s": again_s,
+        "bubble_s": mean["startup_s"] + mean["imbalance_s"] + mean["drain_s"],
+        "exposed_p2p_s": mean["exposed_p2p_s"],
+        "exposed_data_parallel_s": mean["exposed_data_parallel_s"],
+        "optimizer_s": mean["optimizer_s"],
+        "host_s": mean["host_s"],
+    }
+
+
+def _recompute_s(step: SimulatedStep) -> float:
+    """Seconds of recomputed layers and micro-batches of a step, mean of the pipeline ranks."""
+    run, again_s = step.run, 0.0
+    each_s = step.placed.recompute_s
+    # Recomputed layers are inside backwards, where no span shows them; recomputed micro-batches are spans of their own.
+    for stage, rank in zip(layers_by_recompute(run, step.software), step.placed.placement.rank_by_stage, strict=True):
+        for alike, count in stage:
+            if alike.recompute == "full":
+                again_s += count * each_s[rank]
+    spans = step.trace.spans
+    whole_s = float((spans.end_s - spans.start_s)[spans.row.is_kind(Kind.RECOMPUTE)].sum())
+    return (again_s * run.num_microbatches + whole_s) / run.pp
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The best layout of another kind.
+
+    Attributes:
+        kind: what is different about it.
+        step: its step; ``None`` if no such layout fits.
+        more_s: for each cause the seconds that it takes more than the best one.
+    """
+
+    kind: str
+    step: SimulatedStep | None
+    more_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What would be best if the question were a little different.
+
+    Attributes:
+        what: is changed.
+        step: best then; ``None`` if nothing fits.
+        speed: tokens a second then, as a multiple of those now.
+    """
+
+    what: str
+    step: SimulatedStep | None
+    speed: float
+
+
+def rivals(searching: Search, question: Question, best: SimulatedStep, deadline: float) -> Iterator[Rival]:
+    """The best of each other kind that there is, as far as the time goes."""
+
+    def against(kind: str, step: SimulatedStep | None) -> Rival:
+        if step is None:
+            return Rival(kind, None, {})
+        ours, theirs = causes(best), causes(step)
+        return Rival(kind, step, {name: theirs[name] - ours[name] for name in ours})
+
+    for kind, limits in _kinds(question, best):
+        if searching.has(limits) and not is_over(deadline):
+            yield against(kind, searching.best(1, limits, deadline=deadline).best)
+    for kind, other in _alone(question, best):
+        if not is_over(deadline):
+            yield against(kind, search(other, 1, deadline=deadline).best)
+
+
+def is_faster(step: SimulatedStep, best: SimulatedStep) -> bool:
+    """Whether it would be first, on the same devices."""
+    return step.run.num_devices == best.run.num_devices and Merit.of(step) < Merit.of(best)
+
+
+def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
+    """What could be different -> the limits that allow nothing else; some allow nothing at all."""
+    run, limits, family = best.run, question.limits, best.order.choice.family
+    sizes = divisors(question.num_devices)
+    pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
+    if run.pp > 1 and limits.allows(pp=1):
+        yield "no pipeline", Limits(pp=(1,))
+    if run.pp == 1 and pipelines:
+        yield "a pipeline", Limits(pp=pipelines)
+    if question.num_devices > 1:  # alone, orders differ in nothing but what they hold
+        yield from (
+            (other, Limits(families=(other,), pp=pipelines or (1,))) for other in question.families if other != family
+        )
+    if others := tuple(tp for tp in sizes if tp != run.tp):
+        yield f"tp other than {run.tp}", Limits(tp=others)
+    if others := tuple(size for size in divisors(question.global_batch) if size != run.micro_batch):
+        yield f"micro-batches other than {run.micro_batch}", Limits(micro_batch=others)
+    if (way := strategy_of(best)) != "none" and limits.allows(ways="none"):
+        yield STRATEGIES[way].without, Limits(ways=("none",))
+    if run.recompute_kinds != ("none",) and "none" in question.recompute:
+        yield "nothing recomputed", Limits(recompute=("none",))
+    if set(run.recompute_kinds) != {"full"} and "full" in question.recompute:
+        yield "all layers recomputed", Limits(recompute=("full",))
+    if run.dp > 1 and run.shard != "none" and "none" in question.shards:
+        yield "nothing shared out", Limits(shards=("none",))
+
+
+ALONE = " alone"
+"""How the titles of rivals end that use one kind of nodes."""
+
+
+def _alone(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
+    """Of several kinds of nodes each alone."""
+    used = best.cluster.kinds(best.run.num_devices)
+    for kind, number in used if len(used) > 1 else ():
+        yield f"{number} devices of {kind.name}{ALONE}", replace(question, cluster=kind, num_devices=number)
+
+
+def changes(question: Question, best: SimulatedStep, deadline: float) -> Iterator[Change]:
+    """What would be best if the question were a little different; only what is proved in time."""
+    for what, other in _changed(question, best):
+        if is_over(deadline):
+            return
+        found = search(other, 1, deadline=deadline)
+        # A change that was not searched to the end might only look worse than it is.
+        if found.counts.layouts and found.open_bound_s is None:
+            step = found.best
+            yield Change(what, step, 0.0 if step is None else step.tokens_per_s / best.tokens_per_s)
+
+
+def _changed(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Question]]:
+    cluster, batch = question.cluster, question.global_batch
+
+    def on(other: Cluster) -> Question:
+        return replace(question, cluster=other)
+
+    if best.run.num_devices > cluster.devices_per_node:
+        yield "twice the bandwidth between nodes", on(cluster.each(partial(with_bandwidth, inter=2.0)))
+    elif best.run.num_devices > 1:
+        yield "twice the bandwidth inside a node", on(cluster.each(partial(with_bandwidth, intra=2.0)))
+    yield "10 % more memory", on(cluster.each(partial(with_memory, share=1.1)))
+    for what, other in (("half the batch", batch // 2), ("twice the batch", 2 * batch)):
+        # Half of an odd batch is no batch.
+        if other >= 1 and other in (2 * batch, batch / 2):
+            yield what, replace(question, global_batch=other)
+
+
+def with_memory(cluster: Cluster, share: float) -> Cluster:
+    """The cluster with the memory of its devices multiplied."""
+    device = replace(cluster.device, memory_bytes=cluster.device.memory_bytes * share)
+    return replace(cluster, device=device)
+
+
+def with_bandwidth(cluster: Cluster, *, intra: float = 1.0, inter: float = 1.0) -> Cluster:
+    """The cluster with its bandwidths multiplied: inside a node, between nodes."""
+
+    def times(link: Link, factor: float) -> Link:
+        return replace(link, bytes_per_s=link.bytes_per_s * factor)
+
+    return replace(
+        cluster,
+        name=f"{cluster.name}, bandwidth x {intra:g} inside and x {inter:g} between nodes",
+        intra=times(cluster.intra, intra),
+        inter=times(cluster.inter, inter),
+        bus_curves={
+            kind: tuple((nodes, rate * (intra if nodes <= 1 else inter)) for nodes, rate in curve)
+            for kind, curve in cluster.bus_curves.items()
+        },
+        collective_curves={
+            kind: tuple(
+                replace(curve, points=tuple((size, rate * intra) for size, rate in curve.points)) for curve in curves
+            )
+            for kind, curves in cluster.collective_curves.items()
+        },
+    )

@@ -1,0 +1,226 @@
+"""What to tell somebody whose question has no answer: what divides, what is missing, what would fit."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeloom.errors import UserError
+from pipeloom.planner.bounds import Floats
+from pipeloom.planner.question import MOST, Question, axes, divisors
+from pipeloom.planner.search import search
+from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
+from pipeloom.predict.step import SimulatedStep
+from pipeloom.terminal.words import count
+
+
+@dataclass(frozen=True)
+class Closest:
+    """Where nothing fits: the layout that comes closest.
+
+    Attributes:
+        leaf: that layout, with everything shared out that can be.
+        least_bytes: that it needs at least on its fullest device, the one with the least room left.
+        missing_bytes: of them that a device does not have; 0 if only a bound says that it would fit.
+        sequence_bytes: of them those that shorter sequences would not need.
+        ways_out: changes of the question with which something fits, each with its best step.
+    """
+
+    leaf: Leaf
+    least_bytes: float
+    missing_bytes: float
+    sequence_bytes: float
+    ways_out: list[tuple[str, SimulatedStep]] = field(default_factory=list)
+
+
+MOST_DOUBLINGS = 6
+"""How often devices are doubled, and sequences halved that bounds allow, to find something that fits."""
+_EVEN = 128
+"""Shorter sequences are multiples of so many tokens, which tensor axes divide."""
+
+
+def closest(question: Question) -> Closest:
+    """The layout that needs the least memory; without ways out, which take searches of their own (``ways_out``).
+
+    Bounds leave out what needs more than one that was looked at.
+
+    Args:
+        question: which has layouts, none of which fits.
+    """
+    leaf = _least(question)
+    assert leaf is not None, "the question has layouts, and one stage's schedules have closed forms"
+    held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
+    fullest = int((held - rooms).argmax())
+    shortest = _least(replace(_only(question, leaf), seq=leaf.cut.run.tp))
+    rest = held[fullest] if shortest is None else _held_bytes(shortest)[fullest]
+    return Closest(
+        leaf=leaf,
+        least_bytes=float(held[fullest]),
+        missing_bytes=max(0.0, float(held[fullest] - rooms[fullest])),
+        sequence_bytes=float(held[fullest] - rest),
+    )
+
+
+def _least(question: Question) -> Leaf | None:
+    """The layout that lacks least; ``None`` if there is none. Bounds leave out what lacks more than one looked at."""
+    best: Leaf | None = None
+    least = float("inf")
+    for arrangement in sorted(arrangements(question)[0], key=lambda one: one.missing_bytes):
+        if best is not None and arrangement.missing_bytes > least + _SLACK * abs(least):
+            break
+        for cut in arrangement.cuts:
+            if best is not None and cut.missing_bytes > least + _SLACK * abs(least):
+                continue
+            for leaf in _leanest(cut):
+                missing = _missing_bytes(leaf)
+                if missing < least:
+                    best, least = leaf, missing
+    return best
+
+
+def _missing_bytes(leaf: Leaf) -> float:
+    return leaf.cut.memory.missing_bytes(_held_bytes(leaf))
+
+
+def _only(question: Question, leaf: Leaf) -> Question:
+    """The question with no other layout than one, but for its sharding."""
+    run = leaf.cut.run
+    return question.limited(
+        tp=(run.tp,),
+        pp=(run.pp,),
+        dp=(run.dp,),
+        loops=(run.loops,),
+        micro_batch=(run.micro_batch,),
+        families=(leaf.choice.family,),
+        sequence_parallel=(run.sequence_parallel,),
+    )
+
+
+_SLACK = 1e-9
+"""Relative, for sums in another order."""
+
+
+def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, SimulatedStep]]:
+    """Changes of a question that has no answer with which something fits, each with its best step.
+
+    Args:
+        question: with which nothing fits.
+        near: the layout that needs the least memory.
+    """
+    alike = _only(question, near.leaf)
+    for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
+        found = find(question)
+        if found is not None:
+            yield found
+
+
+def _leanest(cut: Cut) -> Iterator[Leaf]:
+    """Every schedule of a cut, with every level of sharding by itself."""
+    return (
+        Leaf(cut, Sharding((level,), sharding.replicate), choice)
+        for sharding in cut.shardings
+        for level in sharding.levels
+        for choice in cut.choices
+        if choice.stage_inputs is not None
+    )
+
+
+def _held_bytes(leaf: Leaf) -> Floats:
+    """For each rank what its devices hold at least."""
+    (level,) = leaf.sharding.levels
+    return leaf.cut.memory.sharded(level, leaf.sharding.replicate).held_bytes(leaf.stage_inputs)
+
+
+def _with_more_devices(question: Question) -> tuple[str, SimulatedStep] | None:
+    for doubling in range(1, MOST_DOUBLINGS + 1):
+        number = question.num_devices * 2**doubling
+        if question.cluster.lack(number) is not None:
+            return None
+        step = search(replace(question, num_devices=number), 1).best
+        if step is not None:
+            return f"{number} devices", step
+    return None
+
+
+def _with_shorter_sequences(question: Question, alike: Question) -> tuple[str, SimulatedStep] | None:
+    """The longest sequences of the halved lengths with which something fits.
+
+    Args:
+        question: with which nothing fits.
+        alike: the same, limited to the layout that needs least: lengths with which its bound is too large are passed
+            over.
+    """
+    tried, seq = 0, _half(question.seq)
+    while seq >= 1 and tried < MOST_DOUBLINGS:
+        least = _least(replace(alike, seq=seq))
+        if least is None or _missing_bytes(least) <= 0:
+            tried += 1
+            step = search(replace(question, seq=seq), 1).best
+            if step is not None:
+                return f"sequences of {seq:,} tokens", step
+        seq = _half(seq)
+    return None
+
+
+def _half(seq: int) -> int:
+    """Half of a length, or a little less."""
+    half = seq // 2
+    return half - half % _EVEN if half > _EVEN else half
+
+
+def no_layout(question: Question, excluded: Counter[str]) -> UserError:
+    """The error for a question that no layout divides: why, and which numbers near it would be divided."""
+    problems = [f"{cause}: {count(number, 'combination')} of axes" for cause, number in excluded.most_common()]
+    if question.limits.names:
+        problems.append(f"limits are set on {', '.join(question.limits.names)}; leave some of them out")
+    batches = _near_batches(question)
+    if batches:
+        problems.append(f"the batch may be {' or '.join(map(str, batches))} instead of {question.global_batch}")
+    numbers = near_devices(question)
+    if numbers:
+        problems.append(f"there may be {' or '.join(map(str, numbers))} devices instead of {question.num_devices}")
+    what = f"{question.num_devices} devices and a batch of {question.global_batch} sequences"
+    return UserError("\n  - ".join([f"no layout divides {what}:", *problems]))
+
+
+def _near_batches(question: Question) -> list[int]:
+    """The next smaller and the next larger batch that a data axis divides."""
+    batch, number = question.global_batch, question.num_devices
+    # A batch that every data axis divides, so that only the model decides which axes there are.
+    anything = replace(question, global_batch=number)
+    sizes = {
+        dp
+        for tp, pp, dp in axes(number, divisors(number))
+        if question.limits.allows(tp=tp, pp=pp, dp=dp) and why_not(anything, tp, pp, dp) is None
+    }
+    below = max((batch // dp * dp for dp in sizes), default=0)
+    above = min((-(-batch // dp) * dp for dp in sizes), default=0)
+    near = [number for number in dict.fromkeys((below, above)) if 0 < number <= MOST]
+    return [number for number in near if has_arrangement(replace(question, global_batch=number))]
+
+
+def near_devices(question: Question) -> list[int]:
+    """The next smaller and the next larger number of devices with which a layout divides the batch.
+
+    Made from the axes that model and batch allow, not looked for among all numbers, of which there may be millions.
+    """
+    limits, batch, number = question.limits, question.global_batch, question.num_devices
+    most = min(2 * number, question.cluster.num_devices or 2 * number, MOST)
+    tps = [tp for tp in range(1, question.shape.heads + 1) if limits.allows(tp=tp) and not why_not(question, tp, 1, 1)]
+    pps = [pp for pp in range(1, question.shape.layers + 3) if limits.allows(pp=pp) and not why_not(question, 1, pp, 1)]
+    dps = [dp for dp in divisors(batch) if limits.allows(dp=dp)]
+    products = np.unique(np.multiply.outer(np.multiply.outer(tps, pps), np.array(dps, np.int64)))
+
+    def first(numbers: NDArray[np.int64]) -> int | None:
+        few = numbers[:MOST_NUMBERS].tolist()
+        return next((other for other in few if has_arrangement(replace(question, num_devices=other))), None)
+
+    near = (first(products[products < number][::-1]), first(products[(products > number) & (products <= most)]))
+    return [other for other in near if other is not None]
+
+
+MOST_NUMBERS = 1000
+"""Numbers of devices that are looked at on each side."""
