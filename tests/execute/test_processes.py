@@ -15,7 +15,7 @@ from pipeloom.errors import UserError, WorkerError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_groups
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -39,7 +39,7 @@ def _gather_with_nobody(rendezvous, rank, size):
     groups, modules = make_groups(layout, world), toy.modules()
     parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
     stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}
-    transport = ProcessGroupTransport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
+    transport = Transport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
     parts = [Compute(stages), Messages(toy.outputs()), parallel]
     if rank == 1:
         time.sleep(20)
@@ -89,7 +89,7 @@ def _step(fault, timeout_s, rendezvous, rank, size):
     if fault is not None:
         modules[1] = Faulty(modules[1], fault)
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4))
-    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
     executor = make_executor(schedule, rank, modules, outputs, transport)
     executor.run(toy.inputs(), objective, timeout_s)
     expected = toy.modules()
@@ -140,7 +140,7 @@ def test_a_rank_that_waits_too_long_says_for_what():
 def _two_opinions(rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
     spec = TensorSpec((2, 8 + rank), torch.float32)
-    ProcessGroupTransport(rank, {(0, 1): [spec]}, world.device, timedelta(seconds=20))
+    Transport(rank, {(0, 1): [spec]}, world.device, timedelta(seconds=20))
 
 
 def test_ranks_that_disagree_on_a_shape_say_so_before_the_first_step():

@@ -18,7 +18,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import Lanes
@@ -106,9 +106,7 @@ class Pipeline:
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
         edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
-        self._transport = ProcessGroupTransport(
-            self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
-        )
+        self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()
