@@ -29,8 +29,8 @@ READS_MORE = 1.5
 softmax reads one tensor and writes one, its backward reads two and writes one. Unfused norms: twice, for each step of
 theirs has its own backward kernel."""
 
-# Kernels that the host launches. Assumptions: counted from PyTorch's eager kernels of such modules, not traced; they only
-# decide how small a piece has to be before it takes the host's time, and ``Efficiency.launch`` is calibrated with them.
+# Kernels that the host launches: assumptions without a source. They decide how small a piece is when it takes the
+# host's time instead of the device's; ``Efficiency.launch`` is calibrated with them.
 EMBEDDING_KERNELS = 4
 HEAD_KERNELS, HEAD_BACKWARD_KERNELS = 16, 24
 """With the norm before the head, and the loss in single precision."""
