@@ -8,6 +8,7 @@ gradients of weights are woven in.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -72,37 +73,24 @@ def _of_one_microbatch(request: Request) -> str | None:
     return "zb-v" if request.num_microbatches == 1 else None
 
 
-@family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
+_family = partial(family, is_looped=True, loops=2, placement="v", splits_backward=True)
+
+
+@_family("zb-v", stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
     # One unit there and five back keep (1 + 5) / 6 of 1F1B's inputs, all of its memory (arXiv 2405.15362, section 3.2).
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
-@family(
-    "v-half",
-    is_looped=True,
-    loops=2,
-    placement="v",
-    splits_backward=True,
-    stage_inputs=_at_half,
-    same_as=_of_one_microbatch,
-)
+@_family("v-half", stage_inputs=_at_half, same_as=_of_one_microbatch)
 def v_half(request: Request) -> Rows:
     """A V in half of 1F1B's memory, with half of its bubble (arXiv 2405.15362, section 3.3)."""
     # (1 + 2) / 6: half.
     return _repeated(request, _Hops(1, 2), (request.placement.num_ranks + 2) // 2)
 
 
-@family(
-    "v-min",
-    is_looped=True,
-    loops=2,
-    placement="v",
-    splits_backward=True,
-    stage_inputs=_at_least,
-    same_as=_of_one_microbatch,
-)
+@_family("v-min", stage_inputs=_at_least, same_as=_of_one_microbatch)
 def v_min(request: Request) -> Rows:
     """A V in a third of 1F1B's memory, with two thirds of its bubble (arXiv 2405.15362, section 3.3)."""
     # (1 + 1) / 6: a third.
@@ -112,11 +100,8 @@ def v_min(request: Request) -> Rows:
 def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: bool = False) -> Rows:
     """The block of each micro-batch, six units after that of the one before.
 
-    Args:
-        request: sizes.
-        hops: of the block.
-        most_microbatches: of whose inputs a rank holds as much as both of its stages keep.
-        pulls: whether ranks fill the way in with forwards of later blocks.
+    A rank holds as much as both of its stages keep of ``most_microbatches``. With ``pulls`` ranks fill the way in with
+    forwards of later blocks.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
     orders = []
@@ -159,7 +144,7 @@ def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
     raise AssertionError(f"no block of {hops} on {pp} ranks")
 
 
-@family("dualpipe-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_in_pairs)
+@_family("dualpipe-v", stage_inputs=_in_pairs)
 def dualpipe_v(request: Request) -> Rows:
     """DualPipe cut in half, a V that pairs a forward with a whole backward (arXiv 2412.19437, 3.2.1; DualPipeV).
 
