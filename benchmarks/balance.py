@@ -24,7 +24,7 @@ from pipeloom.analysis.memory import memory_over_time
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import Lanes
@@ -161,9 +161,7 @@ class _Run:
         rank, clock = world.rank, Clock()
         outputs = [TensorSpec.of(case.message)] * case.pp
         self._module: nn.Module = KeepingStage(case, rank)
-        self._transport = ProcessGroupTransport(
-            rank, edges_of(schedule, outputs), world.device, timedelta(seconds=_TIMEOUT_S)
-        )
+        self._transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=_TIMEOUT_S))
         wires = make_wires(schedule, rank, world, [range(case.pp)])
         self._lanes = Lanes(clock, world.device)
         moves = ActivationMoves(schedule, rank, self._lanes, wires)

@@ -24,7 +24,7 @@ from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.slices import SliceCosts
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.parts.compute import Compute
 from pipeloom.execute.parts.messages import Messages
@@ -130,7 +130,7 @@ def _make(contender: Contender, world: Any) -> tuple[Executor, list[Tensor]]:
     slices = TokenSlices(lengths) if len(lengths) > 1 else None
     outputs = [TensorSpec((1, TOKENS, WIDTH), torch.float32)] * RANKS
     edges = edges_of(schedule, outputs, slices=slices)
-    transport = ProcessGroupTransport(rank, edges, world.device, world.timeout)
+    transport = Transport(rank, edges, world.device, world.timeout)
     stage = Stage(SleepingStage(), rank, outputs[rank], needs_input_gradient=rank > 0, slices=slices)
     parts = [Compute({rank: stage}, slices=slices), Messages(outputs, slices)]
     executor = Executor(schedule, rank, parts, transport=transport, clock=Clock())

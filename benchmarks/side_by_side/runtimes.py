@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import Groups
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -138,11 +138,11 @@ class PyTorch:
         """Nothing to let go of."""
 
 
-def _transport(case: Case, schedule: Schedule, outputs: Sequence[TensorSpec], world: World) -> ProcessGroupTransport:
+def _transport(case: Case, schedule: Schedule, outputs: Sequence[TensorSpec], world: World) -> Transport:
     pipelines = [range(replica, case.num_ranks, case.dp) for replica in range(case.dp)]
     timeout = timedelta(seconds=_TIMEOUT_S)
     rank = world.rank // case.dp
-    return ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timeout, pipelines)
+    return Transport(rank, edges_of(schedule, outputs), world.device, timeout, pipelines)
 
 
 def _modules(case: Case, contender: Contender, placement: Placement, rank: int, own: OwnCost) -> dict[int, nn.Module]:

@@ -244,18 +244,13 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
 
 def _unmoved(recipe: Recipe, sizes: Sizes | None) -> Schedule:
     """The schedule with everything but what leaves ranks between forward and backward."""
-    schedule = communicating(recipe)
+    schedule, residence = communicating(recipe), recipe.residence
     trains = schedule.first_backward_stage < schedule.num_stages
     # A step that only evaluates has no gradient to update with.
     if recipe.updates is not None and trains:
         schedule = add_updates(schedule, recipe.updates)
-    if recipe.residence is not None:
-        schedule = _visiting(schedule, recipe.residence, sizes)
-    return schedule
-
-
-def _visiting(schedule: Schedule, residence: Residence, sizes: Sizes | None) -> Schedule:
-    """The schedule with the swaps of its stages."""
+    if residence is None:
+        return schedule
     if not residence.is_bytes:
         return add_stage_swaps(schedule, residence.room)
     assert sizes is not None, "a room in bytes takes the bytes of stages"

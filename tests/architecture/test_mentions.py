@@ -18,13 +18,13 @@ from pipeloom.workload.layout import Layout
 
 SOURCE = Path(pipeloom.__file__).parent
 MOST_KIND = {
-    "FORWARD": 31,
-    "BACKWARD": 24,
-    "BACKWARD_INPUT": 22,
+    "FORWARD": 29,
+    "BACKWARD": 21,
+    "BACKWARD_INPUT": 19,
     "RECOMPUTE": 18,
-    "UNSHARD": 17,
+    "UNSHARD": 16,
     "REDUCE_GRAD": 17,
-    "BACKWARD_WEIGHT": 16,
+    "BACKWARD_WEIGHT": 15,
 }
 MOST_AXIS = {
     "pp": 50,

@@ -34,15 +34,6 @@ def test_a_run_without_an_end_has_a_page_and_the_terminal_says_that_it_has_not_f
     ]
 
 
-def test_a_folder_that_holds_no_run_is_one_clear_message(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("pipeloom report: ")
-    assert "it lacks config.toml" in error
-    assert list(tmp_path.iterdir()) == []
-    assert "Traceback" not in error
-
-
 def test_a_report_needs_no_torch(tmp_path):
     run = write_run(tmp_path / "run")
     code = (

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager, suppress
 
 import pytest
+from checkpoint_files import without_hashes
 from commands import Command, pipeloom
+from forked import Forked
 from safetensors.numpy import load_file
 from small_run import write_text
 
@@ -125,9 +125,7 @@ def test_a_run_goes_on_in_its_own_folder_where_that_is_asked_for(finished):
 def test_other_batches_and_files_that_cannot_be_checked_are_remarked_on(finished, tmp_path):
     path = tmp_path / "old"
     shutil.copytree(finished / "run" / "checkpoints" / "step-000002", path)
-    tree = json.loads((path / "checkpoint.json").read_text())
-    del tree["files"], tree["sha256"]
-    (path / "checkpoint.json").write_text(json.dumps({**tree, "format": 1}))
+    without_hashes(path)
     words = ["--training.steps", "3", "--checkpoint.resume", str(path)]
     done = train(finished, "seed", *LAYOUT, *words, "--training.seed", "7", "--checkpoint.final", "none")
     assert done.returncode == 0, done.stderr
@@ -207,14 +205,10 @@ def test_a_launcher_saves_and_resumes_from_the_checkpoint_that_rank_0_chooses(fi
     run = finished / "for a launcher"
     shutil.copytree(finished / "run", run)
     cut_short(run / "checkpoints" / "step-000006")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    data = ["--data.path", str(finished / "text.txt"), "--data.cache", str(finished / "cache"), *SIZES, *OTHER]
-    words = ["--training.no-predict", "--training.dtype", "float64", "--training.steps", "6"]
-    resume = ["--checkpoint.resume", str(run)]
-    command = [*launcher, "pipeloom", "train", *data, *words, *resume, "--output.folder", str(finished / "launched")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("not from step-000006: ") == 1
+    words = words_of(finished, "launched", *OTHER, "--training.steps", "6", "--checkpoint.resume", str(run))
+    ranks = Forked.ranks(finished, ["train", *words], 2)
+    assert [rank.end(100) for rank in ranks] == [0, 0], [rank.stderr for rank in ranks]
+    assert [rank.stdout.count("not from step-000006: ") for rank in ranks] == [1, 0]
     assert metrics(finished / "launched")[-1]["loss"] == pytest.approx(metrics(finished / "run")[-1]["loss"], rel=1e-11)
     assert (finished / "launched" / "checkpoints" / "step-000006").is_dir()
     assert (finished / "launched" / "model.safetensors").is_file()
@@ -248,10 +242,7 @@ def test_a_run_that_dies_before_its_first_step_leaves_the_one_before_it_as_it_wa
     run = finished / "unreadable"
     shutil.copytree(finished / "run", run)
     checkpoint = run / "checkpoints" / "step-000006"
-    info = json.loads((checkpoint / "checkpoint.json").read_text())
-    for name in ("files", "sha256"):
-        del info[name]
-    (checkpoint / "checkpoint.json").write_text(json.dumps({**info, "format": 1}))
+    without_hashes(checkpoint)
     with max(checkpoint.glob("*.distcp")).open("r+b") as parts:
         parts.write(bytes(2000))
     before = contents(run)

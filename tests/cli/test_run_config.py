@@ -111,8 +111,10 @@ HUGE = {
 }
 
 
-@pytest.mark.parametrize("command", ["train", "verify", "simulate", "slices", "launch"])
-@pytest.mark.parametrize("what", HUGE)
+READERS = ("train", "verify", "simulate", "slices", "launch")
+
+
+@pytest.mark.parametrize(("command", "what"), list(zip(READERS, HUGE, strict=True)))
 def test_what_no_memory_holds_is_refused_before_it_is_made(monkeypatch, capsys, command, what):
     there(monkeypatch, 8e9)
     flags, message = HUGE[what]

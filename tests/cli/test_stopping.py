@@ -6,7 +6,6 @@ import os
 import resource
 import shlex
 import signal
-import socket
 import time
 from functools import partial
 
@@ -158,18 +157,11 @@ def test_a_second_interrupt_ends_a_run_at_once(tmp_path):
     assert "No checkpoint was written" in run.stderr
 
 
-def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    prepare = partial(signals, signal.SIGTERM, (1, 3), os.getpid)
-    ranks = [
-        Forked(tmp_path, words(tmp_path), prepare, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(2)
-    ]
+def test_a_signal_to_one_rank_of_a_launcher_ends_all_of_them_in_order(tmp_path, uninterrupted):
+    ranks = Forked.ranks(tmp_path, words(tmp_path), 2, partial(signals, signal.SIGTERM, (1, 3), os.getpid))
     assert [rank.end() for rank in ranks] == [143, 143], [rank.stderr for rank in ranks]
     assert saved(tmp_path) == {3: "signal"}
+    assert curve(tmp_path) == uninterrupted[:3]
     assert f"pipeloom train: interrupted by SIGTERM\n3 of {STEPS} steps are safe" in ranks[0].stderr
     assert "To go on, with the same launcher: pipeloom train" in ranks[0].stderr
     assert "interrupted" not in ranks[1].stderr

@@ -16,7 +16,7 @@ from toy import WIDTH
 
 from pipeloom.errors import BoundaryError
 from pipeloom.execute.communication.boundary import TensorSpec
-from pipeloom.execute.communication.transport import ProcessGroupTransport
+from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 
@@ -182,7 +182,7 @@ def play_in_process(script):
 def _rank_of_processes(script, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
     edges = {(0, 1): [SPEC, LARGE], (1, 0): [SPEC, LARGE]}
-    transport = ProcessGroupTransport(rank, edges, world.device, timedelta(seconds=20))
+    transport = Transport(rank, edges, world.device, timedelta(seconds=20))
     steps = script(rank, transport)
     try:
         while True:

@@ -5,15 +5,12 @@ Where nothing says otherwise nothing is generated, only traced (``aot_eager``): 
 
 import pytest
 import torch
-from gloo import differences_over_gloo
-from small_run import small_run
 from torch._dynamo.utils import counters
 
-from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import ModelConfig
 from pipeloom.model import build_stage
 from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.system.toolchain import toolchain_problems
-from pipeloom.workload.layout import Layout
 
 LAYERS = 3
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # tracing asks for it, and goes on
@@ -88,17 +85,3 @@ def test_as_written_nothing_is_compiled():
     with as_written():
         gradients(model)
     assert counters["stats"]["unique_graphs"] == 0
-
-
-@pytest.mark.timeout(300)
-def test_a_pipeline_of_compiled_stages_equals_the_single_process_over_gloo(tmp_path):
-    training = TrainingConfig(dtype="float64", compile=True, compile_backend="aot_eager")
-    mixed = ("none", "full", "selective", "none", "full", "selective")
-    cases = [
-        (Layout(pp=2, loops=2, num_microbatches=4, recompute_layers=mixed), ScheduleConfig(family="depth-first")),
-        (Layout(pp=1, dp=2, loops=3, shard="full", num_microbatches=3), ScheduleConfig(residency=1)),
-        (Layout(pp=1, tp=2, loops=2, num_microbatches=2, sequence_parallel=True, recompute="full"), ScheduleConfig()),
-    ]
-    configs = [small_run(tmp_path, training=training, layout=layout, schedule=order) for layout, order in cases]
-    for found in differences_over_gloo(configs, 2):
-        assert max(found.values()) < 1e-9

@@ -1,5 +1,6 @@
 """Swapped activations, all ranks in one process: gradients, what is freed, and what is counted."""
 
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -13,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toy import Toy, make_executor, objective, reference, worst_difference
 
 from pipeloom.cost.costs import UniformCosts
-from pipeloom.errors import ActionError, UserError
+from pipeloom.errors import ActionError, RunError, UserError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.parts.moves import ActivationMoves
+from pipeloom.execute.lanes import ThreadLane
+from pipeloom.execute.parts.moves import ActivationMoves, Vault
 from pipeloom.execute.parts.part import RankRow
 from pipeloom.execute.stages.stage import Portion, Stage
 from pipeloom.families import make_schedule
@@ -23,6 +25,7 @@ from pipeloom.passes import lower, split_backward
 from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.kinds import MOVE_KINDS
 
+CPU = torch.device("cpu")
 FAMILIES = [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
 
 
@@ -195,3 +198,40 @@ def test_a_load_begins_when_its_eviction_has_ended():
     while slow[Kind.LOAD].advance():
         pass
     assert len(post.left[0, "load", "numbers"]) == 1
+
+
+def waiting(vault, lane):
+    """A job under way that waits for something."""
+    is_there = threading.Event()
+
+    def job():
+        finish = vault.until((0,))
+        is_there.set()
+        yield finish
+
+    pending = lane.start(job())
+    assert is_there.wait(10)
+    return pending
+
+
+def test_who_waits_gets_what_is_put_there():
+    vault, lane = Vault(waits=True), ThreadLane(Clock())
+    pending = waiting(vault, lane)
+    vault.put((0,), torch.ones(3), CPU)
+    assert pending.wait(10)
+    pending.take()
+    assert torch.equal(vault.fetch((0,), CPU), torch.ones(3))
+    lane.close()
+
+
+def test_after_a_failed_step_nobody_waits_for_anything_of_it():
+    vault, lane = Vault(waits=True), ThreadLane(Clock())
+    pending = waiting(vault, lane)
+    vault.begin()
+    assert pending.wait(10)
+    behind = lane.start(iter(()))
+    assert behind.wait(10)
+    for one in (pending, behind):  # the lane does nothing more
+        with pytest.raises(RunError, match="the step was given up"):
+            one.take()
+    lane.close()

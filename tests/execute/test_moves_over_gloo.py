@@ -21,7 +21,7 @@ from toy import Toy, make_executor, objective, reference, worst_difference
 from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import PeerLostError, WorkerError
 from pipeloom.execute.clock import Clock
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.moves import ActivationMoves, Served
@@ -52,7 +52,7 @@ def steps(schedules, num_steps, rendezvous, rank, size):
     for schedule in schedules:
         toy = Toy(schedule.num_stages, schedule.num_microbatches)
         modules, expected, outputs = toy.modules(), toy.modules(), toy.outputs()
-        transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+        transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
         lanes = Lanes(Clock(), world.device)
         moves = ActivationMoves(schedule, rank, lanes, wires)
@@ -124,7 +124,7 @@ def _held(schedules, rendezvous, rank, size):
     for schedule in schedules:
         toy = Toy(2, 8)
         modules, outputs = list(map(_Patient, toy.modules())), toy.outputs()
-        transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+        transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
         wires = make_wires(schedule, rank, world, [range(size)])
         moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
         executor = modules[rank].executor = make_executor(schedule, rank, modules, outputs, transport, moves)
@@ -201,7 +201,7 @@ def _killed(rendezvous, rank, size):
     toy = Toy(4, 8)
     modules, outputs = toy.modules(), toy.outputs()
     modules[3] = _Dies(modules[3])
-    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
     moves = ActivationMoves(
         schedule,
         rank,
@@ -239,7 +239,7 @@ def _serves_badly(method, replacement, impatient, rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 30)
     schedule = swapped("1f1b", 1, Kind.EVICT)
     toy = Toy(4, 8)
-    transport = ProcessGroupTransport(rank, edges_of(schedule, toy.outputs()), world.device, timedelta(seconds=30))
+    transport = Transport(rank, edges_of(schedule, toy.outputs()), world.device, timedelta(seconds=30))
     wires = make_wires(schedule, rank, world, [range(size)])
     moves = ActivationMoves(schedule, rank, Lanes(Clock(), world.device), wires)
     if rank == schedule.partners[0]:

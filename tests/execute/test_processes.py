@@ -5,22 +5,17 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
-from itertools import cycle, product
 
 import pytest
 import torch
-from families import SOME, TRAINING, fitting
-from gloo import differences_over_gloo
-from small_run import small_run
 from torch import nn
 from toy import Toy, make_executor, objective, reference, worst_difference
 
-from pipeloom.config import ModelConfig, ScheduleConfig
 from pipeloom.errors import UserError, WorkerError
 from pipeloom.execute.clock import Clock
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_groups
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.executor import Executor
 from pipeloom.execute.lanes import ThreadLane
 from pipeloom.execute.parts.compute import Compute
@@ -29,63 +24,9 @@ from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.stage import Stage
-from pipeloom.families import FAMILIES, make_schedule
+from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, exchanges, lower
-from pipeloom.schedule import PLACEMENTS
 from pipeloom.workload.layout import Layout
-
-
-@pytest.mark.parametrize("pp", [2, 4])
-def test_every_family_equals_the_single_process_over_gloo(tmp_path, pp):
-    configs = []
-    wanted = [*product(TRAINING, ["looped"]), *product(SOME, PLACEMENTS)]
-    placed = dict.fromkeys((family, *fitting(family, 2, placement).values()) for family, placement in wanted)
-    for (family, loops, placement), model in zip(placed, cycle(("llama", "gpt2"))):
-        stages = pp * loops
-        sizes = (*[1] * (stages - 1), 10 - stages + 1) if model == "llama" else None
-        configs.append(
-            small_run(
-                tmp_path,
-                model=ModelConfig(family=model, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2),
-                layout=Layout(pp=pp, loops=loops, num_microbatches=5, microbatch_size=2, partition=sizes),
-                schedule=ScheduleConfig(family=family, placement=placement, receive_buffers=1 + len(model) % 2),
-            )
-        )
-    worst = [max(found.values()) for found in differences_over_gloo(configs, pp, 30)]
-    assert len(worst) == len(configs)
-    assert max(worst) < 1e-9
-
-
-def test_every_sharding_level_equals_the_single_process_over_gloo(tmp_path):
-    levels = [("none", None), ("optimizer", None), ("gradients", None), ("full", None)]
-    cases = [(2, 2, 2, family, *level) for family in ("breadth-first", "depth-first") for level in levels]
-    cases += [(2, 2, 1, "1f1b", "gradients", None), (1, 4, 3, "hybrid", "full", 2), (1, 4, 3, "gpipe", "gradients", 2)]
-    configs = []
-    for pp, dp, loops, family, shard, replicate in cases:
-        few = shard in ("gradients", "full")
-        loops = loops if FAMILIES[family].is_looped else 1
-        configs.append(
-            small_run(
-                tmp_path,
-                layout=Layout(
-                    pp=pp,
-                    dp=dp,
-                    loops=loops,
-                    shard=shard,
-                    replicate=replicate,
-                    num_microbatches=3,
-                    microbatch_size=2,
-                ),
-                schedule=ScheduleConfig(
-                    family=family,
-                    residency=1 if family == "depth-first" and shard == "full" else None,
-                    gradient_buffers=1 if family == "depth-first" and few else None,
-                ),
-            )
-        )
-    worst = [max(found.values()) for found in differences_over_gloo(configs, 4, 30)]
-    assert len(worst) == len(configs)
-    assert max(worst) < 1e-9
 
 
 def _gather_with_nobody(rendezvous, rank, size):
@@ -98,7 +39,7 @@ def _gather_with_nobody(rendezvous, rank, size):
     groups, modules = make_groups(layout, world), toy.modules()
     parallel = DataParallel(schedule, enumerate(modules), "full", groups, ThreadLane(clock))
     stages = {i: Stage(m, i, toy.outputs()[i], needs_input_gradient=i > 0) for i, m in enumerate(modules)}
-    transport = ProcessGroupTransport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
+    transport = Transport(0, {}, world.device, timedelta(seconds=30), layout.pipelines())
     parts = [Compute(stages), Messages(toy.outputs()), parallel]
     if rank == 1:
         time.sleep(20)
@@ -148,7 +89,7 @@ def _step(fault, timeout_s, rendezvous, rank, size):
     if fault is not None:
         modules[1] = Faulty(modules[1], fault)
     schedule = lower(make_schedule("breadth-first", pp=2, loops=2, num_microbatches=4))
-    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
     executor = make_executor(schedule, rank, modules, outputs, transport)
     executor.run(toy.inputs(), objective, timeout_s)
     expected = toy.modules()
@@ -199,7 +140,7 @@ def test_a_rank_that_waits_too_long_says_for_what():
 def _two_opinions(rendezvous, rank, size):
     world = join_forked(rendezvous, rank, size, "cpu", 20)
     spec = TensorSpec((2, 8 + rank), torch.float32)
-    ProcessGroupTransport(rank, {(0, 1): [spec]}, world.device, timedelta(seconds=20))
+    Transport(rank, {(0, 1): [spec]}, world.device, timedelta(seconds=20))
 
 
 def test_ranks_that_disagree_on_a_shape_say_so_before_the_first_step():

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from toy import Toy, make_executor, worst_difference
 
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.export.torch_csv import format_torch_csv
@@ -44,7 +44,7 @@ def _theirs(rank, schedule, csv_file, toy, level):
 
 def _ours(rank, schedule, toy, world):
     modules, outputs = toy.modules(), toy.outputs()
-    transport = ProcessGroupTransport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
+    transport = Transport(rank, edges_of(schedule, outputs), world.device, timedelta(seconds=30))
     executor = make_executor(schedule, rank, modules, outputs, transport)
     result = executor.run(toy.inputs(), lambda output, _: (output * output).mean() / MICROBATCHES)
     transport.close()

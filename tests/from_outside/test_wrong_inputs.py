@@ -24,6 +24,8 @@ def test_a_wrong_input_gets_one_message_and_writes_nothing(words, parts, tmp_pat
     assert not done.is_too_long, printed
     assert done.returncode == 2, printed
     assert "Traceback" not in printed
+    assert "Errno" not in printed
+    assert all(printed.count(word) == 1 for word in words if word.startswith("missing")), printed
     assert [part for part in parts if part not in printed] == [], printed
     assert written == []
     assert done.peak_bytes < MOST_BYTES

@@ -1,8 +1,9 @@
 """Folders of checkpoints without tensors, for whoever only looks for them."""
 
+import json
 from pathlib import Path
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, METADATA, CheckpointInfo, measure, name_of, write_info
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, METADATA, CheckpointInfo, measure, name_of, write_info
 
 
 def info_of(step: int) -> CheckpointInfo:
@@ -19,3 +20,10 @@ def write_checkpoint(run: Path, step: int) -> Path:
         file.write_bytes(bytes(range(step % 100, step % 100 + 20 + number)))
     write_info(path, info_of(step), measure(files))
     return path
+
+
+def without_hashes(checkpoint: Path) -> None:
+    """Make a checkpoint one of the first format, which has no hashes of its files."""
+    tree = json.loads((checkpoint / INFO).read_text())
+    del tree["files"], tree["sha256"]
+    (checkpoint / INFO).write_text(json.dumps({**tree, "format": 1}))

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,6 +54,18 @@ class Forked:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+    @classmethod
+    def ranks(
+        cls, folder: Path, words: list[str], number: int, prepare: Callable[[], object] = lambda: None
+    ) -> list["Forked"]:
+        """The ranks of a run on this host, with the variables that a launcher such as torchrun sets."""
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = str(found.getsockname()[1])
+        place = {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
+        each = ({**place, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(number))
+        return [cls(folder, words, prepare, environment) for environment in each]
 
     @property
     def stdout(self) -> str:

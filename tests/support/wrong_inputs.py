@@ -198,13 +198,15 @@ plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 12
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --best 0      | best
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --budget-s -1 | budget
 plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --ways fly    | fly
-plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --out /dev/null/x    | /dev/null/x
+plan --model llama-3-8b --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128 --pp 8 --out /dev/null/x | /dev/null/x
 plan --model neox.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128     | gpt_neox
 plan --model gemma.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128    | gemma
 plan --model yarn.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128     | rope_scaling
 plan --model llama-3-8b --cluster broken.toml --devices 8 --global-batch 8 --seq 128 | broken.toml
 plan --model llama-3-8b --cluster empty.toml --devices 8 --global-batch 8 --seq 128  | empty.toml
 plan missing.toml                                               | missing.toml
+plan --model missing.json --cluster dgx-h100 --devices 8 --global-batch 8 --seq 128    | missing.json
+plan --model llama-3-8b --cluster missing.toml --devices 8 --global-batch 8 --seq 128  | missing.toml
 tradeoff                                                        | model; cluster; seq
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 0          | seq
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --devices 0     | device
@@ -212,6 +214,7 @@ tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --methods fast  | fast
 tradeoff --model bert.json --cluster dgx-h100 --seq 128         | bert
 tradeoff --model llama-3-8b --cluster dgx-h100 --seq 128 --batch-per-device 1/0     | 1/0
 simulate missing.toml                                           | missing.toml
+simulate --model.file missing.json                              | missing.json
 simulate unknown_key.toml                                       | layout.ppp
 simulate --machine.cluster dgx-h200                             | h200
 simulate --machine.cluster nowhere                              | nowhere
@@ -231,17 +234,17 @@ launch --out there --to kubernetes                              | kubernetes
 launch --out there --layout.pp 0                                | layout.pp
 launch --out there --time-limit soon                            | time limit; soon
 schedule                                                        | FAMILY
-schedule 1f2b                                                   | 1f1b
+schedule 1f2b                                                   | did you mean '1f1b'?
 schedule 1f1b --pp 0                                            | pp
 schedule 1f1b --microbatches 0                                  | micro-batches
 schedule 1f1b --pp 100000000                                    | memory
 schedule 1f1b --microbatches 1000000000                         | memory
-schedule 1f1b --loops 2                                         | loops
-schedule breadth-first --placement zigzag                       | zigzag
+schedule 1f1b --loops 2                                         | use depth-first or loops 1
+schedule breadth-first --placement zigzag                       | there is no placement 'zigzag'
 schedule 1f1b --forward -1                                      | forward
 schedule 1f1b --forward nan                                     | forward
 schedule 1f1b --budget 1                                        | budget
-schedule 1f1b --plot picture.xyz                                | picture.xyz
+schedule 1f1b --plot picture.xyz                                | picture.xyz; expected a file ending in one of .png
 schedule 1f1b --plot /dev/null/x.png                            | /dev/null/x.png
 schedule missing.txt                                            | missing.txt
 schedule not_a_schedule.txt                                     | hello
@@ -262,8 +265,8 @@ profile --processes 0                                           | processes
 profile --output /dev/null/c.toml                               | /dev/null/c.toml
 profile --device tpu                                            | tpu
 profile --budget-s 0                                            | budget
-validate                                                        | TABLE.csv
-validate missing.csv                                            | missing.csv
+validate                                                        | expected one table; TABLE.csv
+validate missing.csv                                            | cannot read the table; missing.csv
 validate no_columns.csv                                         | column
 validate header_only.csv                                        | row
 validate bad_row.csv                                            | bad_row.csv

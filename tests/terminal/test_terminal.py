@@ -84,7 +84,7 @@ def test_a_bar_still_draws_on_a_guarded_terminal(monkeypatch):
     with guarded_streams():
         bar = Bar(sys.stdout, TextColumn("step {task.completed}"), total=2)
         with bar:
-            assert bar._update(2)
+            assert bar.update(2)
             sys.stdout.write("beside\x1b[2J\n")
         restore_terminal(sys.stdout)
     drawn = terminal.getvalue()

@@ -14,7 +14,8 @@ from pipeloom.accuracy.schedules import predict
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import FRACTIONS, Efficiency, Software
-from pipeloom.errors import UserError, reason_of
+from pipeloom.errors import UserError
+from pipeloom.system.files import write_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -212,7 +213,4 @@ def write(result: Fit, path: Path, table: str, source: str = "") -> None:
     Raises:
         UserError: it cannot be written.
     """
-    try:
-        path.write_text(to_toml(result, table, source), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {reason_of(error)}") from error
+    write_text(path, to_toml(result, table, source))

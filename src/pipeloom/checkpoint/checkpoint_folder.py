@@ -291,8 +291,7 @@ def _measured(path: Path) -> StoredFile:
 
 
 @lru_cache(maxsize=1 << 16)
-def _measured_once(path: Path, *_: int) -> StoredFile:
-    """As ``_measured``; the other arguments change when the file does."""
+def _measured_once(path: Path, *_: int) -> StoredFile:  # the other arguments change when the file does
     return _measured(path)
 
 

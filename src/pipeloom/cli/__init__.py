@@ -22,7 +22,7 @@ COMMANDS = {
     "schedule": "print, draw or export a schedule with its bubble and its memory",
     "families": "compare all families of schedules: bubble, memory, messages",
     "profile": "measure this machine and write what it can do as a cluster file",
-    "validate": "hold predictions of step time and memory against measurements",
+    "validate": "compare predicted step times and memory with measurements",
 }
 """Commands with a line for people; ``pipeloom.cli.NAME.run(arguments)`` does the work."""
 

@@ -1,7 +1,7 @@
 """``pipeloom plan``: which layout to use, and why."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -192,11 +192,7 @@ def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> st
     note = (
         f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
     )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(cluster_to_toml(best.cluster, {"": [note]}), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the cluster {file}: {error.strerror}") from error
+    _write_text(file, cluster_to_toml(best.cluster, {"": [note]}))
     if not options.json:
         print(f"\nwritten: {file}, with the groups of nodes in the order that was chosen")
     return str(file)
@@ -284,19 +280,10 @@ def _model_name(config: RunConfig) -> str | None:
 
 
 def _limits(options: Options) -> Limits:
+    # A flag that nobody gave is empty, which limits nothing.
+    values = {item.name: getattr(options, item.name) or None for item in fields(Limits)}
     split = {"any": None, "on": (True,), "off": (False,)}[options.sequence_parallel]
-    return Limits(
-        tp=options.tp or None,
-        pp=options.pp or None,
-        dp=options.dp or None,
-        loops=options.loops or None,
-        micro_batch=options.micro_batch or None,
-        families=options.families or None,
-        shards=options.shards or None,
-        recompute=options.recompute or None,
-        sequence_parallel=split,
-        ways=options.ways or None,
-    )
+    return Limits(**(values | {"sequence_parallel": split}))
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -320,72 +307,44 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "open_bound_s": plan.open_bound_s,
         "stopped": plan.stopped,
         "layouts": [step_to_json(step) for step in plan.steps],
-        "rivals": [
-            {
-                "kind": rival.kind,
-                "layout": None if rival.step is None else step_to_json(rival.step),
-                "more_s": rival.more_s,
-            }
-            for rival in plan.rivals
-        ],
-        "changes": [
-            {
-                "what": change.what,
-                "speed": change.speed,
-                "layout": None if change.step is None else step_to_json(change.step),
-            }
-            for change in plan.changes
-        ],
+        "rivals": [{"kind": one.kind, "layout": _or_null(one.step), "more_s": one.more_s} for one in plan.rivals],
+        "changes": [{"what": one.what, "speed": one.speed, "layout": _or_null(one.step)} for one in plan.changes],
         "error_bar": plan.error_bar.to_json(),
-        "advice": list(plan.advice),
-        "closest": None
-        if near is None
-        else {
-            "least_bytes": near.least_bytes,
-            "missing_bytes": near.missing_bytes,
-            "sequence_bytes": near.sequence_bytes,
+        "advice": plan.advice,
+        "closest": near
+        and {
+            **{name: getattr(near, name) for name in ("least_bytes", "missing_bytes", "sequence_bytes")},
             "ways_out": [{"what": what, "layout": step_to_json(step)} for what, step in near.ways_out],
         },
     }
 
 
+def _or_null(step: SimulatedStep | None) -> dict[str, Any] | None:
+    return None if step is None else step_to_json(step)
+
+
+_OF_RUN = (
+    "tp", "pp", "dp", "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
+    "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order",
+)  # fmt: skip
+_OF_ORDER = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
+_OF_STEP = ("tokens_per_s", "mfu", "hfu", "bubble_fraction", "dollars_per_billion_tokens")
+
+
 def step_to_json(step: SimulatedStep) -> dict[str, Any]:
     """One layout with its predictions."""
-    run, order = step.run, step.order
+    run, order, choice, prediction = step.run, step.order, step.order.choice, step.prediction
     return {
-        "tp": run.tp,
-        "pp": run.pp,
-        "dp": run.dp,
-        "loops": run.loops,
-        "replicate": run.replicate,
-        "shard": run.shard,
-        "micro_batch": run.micro_batch,
-        "num_microbatches": run.num_microbatches,
-        "sequence_parallel": run.sequence_parallel,
-        "recompute": run.recompute,
-        "recompute_layers": run.recompute_layers,
-        "layers_by_stage": run.layers_by_stage,
-        "placement": run.placement,
-        "nodes": [[kind.name, number] for kind, number in step.cluster.kinds(run.num_devices)],
-        "family": order.choice.family,
-        "group_size": order.choice.group_size,
-        "residency": order.residency,
-        "prefetch": order.prefetch,
-        "gradient_buffers": order.gradient_buffers,
-        "receive_buffers": order.receive_buffers,
-        "keep": order.choice.keep,
-        "balance": order.moving.balance,
-        "offload": order.moving.offload,
-        "activation_bytes": order.moving.budget_bytes,
-        "device_budget": None if order.swapping is None else order.swapping.budget,
-        "pipeline_order": run.pipeline_order,
+        **{name: getattr(run, name) for name in _OF_RUN},
         "token_slices": run.slices or None,
-        "step_time_s": step.prediction.step_time_s,
-        "tokens_per_s": step.tokens_per_s,
-        "mfu": step.mfu,
-        "hfu": step.hfu,
-        "bubble_fraction": step.bubble_fraction,
-        "memory_bytes": step.prediction.memory.total_bytes,
+        "nodes": [[kind.name, number] for kind, number in step.cluster.kinds(run.num_devices)],
+        **{name: getattr(choice, name) for name in ("family", "group_size", "keep")},
+        **{name: getattr(order, name) for name in _OF_ORDER},
+        **{name: getattr(order.moving, name) for name in ("balance", "offload")},
+        "activation_bytes": order.moving.budget_bytes,
+        "device_budget": order.swapping and order.swapping.budget,
+        **{name: getattr(step, name) for name in _OF_STEP},
+        "step_time_s": prediction.step_time_s,
+        "memory_bytes": prediction.memory.total_bytes,
         "causes_s": causes(step),
-        "dollars_per_billion_tokens": step.dollars_per_billion_tokens,
     }

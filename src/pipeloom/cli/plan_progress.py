@@ -51,7 +51,7 @@ class PlanProgress(Bar):
         self._text = f"{decided:,} of {layouts:,} layouts decided"
         if self._bar is not None:
             self._bar.update(self._task, total=layouts)
-        self._update(decided, layouts=self._text)
+        self.update(decided, layouts=self._text)
 
     def _write_lines(self) -> None:
         wait_s = self._first_s

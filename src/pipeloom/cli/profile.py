@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pipeloom.cli.flags import parse_flags
 from pipeloom.cost.hardware import Cluster
-from pipeloom.errors import ConfigError, UserError, reason_of
+from pipeloom.errors import ConfigError, UserError
+from pipeloom.system.files import write_text
 from pipeloom.workload.layout import Recompute
 
 if TYPE_CHECKING:
@@ -80,10 +81,7 @@ def run(words: list[str]) -> int:
     cluster, notes = describe_cluster(options.output.stem, findings)
     if pieces_of is not None:
         cluster, notes = _with_pieces(cluster, notes, pieces_of)
-    try:
-        options.output.write_text(cluster_to_toml(cluster, notes), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {options.output}: {reason_of(error)}") from error
+    write_text(options.output, cluster_to_toml(cluster, notes))
     if options.json:
         print(json.dumps({"file": str(options.output), "cluster": asdict(cluster), "findings": asdict(findings)}))
     else:

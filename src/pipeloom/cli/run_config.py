@@ -54,8 +54,10 @@ def parse_config(
     problems: list[str] = []
     # A file comes first: behind a flag, a word may be the value of that flag.
     if words and not words[0].startswith("-"):
-        sections, problems = read_run_file(Path(words[0]), _run_part(config))
-        config = replace(config, **{item.name: getattr(sections, item.name) for item in fields(RunConfig)})
+        # The options of a command are a RunConfig with more fields, which a run file must not have.
+        names = [item.name for item in fields(RunConfig)]
+        run, problems = read_run_file(Path(words[0]), RunConfig(**{name: getattr(config, name) for name in names}))
+        config = replace(config, **{name: getattr(run, name) for name in names})
         words, source = words[1:], words[0]
     # Path(".") is also how an empty path reads; a shell's "here" gets its name.
     words = [_named(word) for word in words]
@@ -178,10 +180,6 @@ def _without_stale_sizes(config: _Config, file: _Config) -> _Config:
     if new.pp != old.pp and config.schedule.group_size == file.schedule.group_size == old.pp:
         config = replace(config, schedule=replace(config.schedule, group_size=None))
     return config
-
-
-def _run_part(config: RunConfig) -> RunConfig:
-    return RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
 
 
 def _problems(config: _Config, judge: Callable[..., list[str]]) -> tuple[_Config, list[str]]:

@@ -16,6 +16,7 @@ from pipeloom.predict.moves import why_training_may_differ
 from pipeloom.predict.stage_swaps import Swapping
 from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
+from pipeloom.system.files import write_text
 from pipeloom.terminal.words import unit_s
 from pipeloom.workload.dtypes import dtype_of
 
@@ -70,12 +71,12 @@ def run(words: list[str]) -> int:
     if options.trace is not None:
         from pipeloom.trace import to_chrome
 
-        _write(options.trace, "trace", to_chrome(step.trace, "simulated"))
+        write_text(options.trace, to_chrome(step.trace, "simulated"), "the trace")
     if options.schedule_out is not None:
         # Programs that block between stages run an order of compute alone, which `train` does not.
         if not step.software.has_lanes:
             raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
-        _write(options.schedule_out, "schedule", step.schedule_text)
+        write_text(options.schedule_out, step.schedule_text, "the schedule")
     if options.plot is not None:
         from pipeloom.plot.draw import excerpt, plot_timeline
 
@@ -85,13 +86,6 @@ def run(words: list[str]) -> int:
         plot_timeline(part, [options.plot], title=title, unit=name, scale=1 / unit)
     _print(options, step, plan)
     return 0 if step.prediction.fits else 1
-
-
-def _write(file: Path, what: str, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the {what} {file}: {error.strerror}") from error
 
 
 def _print(options: Options, step: SimulatedStep, plan: ReportedPlan | None) -> None:

@@ -7,11 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cli.flags import parse_flags
-from pipeloom.cli.run_config import refuse_retired
+from pipeloom.cli.run_config import dtype_words, refuse_retired
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
@@ -30,6 +32,7 @@ from pipeloom.planner.tradeoff import (
     whole_batches,
 )
 from pipeloom.predict.describe import asked_precision, load_or_note
+from pipeloom.terminal.console import headed, print_table, table, wide_console
 from pipeloom.terminal.progress import Bar
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.dtypes import Dtype, dtype_of
@@ -92,8 +95,10 @@ def run(words: list[str]) -> int:
 
         check_formats([options.plot])
     inputs = inputs_of(options)
-    with TradeoffProgress(len(inputs.methods) * len(inputs.batches_per_device)) as bar:
-        curves = tradeoff(inputs, bar.show)
+    columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    total = len(inputs.methods) * len(inputs.batches_per_device)
+    with Bar(sys.stderr, *columns, total=total, transient=True) as bar:
+        curves = tradeoff(inputs, lambda done, _: bar.update(done))
     if not curves.points:
         raise UserError(
             f"no layout of any method fits {inputs.question.num_devices} devices of {inputs.question.cluster.name}: "
@@ -104,24 +109,10 @@ def run(words: list[str]) -> int:
     if options.json:
         print(json.dumps(to_json(curves)))
     else:
-        from pipeloom.cli.tradeoff_text import print_curves
-
         print_curves(curves, has_default_batch=options.critical_batch is options.critical_batch_tokens is None)
         if options.plot is not None:
             print(f"picture   {options.plot}")
     return 0
-
-
-class TradeoffProgress(Bar):
-    """Progress over methods and batches, on standard error."""
-
-    def __init__(self, total: int) -> None:
-        columns = (TextColumn("searches {task.completed}/{task.total}"), BarColumn(bar_width=24), TimeElapsedColumn())
-        super().__init__(sys.stderr, *columns, total=total, transient=True)
-
-    def show(self, done: int, _: int) -> None:
-        """So many are done."""
-        self._update(done)
 
 
 def inputs_of(options: Options) -> Tradeoff:
@@ -140,30 +131,26 @@ def inputs_of(options: Options) -> Tradeoff:
     reference = options.reference or min(options.devices, default=1)
     batches = _batches(options, problems)
     problems += scaling_problems(reference, options.devices, batches or whole_batches(reference))
-    values = _training(options, shape, cluster, problems)
-    if problems or shape is None or cluster is None:
+    training = _training(options, shape, cluster, problems)
+    if problems or shape is None or cluster is None or training is None:
         raise ConfigError(problems, "the command line")
     return Tradeoff(
-        question=_question(options, shape, cluster, reference),
-        training=Training(**values),
+        question=Question(
+            shape=shape,
+            cluster=cluster,
+            software=Software(name=""),
+            num_devices=reference,
+            global_batch=1,
+            seq=options.seq,
+            precision=asked_precision(options.dtype, cluster, reference),
+            attention=options.attention,
+            has_default_dtype=options.dtype is None,
+        ),
+        training=training,
         methods=methods,
         device_counts=tuple(sorted(set(options.devices))),
         batches_per_device=batches or whole_batches(reference),
         searches_every_size=options.every_size,
-    )
-
-
-def _question(options: Options, shape: ModelShape, cluster: Cluster, reference: int) -> Question:
-    return Question(
-        shape=shape,
-        cluster=cluster,
-        software=Software(name=""),
-        num_devices=reference,
-        global_batch=1,
-        seq=options.seq,
-        precision=asked_precision(options.dtype, cluster, reference),
-        attention=options.attention,
-        has_default_dtype=options.dtype is None,
     )
 
 
@@ -200,8 +187,8 @@ def _batches(options: Options, problems: list[str]) -> tuple[Fraction, ...]:
 
 def _training(
     options: Options, shape: ModelShape | None, cluster: Cluster | None, problems: list[str]
-) -> dict[str, float]:
-    """Values of the training; where one is missing because of another problem, a harmless one replaces it."""
+) -> Training | None:
+    """The training; where a value is missing because of another problem, a harmless one replaces it."""
     if options.seq < 1:
         problems.append(f"--seq must be at least 1, found {options.seq}")
     seq = max(1, options.seq)
@@ -220,9 +207,123 @@ def _training(
         price = cluster.price_per_device_hour
         if price is None:
             problems.append(f"the cluster '{cluster.name}' has no price_per_device_hour: set one with --price DOLLARS")
-    values = {"tokens": tokens, "critical_batch": batch, "price_per_device_hour": 1.0 if price is None else price}
-    problems += Training.problems(**values)
-    return values
+    try:
+        return Training(tokens=tokens, critical_batch=batch, price_per_device_hour=1.0 if price is None else price)
+    except ConfigError as error:
+        problems += error.problems
+        return None
+
+
+def print_curves(curves: Curves, *, has_default_batch: bool) -> None:
+    """Print the question, the best of each cluster, and the days and dollars of each method.
+
+    Args:
+        curves: the answer.
+        has_default_batch: whether the critical batch is that of the published fit.
+    """
+    console = wide_console()
+    _print_headline(console, curves, has_default_batch=has_default_batch)
+    console.print(headed("\nThe best method of each cluster size (* on the Pareto front)"))
+    print_table(console, _best_table(curves))
+    console.print(headed("\nDays and dollars of each method at its own best batch"))
+    print_table(console, _method_table(curves))
+    console.print(
+        "layout: tensor/pipeline/data ranks, loops, micro-batches x their sequences, what is sharded, +what is "
+        f"recomputed\non {curves.inputs.question.num_devices}: MFU of the method with that batch per device"
+    )
+    _print_notes(console, curves)
+
+
+def _print_headline(console: Console, curves: Curves, *, has_default_batch: bool) -> None:
+    inputs, training = curves.inputs, curves.inputs.training
+    question = inputs.question
+    source = " (a fit to small models, arXiv 2001.08361)" if has_default_batch else ""
+    programs = {software.name for software in inputs.methods.values()}
+    trained = programs.pop() if len(programs) == 1 else None
+    by_method = ", ".join(f"{method} by {software.name}" for method, software in inputs.methods.items())
+    lines = {
+        "model": f"{question.shape.name}, sequences of {question.seq:,} tokens, "
+        + dtype_words(question.precision, is_default=question.has_default_dtype),
+        "cluster": f"{question.cluster.name} at {_dollars(training.price_per_device_hour)} for a device and hour",
+        "program": trained or by_method,
+        "tokens": f"{training.tokens:.4g} with small batches, times 1 + B / B_crit",
+        "B_crit": f"{training.critical_batch:,.0f} sequences{source}",
+        "layouts": "searched on every cluster"
+        if inputs.searches_every_size
+        else f"searched on {question.num_devices:,} devices, scaled by the data axis and simulated again",
+    }
+    for name, text in lines.items():
+        console.print(f"{name:<10}{text}")
+
+
+def _best_table(curves: Curves) -> Table:
+    reference = f"on {curves.inputs.question.num_devices}"
+    columns = ("method", "layout", "batch", "MFU", reference, "days", "dollars")
+    rows = table("devices", columns, texts=["method", "layout"])
+    front = {id(point) for point in curves.front}
+    for count in curves.inputs.device_counts:
+        point = curves.best(count)
+        if point is not None:
+            rows.add_row(
+                f"{count:,}{'*' if id(point) in front else ''}",
+                point.method,
+                _layout(point),
+                f"{point.run.global_batch:,}",
+                f"{point.mfu:.1%}",
+                "-" if point.reference_mfu is None else f"{point.reference_mfu:.1%}",
+                _days(point.days),
+                _dollars(point.dollars),
+            )
+    return rows
+
+
+def _method_table(curves: Curves) -> Table:
+    methods = list(curves.inputs.methods)
+    rows = table("devices", methods)
+    for count in curves.inputs.device_counts:
+        found = (curves.best(count, method) for method in methods)
+        cells = ("-" if point is None else f"{_days(point.days)} {_dollars(point.dollars)}" for point in found)
+        rows.add_row(f"{count:,}", *cells)
+    return rows
+
+
+def _layout(point: Point) -> str:
+    """Axes, loops, micro-batches and sharding in one word each."""
+    run = point.run
+    recompute = "some" if run.recompute_layers else run.recompute
+    again = "" if recompute == "none" else f" +{recompute}"
+    shard = "" if run.shard == "none" else f" {run.shard}"
+    return f"{run.tp}/{run.pp}/{run.dp} {run.loops} {run.num_microbatches}x{run.micro_batch}{shard}{again}"
+
+
+def _days(value: float) -> str:
+    """With three digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _dollars(value: float) -> str:
+    """Three digits, in thousands or millions where it is as much."""
+    scale, letter = next(pair for pair in ((1e6, "M"), (1e3, "k"), (0.0, "")) if value >= pair[0])
+    return f"${value / (scale or 1):.3g}{letter}"
+
+
+def _print_notes(console: Console, curves: Curves) -> None:
+    ends = {max(curves.inputs.batches_per_device): "largest", min(curves.inputs.batches_per_device): "smallest"}
+    for batch, end in ends.items():
+        counts = [
+            f"{count:,}"
+            for count in curves.inputs.device_counts
+            if (point := curves.best(count)) is not None and point.batch_per_device == batch
+        ]
+        if counts:
+            console.print(
+                f"on {', '.join(counts)} devices the best batch is the {end} that was tried, {float(batch):g} for each "
+                "device: --batch-per-device takes others"
+            )
+    for method in curves.inputs.methods:
+        batches = [f"{float(batch):g}" for missing, batch in curves.missing if missing == method]
+        if batches:
+            console.print(f"{method}: nothing fits the reference with a batch per device of {', '.join(batches)}")
 
 
 def _draw(curves: Curves, file: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
-from pipeloom.accuracy.measures import rankings
+from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of, rankings
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import parse_flags
@@ -166,26 +165,22 @@ def _print_table(tree: dict[str, Any]) -> None:
 
 def _print_groups(answer: Comparison) -> None:
     for ranking in rankings(answer.outcomes):
-        group, first, best = ranking.group, ranking.first, ranking.fastest
+        group, regret = ranking.group, ranking.regret
         norm = "fused norm" if group.fused_norm else "plain norm"
         print(
             f"{group.set_name}/{group.model}, {group.seq} tokens, {group.devices} devices, batch {group.global_batch}, "
-            f"{group.attention}, {norm}, {group.precision}: {ranking.layouts} layouts, regret {ranking.regret:.1%}"
+            f"{group.attention}, {norm}, {group.precision}: {ranking.layouts} layouts, regret {regret:.1%}"
         )
-        print(f"  first    {_layout(first)}")
-        if ranking.regret > 0:
-            print(f"  fastest  {_layout(best)}")
+        for name, row in (("first", ranking.first), *([("fastest", ranking.fastest)] if regret > 0 else [])):
+            run = row.run
+            more = " sequence parallel" * run.sequence_parallel
+            more += f" {run.recompute} recomputation" * (run.recompute != "none")
+            print(
+                f"  {name:<9}{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} "
+                f"micro-batch {run.micro_batch} {row.schedule} shard {run.shard}{more}"
+            )
         if ranking.is_first_oom:
             print("  one that ran out of memory was predicted to fit and to be faster")
-
-
-def _layout(row: Row) -> str:
-    run = row.run
-    more = (" sequence parallel" * run.sequence_parallel, f" {run.recompute} recomputation" * (run.recompute != "none"))
-    return (
-        f"{row.step_time_s:.3f} s: dp {run.dp} tp {run.tp} pp {run.pp} loops {run.loops} micro-batch {run.micro_batch} "
-        f"{row.schedule} shard {run.shard}{''.join(more)}"
-    )
 
 
 def _print_stage_times(answer: dict[str, Any], *, as_json: bool) -> None:

@@ -49,8 +49,14 @@ def parse_run(tree: dict[str, Any], default: RunConfig | None = None) -> tuple[R
         for item in error.errors():
             names = [str(part) for part in item["loc"]]
             # Section and setting; what follows are places inside of a list or alternatives of a type.
-            problems.append(f"{'.'.join(names[:2])} must be {_wanted(item)}, found {item['input']!r}")
-            _drop(tree, names)
+            is_choice = item["type"] == "literal_error"
+            wanted = item["ctx"]["expected"] if is_choice else _WANTED.get(item["type"], item["msg"])
+            problems.append(f"{'.'.join(names[:2])} must be {wanted}, found {item['input']!r}")
+            section = tree.get(names[0])
+            if len(names) > 1 and isinstance(section, dict):
+                section.pop(names[1], None)
+            else:
+                tree.pop(names[0], None)
     # Once more without what is wrong, so that the values that were right can be judged in the same message.
     return adapter.validate_json(_json(default, tree), strict=True), problems
 
@@ -71,13 +77,7 @@ _WANTED = {
     "dataclass_type": "a section",
     "value_error": "of its type",
 }
-
-
-def _wanted(error: Any) -> str:
-    """What pydantic expected, in the words of a configuration."""
-    if error["type"] == "literal_error":
-        return error["ctx"]["expected"]
-    return _WANTED.get(error["type"], error["msg"])
+"""What pydantic expected, in the words of a configuration."""
 
 
 def _json(default: RunConfig | None, tree: dict[str, Any]) -> str:
@@ -147,11 +147,3 @@ def _drop_unknown(tree: dict[str, Any], config_class: type, prefix: str) -> list
         elif is_dataclass(hints[key]) and isinstance(tree[key], dict):
             problems += _drop_unknown(tree[key], hints[key], f"{prefix}{key}.")
     return problems
-
-
-def _drop(tree: dict[str, Any], names: list[str]) -> None:
-    """Remove the setting that ``names`` leads to, if it is still there."""
-    if len(names) > 1 and isinstance(tree.get(names[0]), dict):
-        tree[names[0]].pop(names[1], None)
-    else:
-        tree.pop(names[0], None)

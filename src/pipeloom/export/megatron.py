@@ -14,7 +14,7 @@ from pipeloom.config import unset
 from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.megatron_order import group_problems, is_megatrons
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
-from pipeloom.export.torchrun import about_ranks, start_of, variables
+from pipeloom.export.torchrun import about_ranks, script_of, start_of
 from pipeloom.workload.model_families import MODELS
 
 SCRIPT = "megatron.sh"
@@ -136,17 +136,13 @@ def _make(job: Job) -> Draft:
         "memory": _recompute(job),
         "training": _training(job),
     }
-    script = "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            comment(PROGRAM, notes, about, job.config),
-            *variables(job, notes),
-            *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
-            f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
-            f"connections={0 if _is_fsdp(job) else 1}",
-            body("start.sh") + "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh"),
-        ]
-    )
+    lines = [
+        *(bash_array(name, _without_unset(job, flags)) for name, flags in groups.items()),
+        f"mock_vocab={(job.model.vocab_size or 0) - 1} # its tokenizer adds one token, the end of text",
+        f"connections={0 if _is_fsdp(job) else 1}",
+    ]
+    end = "".join(f"{line}\n" for line in _from_the_user(job)) + body("megatron.sh")
+    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, end)
     return replace(notes, files={SCRIPT: script})
 
 
@@ -301,7 +297,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
     if config.training.compile:
         found.append("training.compile: layers are those of Transformer Engine, with kernels of its own")
-    found += job.checkpoints_left_out("Megatron-LM")
+    found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
     return (*found, "training.seed: weights and batches are drawn in another way")
 

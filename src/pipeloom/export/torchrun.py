@@ -1,5 +1,6 @@
 """torchrun: one script that is started on every node."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pipeloom.config import RunConfig
@@ -22,15 +23,9 @@ def _make(job: Job) -> Draft:
     needs = job.needs({name: f"--{name}" for name in RECIPE})
     notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
     about = [*about_ranks(job), *([f"These settings may be in {RUN_FILE} as well."] if needs else [])]
-    script = "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            comment("torchrun of PyTorch 2.11 or newer", notes, [*about, _about_signals(job)], job.config),
-            *variables(job, notes, RUN_FILE),
-            f"threads={job.config.training.threads}",
-            body("start.sh") + body("torchrun.sh"),
-        ]
-    )
+    head = comment("torchrun of PyTorch 2.11 or newer", notes, [*about, _about_signals(job)], job.config)
+    threads = [f"threads={job.config.training.threads}"]
+    script = script_of(job, notes, head, threads, body("torchrun.sh"), settings=RUN_FILE)
     run_file = f"# {MARK} for `pipeloom train`; {SCRIPT} beside it starts it.\n{format_run(_elsewhere(job.config))}"
     return replace(notes, files={RUN_FILE: run_file, SCRIPT: script})
 
@@ -53,16 +48,19 @@ def start_of(job: Job, script: str, needs: str = "") -> str:
     return f"on every node, with its own NODE_RANK: {needs}NODE_RANK=0 MASTER_ADDR=<host of node 0> bash {script}"
 
 
-def variables(job: Job, notes: Draft, settings: str = "") -> list[str]:
-    """What the common body of the scripts takes.
+def script_of(job: Job, notes: Draft, head: str, lines: Sequence[str], end: str, *, settings: str = "") -> str:
+    """A script that is started on every node.
 
     Args:
         job: the run.
         notes: what the user has to set.
+        head: its comment.
+        lines: that set what the end of the script takes.
+        end: what comes behind the part that all scripts have, which checks what is set.
         settings: the run file in which that may be set, too.
     """
-    sizes = [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}"]
-    return [*sizes, f"settings={settings}", needs_array(notes)]
+    sizes = [f"nodes={job.num_nodes}", f"processes={job.processes_per_node}", f"settings={settings}"]
+    return "\n".join(["#!/usr/bin/env bash", head, *sizes, needs_array(notes), *lines, body("start.sh") + end])
 
 
 def about_ranks(job: Job) -> list[str]:

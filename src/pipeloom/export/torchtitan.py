@@ -13,7 +13,7 @@ from pipeloom.export.job import Draft, Job, Need, Target, variable
 from pipeloom.export.text import Flag, bash_array, body, comment, flag
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.export.torch_schedule import differences_of_runtime, left_out_of_runtime, tied_problems
-from pipeloom.export.torchrun import about_ranks, start_of, variables
+from pipeloom.export.torchrun import about_ranks, script_of, start_of
 
 SCRIPT, CONFIG, CSV = "torchtitan.sh", "torchtitan_run.py", "torchtitan_schedule.csv"
 PROGRAM = "torchtitan 0.3.0"
@@ -83,17 +83,12 @@ def _make(job: Job) -> Draft:
         *about_ranks(job),
         f"{CONFIG} has the model and the optimizer, {CSV} the order; flags behind the script's name go over all.",
     ]
-    script = "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            comment(PROGRAM, notes, about, job.config),
-            *variables(job, notes),
-            bash_array("flags", _flags(job)),
-            f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
-            f"schedule={CSV if _reads_csv(job) else ''}",
-            body("start.sh") + body("torchtitan.sh"),
-        ]
-    )
+    lines = [
+        bash_array("flags", _flags(job)),
+        f"recompute={job.config.layout.recompute_by_layer(job.model.num_layers)[0]}",
+        f"schedule={CSV if _reads_csv(job) else ''}",
+    ]
+    script = script_of(job, notes, comment(PROGRAM, notes, about, job.config), lines, body("torchtitan.sh"))
     module = "\n".join([comment(PROGRAM, notes, (), job.config), *_constants(job), body("torchtitan.txt")])
     files = {SCRIPT: script, CONFIG: module}
     if _reads_csv(job):
@@ -187,7 +182,7 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 def _left_out(job: Job) -> tuple[str, ...]:
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
-        *job.checkpoints_left_out("torchtitan"),
+        *job.checkpoints_left_out("torchtitan", "none at all"),
         f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex",
         "training.seed: weights and batches are drawn in another way",
     )

@@ -5,7 +5,7 @@ A new family is one file: a function that returns each rank's compute actions, u
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from pipeloom.errors import ConfigError, FamilyError
@@ -58,14 +58,18 @@ SameAs = Callable[[Request], str | None]
 """Another family that makes the same rows for a request of whole sequences; ``None`` where none does."""
 
 
+def _no_rule(_request: Request) -> Rows:
+    raise AssertionError("a family has its rule when it is registered")
+
+
 @dataclass(frozen=True)
 class Family:
     """A named rule that makes schedules.
 
+    ``@family("name", is_looped=True)`` over a rule registers it.
+
     Attributes:
         name: as the command line spells it.
-        rule: makes the rows.
-        summary: one line for people.
         is_looped: takes several stages for each rank; otherwise exactly one.
         is_grouped: takes a group size.
         has_backward: trains; otherwise forward only.
@@ -79,84 +83,54 @@ class Family:
         slices_itself: makes rows of token slices where ``num_slices`` is above 1, on a looped placement. All other rows
             are made of whole micro-batches, and sliced in place (``pipeloom.passes.add_slices``).
         same_as: where its schedule is that of another family, which family; ``None`` where it never is.
+        rule: makes the rows.
+        summary: one line for people: the first of the rule's docstring.
     """
 
     name: str
-    rule: Rule
-    summary: str
+    _: KW_ONLY
     is_looped: bool
-    is_grouped: bool
-    has_backward: bool
-    splits_backward: bool
-    is_found: bool
-    loops: int | None
-    placement: str | None
-    instead: str | None
-    stage_inputs: StageInputs | None
+    is_grouped: bool = False
+    has_backward: bool = True
+    splits_backward: bool = False
+    is_found: bool = False
+    loops: int | None = None
+    placement: str | None = None
+    instead: str | None = None
+    stage_inputs: StageInputs | None = None
     slices_itself: bool = False
     same_as: SameAs | None = None
+    rule: Rule = _no_rule
+    summary: str = ""
+
+    def __call__(self, rule: Rule) -> Rule:
+        """Register a rule under the name.
+
+        Raises:
+            FamilyError: the name is taken, the docstring is missing, or there is no such placement.
+        """
+        summary = (rule.__doc__ or "").strip()
+        problems: list[str] = []
+        if self.name in FAMILIES:
+            problems.append(f"another one of that name is in {place_of(FAMILIES[self.name].rule)}")
+        if not summary:
+            problems.append("its rule has no docstring, whose first line is its summary")
+        if self.placement is not None and self.placement not in PLACEMENTS:
+            problems.append(unknown_name("placement", self.placement, PLACEMENTS))
+        if problems:
+            raise FamilyError(f"the family '{self.name}' ({place_of(rule)}) is wrong: {'; '.join(problems)}")
+        FAMILIES.add(self.name, replace(self, rule=rule, summary=summary.splitlines()[0]))
+        return rule
 
 
+family = Family
+"""The decorator of a rule."""
+FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
+"""Every family by name."""
 _ACTION_BYTES = 150
 """What an action takes while its schedule is made and proved: 173 to 185 bytes in steps of two million."""
 _ALWAYS_THERE = 2**28
 """Bytes that are taken to be there: the planner makes thousands of small schedules, and the check reads files."""
-FAMILIES: Registry[Family] = Registry("schedule", "pipeloom.families", Family)
-"""Every family by name."""
-
-
-def family(
-    name: str,
-    *,
-    is_looped: bool,
-    is_grouped: bool = False,
-    has_backward: bool = True,
-    splits_backward: bool = False,
-    is_found: bool = False,
-    loops: int | None = None,
-    placement: str | None = None,
-    instead: str | None = None,
-    stage_inputs: StageInputs | None = None,
-    slices_itself: bool = False,
-    same_as: SameAs | None = None,
-) -> Callable[[Rule], Rule]:
-    """Register a rule under a name; the first line of its docstring becomes the summary.
-
-    Raises:
-        FamilyError: the name is taken, the docstring is missing, or there is no such placement.
-    """
-
-    def register(rule: Rule) -> Rule:
-        summary = (rule.__doc__ or "").strip()
-        problems: list[str] = []
-        if name in FAMILIES:
-            problems.append(f"another one of that name is in {place_of(FAMILIES[name].rule)}")
-        if not summary:
-            problems.append("its rule has no docstring, whose first line is its summary")
-        if placement is not None and placement not in PLACEMENTS:
-            problems.append(unknown_name("placement", placement, PLACEMENTS))
-        if problems:
-            raise FamilyError(f"the family '{name}' ({place_of(rule)}) is wrong: {'; '.join(problems)}")
-        added = Family(
-            name=name,
-            rule=rule,
-            summary=summary.splitlines()[0],
-            is_looped=is_looped,
-            is_grouped=is_grouped,
-            has_backward=has_backward,
-            splits_backward=splits_backward,
-            is_found=is_found,
-            loops=loops,
-            placement=placement,
-            instead=instead,
-            stage_inputs=stage_inputs,
-            slices_itself=slices_itself,
-            same_as=same_as,
-        )
-        FAMILIES.add(name, added)
-        return rule
-
-    return register
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,15 +238,7 @@ def _orders(placement: Placement, num_microbatches: int) -> tuple[tuple[str, tup
 
 
 def _listed(task: Task, rule: Sequence[int], patience: float, *, keeps_room: bool) -> Woven | None:
-    """Rows from one list of priorities; ``None`` where they come to no end.
-
-    Args:
-        task: what is wanted.
-        rule: priorities.
-        patience: of gradients of weights.
-        keeps_room: whether a forward leaves room for an input of each later stage of its rank: that always comes to an
-            end. Without, there is more room, and some rows end in a deadlock.
-    """
+    """Rows from one list of priorities; ``None`` where they come to no end, see ``clocked.listing``."""
     placement = task.placement
     state = clocked.begin(placement.num_ranks, placement.num_stages, task.num_microbatches)
     run = kernel(clocked.listing, state.kind.size)

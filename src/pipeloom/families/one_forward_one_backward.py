@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from pipeloom.errors import ScheduleError
 from pipeloom.families.family import Request, Rows, StageInputs, family
-from pipeloom.families.order import in_turn
 from pipeloom.passes import sliced
 from pipeloom.schedule import Kind, Row, Schedule
 
@@ -106,6 +105,12 @@ def hybrid(request: Request) -> Rows:
     N = P is depth-first. N = M has breadth-first's forward order, and its last local stage begins its backward early.
     """
     return alternate(request, hops_back=2)
+
+
+def in_turn(forwards: Row, backwards: Row, num_warmup: int) -> Row:
+    """Some forwards, then forward and backward in turn, then the rest of the backwards."""
+    rest = forwards[num_warmup:]
+    return forwards[:num_warmup] + rest.alternate(backwards[: len(rest)]) + backwards[len(rest) :]
 
 
 def alternate(request: Request, hops_back: int) -> Rows:

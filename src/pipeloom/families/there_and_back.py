@@ -8,13 +8,13 @@ gradients of weights are woven in.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeloom.families.family import Request, Rows, family
-from pipeloom.families.order import numbered, up_to
 from pipeloom.families.weave import woven
 from pipeloom.schedule import Kind, Row
 
@@ -73,37 +73,24 @@ def _of_one_microbatch(request: Request) -> str | None:
     return "zb-v" if request.num_microbatches == 1 else None
 
 
-@family("zb-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_on_a_v)
+_family = partial(family, is_looped=True, loops=2, placement="v", splits_backward=True)
+
+
+@_family("zb-v", stage_inputs=_on_a_v)
 def zb_v(request: Request) -> Rows:
     """A V in 1F1B's memory, in which ranks never stand still once they have begun (arXiv 2401.10241, section 6)."""
     # One unit there and five back keep (1 + 5) / 6 of 1F1B's inputs, all of its memory (arXiv 2405.15362, section 3.2).
     return _repeated(request, _Hops(1, 5), request.placement.num_ranks, pulls=True)
 
 
-@family(
-    "v-half",
-    is_looped=True,
-    loops=2,
-    placement="v",
-    splits_backward=True,
-    stage_inputs=_at_half,
-    same_as=_of_one_microbatch,
-)
+@_family("v-half", stage_inputs=_at_half, same_as=_of_one_microbatch)
 def v_half(request: Request) -> Rows:
     """A V in half of 1F1B's memory, with half of its bubble (arXiv 2405.15362, section 3.3)."""
     # (1 + 2) / 6: half.
     return _repeated(request, _Hops(1, 2), (request.placement.num_ranks + 2) // 2)
 
 
-@family(
-    "v-min",
-    is_looped=True,
-    loops=2,
-    placement="v",
-    splits_backward=True,
-    stage_inputs=_at_least,
-    same_as=_of_one_microbatch,
-)
+@_family("v-min", stage_inputs=_at_least, same_as=_of_one_microbatch)
 def v_min(request: Request) -> Rows:
     """A V in a third of 1F1B's memory, with two thirds of its bubble (arXiv 2405.15362, section 3.3)."""
     # (1 + 1) / 6: a third.
@@ -113,11 +100,8 @@ def v_min(request: Request) -> Rows:
 def _repeated(request: Request, hops: _Hops, most_microbatches: int, *, pulls: bool = False) -> Rows:
     """The block of each micro-batch, six units after that of the one before.
 
-    Args:
-        request: sizes.
-        hops: of the block.
-        most_microbatches: of whose inputs a rank holds as much as both of its stages keep.
-        pulls: whether ranks fill the way in with forwards of later blocks.
+    A rank holds as much as both of its stages keep of ``most_microbatches``. With ``pulls`` ranks fill the way in with
+    forwards of later blocks.
     """
     pp, count = request.placement.num_ranks, request.num_microbatches
     orders = []
@@ -160,7 +144,7 @@ def _block(pp: int, hops: _Hops) -> list[tuple[int, int, int, int]]:
     raise AssertionError(f"no block of {hops} on {pp} ranks")
 
 
-@family("dualpipe-v", is_looped=True, loops=2, placement="v", splits_backward=True, stage_inputs=_in_pairs)
+@_family("dualpipe-v", stage_inputs=_in_pairs)
 def dualpipe_v(request: Request) -> Rows:
     """DualPipe cut in half, a V that pairs a forward with a whole backward (arXiv 2412.19437, 3.2.1; DualPipeV).
 
@@ -170,7 +154,9 @@ def dualpipe_v(request: Request) -> Rows:
     pp, count = request.placement.num_ranks, request.num_microbatches
     # The rule needs 2 P micro-batches for its way in and out; with fewer, those too many are left out afterwards.
     orders = [_paired(request.local_stages(rank), pp, rank, max(count, 2 * pp)) for rank in range(pp)]
-    return Rows(up_to(orders, count), [min(2 * pp + 1, 2 * count)] * pp)
+    # Leaving whole micro-batches out keeps every order between the others, so no new deadlock can come of it.
+    rows = [row.take(row.microbatch < count) for row in orders]
+    return Rows(rows, [min(2 * pp + 1, 2 * count)] * pp)
 
 
 def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
@@ -190,4 +176,26 @@ def _paired(stages: Sequence[int], pp: int, rank: int, count: int) -> Row:
     waiting = [weights[way] for way in out[rank + 1 :]] + [weights[0]] * behind
     for weight in waiting[:behind]:
         steps += [weight, inputs[0]]
-    return numbered(steps + waiting[behind:])
+    return _numbered(steps + waiting[behind:])
+
+
+def _numbered(steps: Sequence[tuple[Kind, int]]) -> Row:
+    """Actions by kind and stage, for which each stage takes its micro-batches in ascending order.
+
+    A gradient of weights belongs to the oldest gradient of the input of its stage that waits for it.
+    """
+    number = {step: n for n, step in enumerate(dict.fromkeys(steps))}
+    which = np.array([number[step] for step in steps])
+    kind = np.array([kind.code for kind, _ in number], np.int32)[which]
+    stage = np.array([stage for _, stage in number], np.int32)[which]
+    microbatch = np.zeros_like(kind)
+    for own in {stage for _, stage in number}:
+        for kinds in ((Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)):
+            places = np.flatnonzero((stage == own) & np.isin(kind, [one.code for one in kinds]))
+            microbatch[places] = np.arange(len(places))
+        inputs, weights = (
+            np.flatnonzero((stage == own) & (kind == one.code)) for one in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        )
+        # The n-th of one is for the micro-batch of the n-th of the other: oldest first.
+        microbatch[weights] = microbatch[inputs]
+    return Row(kind, stage, microbatch, np.zeros_like(kind))

@@ -1,8 +1,7 @@
 """Zero-bubble schedules: backwards in two halves, of which the second fills what would be bubbles."""
 
 from pipeloom.families.family import HeldInputs, Request, Rows, StageInputs, family
-from pipeloom.families.one_forward_one_backward import alternate, inputs_in_turn
-from pipeloom.families.order import in_turn
+from pipeloom.families.one_forward_one_backward import alternate, in_turn, inputs_in_turn
 from pipeloom.families.weave import of_inputs, woven
 from pipeloom.schedule import PLACEMENTS, Kind, Row
 

@@ -58,12 +58,8 @@ def measure_kernel(watch: Stopwatch) -> Timing:
 
 
 def _measure(watch: Stopwatch, precision: str, width: int) -> Product:
-    timing = watch.time(f"{precision} products of {width} x {width}", _product_of(watch, precision, width))
-    return Product(precision, 2.0 * width**3, timing)
-
-
-def _product_of(watch: Stopwatch, precision: str, width: int) -> Sample:
-    return _product(watch.world.device, DTYPES[precision], width)
+    sample = _product(watch.world.device, DTYPES[precision], width)
+    return Product(precision, 2.0 * width**3, watch.time(f"{precision} products of {width} x {width}", sample))
 
 
 def _product(device: torch.device, dtype: torch.dtype, width: int) -> Sample:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.cost.hardware import Collective
-from pipeloom.execute.communication.collectives import Finish, GlooGroup, Group, NcclGroup
+from pipeloom.execute.communication.collectives import Alone, Finish, GlooGroup, Group, NcclGroup
 from pipeloom.execute.processes.world import World
 from pipeloom.measure.findings import Collectives, Messages, Timing, size_text
 from pipeloom.measure.host import num_devices
@@ -77,26 +77,22 @@ def measure_collectives(watch: Stopwatch, num_ranks: int, per_host: int) -> tupl
         num_ranks: that take part.
         per_host: processes of a host.
     """
-    world = watch.world
-    handle = _new_group(world, range(num_ranks))
+    world, device, num_cores = watch.world, watch.world.device, num_devices("cpu")
+    handle, takes_part = _new_group(world, range(num_ranks)), world.rank < num_ranks
+    group_type = NcclGroup if device.type == "cuda" else GlooGroup
+    group = group_type(handle, range(num_ranks), world.rank) if takes_part else Alone()
+    clock, factor = partial(now, device), 1.0
+    if device.type == "cpu" and per_host > num_cores:  # CPU time, so that other programs do not count
+        clock, factor = time.process_time, max(1.0, num_ranks / num_cores)
     found: list[Collectives] = []
     for kind in get_args(Collective):
         points: list[tuple[float, Timing]] = []
-        for wanted in SIZES[world.device.type]:
+        for wanted in SIZES[device.type]:
             # Every rank has a part of the same size, rounded up; what is noted is the size that was moved.
             shard = -(-wanted // (4 * num_ranks))
-            sample: Sample = _nothing
-            if world.rank < num_ranks:
-                group = (NcclGroup if world.device.type == "cuda" else GlooGroup)(handle, range(num_ranks), world.rank)
-                run = _collective(kind, shard, num_ranks, world.device, group)
-                num_cores = num_devices("cpu")
-                is_shared = world.device.type == "cpu" and per_host > num_cores
-                if is_shared:  # CPU time, so that other programs do not count
-                    sample = sample_of(run, time.process_time, factor=max(1.0, num_ranks / num_cores))
-                else:
-                    sample = sample_of(run, partial(now, world.device))
-            timing = watch.time(f"{kind} of {size_text(wanted)} among {num_ranks}", sample)
-            points.append((4.0 * shard * num_ranks, timing))
+            sample = sample_of(_collective(kind, shard, num_ranks, device, group), clock, factor=factor)
+            what = f"{kind} of {size_text(wanted)} among {num_ranks}"
+            points.append((4.0 * shard * num_ranks, watch.time(what, sample if takes_part else _nothing)))
         found.append(Collectives(kind, num_ranks, tuple(points)))
     return tuple(found)
 

@@ -183,6 +183,6 @@ class ProfileProgress(Bar):
     def show(self, what: str) -> None:
         """A measurement begins, or is left out if it has no name."""
         self._begun += 1
-        is_bar = self._update(self._begun, what=what)
+        is_bar = self.update(self._begun, what=what)
         if not is_bar and self._is_shown and what and (self._begun - 1) % self._every == 0:
             print(f"measuring {self._begun}/{self._count}: {what}", file=sys.stderr, flush=True)  # noqa: T201

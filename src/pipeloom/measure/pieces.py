@@ -22,7 +22,7 @@ import torch
 from pipeloom.cost.hardware import MeasuredPieces, MeasuredUpdate
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.collectives import make_tensor_group
-from pipeloom.execute.communication.transport import ProcessGroupTransport
+from pipeloom.execute.communication.transport import Transport
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, join_forked
 from pipeloom.execute.stages.batch import Batch
@@ -128,7 +128,7 @@ class _Measurement:
         self._measured: dict[Hashable, Callable[[], Seconds]] = {}
         self._times: defaultdict[Hashable, list[Seconds]] = defaultdict(list)
         self._runs: dict[tuple[str, int], StageRun] = {}
-        self._transports: list[ProcessGroupTransport] = []
+        self._transports: list[Transport] = []
         weights = {setting: self._add_stages(*setting) for setting in product(request.tp, request.recompute)}
         first = weights[request.tp[0], request.recompute[0]]
         self._updates = [
@@ -194,7 +194,7 @@ class _Measurement:
         world, layout = self._world, Layout(pp=self._world.size // tp, loops=1, tp=tp, dp=1)
         edges = sorted(edge for a in range(layout.pp - 1) for edge in ((a, a + 1), (a + 1, a)))
         place, specs = layout.coordinates(world.rank).pipeline, {edge: [spec] for edge in edges}
-        transport = ProcessGroupTransport(place, specs, world.device, world.timeout, layout.pipelines())
+        transport = Transport(place, specs, world.device, world.timeout, layout.pipelines())
         self._transports.append(transport)
         exchange, count = Exchange(world, transport, spec, layout), _MESSAGES * 2 * (layout.pp - 1) * layout.tp
         load = self._runs["one layer", size]

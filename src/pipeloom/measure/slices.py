@@ -6,6 +6,7 @@ Lengths are measured at a few lengths and contexts, and chosen by the dynamic pr
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,11 +80,12 @@ Point = tuple[int, int, float]
 """Tokens of a slice, tokens before it, seconds of its forward and backward."""
 
 
-class Latency:
+class Latency(NamedTuple):
     """Seconds of a slice of l tokens behind c: ``fixed + token l + pair l (c + l / 2)``, none of them negative."""
 
-    def __init__(self, fixed_s: float, token_s: float, pair_s: float) -> None:
-        self.fixed_s, self.token_s, self.pair_s = fixed_s, token_s, pair_s
+    fixed_s: float
+    token_s: float
+    pair_s: float
 
     def __call__(self, length: NDArray[np.float64], before: NDArray[np.float64]) -> NDArray[np.float64]:
         """Seconds of slices of so many tokens behind so many."""
@@ -100,8 +102,9 @@ def fitted(points: list[Point]) -> Latency:
         if (found >= 0).all():
             break
         used.pop(int(found.argmin()))
-    values = dict(zip(used, found.tolist(), strict=True))
-    return Latency(values.get(0, 0.0), values.get(1, 0.0), values.get(2, 0.0))
+    values = np.zeros(3)
+    values[used] = found
+    return Latency(*values.tolist())
 
 
 def measured(stage: Transformer, make: Callable[[int], Tensor], num_tokens: int) -> list[Point]:

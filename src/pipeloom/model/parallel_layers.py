@@ -1,4 +1,8 @@
-"""Layers whose parameters are split over tensor-parallel ranks. With one rank they are the layers of PyTorch."""
+"""Layers whose parameters are split over tensor-parallel ranks. With one rank they are the layers of PyTorch.
+
+Names are Megatron's, of a matrix that is multiplied from the right (``x A``): a column-parallel layer has some columns
+of ``A``, which are rows of PyTorch's weight.
+"""
 
 from collections.abc import Sequence
 
@@ -30,7 +34,7 @@ class Split:
         return TensorSlice(tuple(whole), tuple(begin))
 
 
-class RowSplitLinear(Split, nn.Linear, Defers):
+class ColumnParallelLinear(Split, nn.Linear, Defers):
     """A linear layer whose rank computes some of the outputs, of which ``out_features`` are all ranks'."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, parallel: TensorParallel) -> None:
@@ -42,7 +46,7 @@ class RowSplitLinear(Split, nn.Linear, Defers):
         return project(input, self)[0]
 
 
-def project(x: Tensor, *layers: RowSplitLinear) -> Sequence[Tensor]:
+def project(x: Tensor, *layers: ColumnParallelLinear) -> Sequence[Tensor]:
     """The outputs of layers that take the same input, which a backward that defers then keeps once for all."""
     first = layers[0]
     if first.defers and torch.is_grad_enabled():
@@ -58,7 +62,7 @@ def product(x: Tensor, weight: Tensor, *, defers: bool) -> Tensor:
     return functional.linear(x, weight)
 
 
-class ColumnSplitLinear(Split, nn.Linear, Defers):
+class RowParallelLinear(Split, nn.Linear, Defers):
     """A linear layer whose rank has some of the inputs; outputs are summed over the ranks.
 
     ``in_features`` are those of all ranks. Every rank has the whole bias.
@@ -87,7 +91,7 @@ class Lookup(nn.Embedding, Defers):
         return lookup(input, self.weight) if self.defers and torch.is_grad_enabled() else super().forward(input)
 
 
-class SplitEmbedding(Split, Lookup):
+class VocabParallelEmbedding(Split, Lookup):
     """An embedding whose rank has the rows of some tokens; the others are zero before the sum over the ranks."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, parallel: TensorParallel) -> None:

@@ -91,11 +91,7 @@ def _first_value(name: str, shape: Sequence[int], seed: int, num_layers: int) ->
     # Each layer adds two terms to the residual stream: GPT-2 divides by the root of their number (report, section 2.3).
     scale = 1 / math.sqrt(2 * num_layers) if name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     # On the CPU, whatever the device: CUDA's generator returns other numbers for the same seed.
-    generator = torch.Generator().manual_seed(_stable_hash(f"{seed}/{name}"))
-    return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)
-
-
-def _stable_hash(text: str) -> int:
-    """63 bits that are the same in every process and on every machine."""
     # Not hash(), which Python salts in every process. 63 bits fit into the int64 that manual_seed takes.
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    bits = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator().manual_seed(bits)
+    return torch.empty(*shape, dtype=torch.float32).normal_(0.0, _INIT_STD * scale, generator=generator)

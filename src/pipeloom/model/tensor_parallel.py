@@ -1,7 +1,7 @@
 """Tensor parallelism inside a stage: what each rank holds of a parameter, and what the ranks exchange.
 
-Matrices come in pairs: the first is split by rows of its weight, so that each rank has some heads or inner elements,
-the second by columns, so that each rank has a part of every sum. Between the pairs runs the residual stream. Every
+Matrices come in pairs: the first is column-parallel, so that each rank has some heads or inner elements, the second
+row-parallel, so that each rank has a part of every sum. Between the pairs runs the residual stream. Every
 rank has all of it, or, with *sequence parallelism*, some of its tokens (arXiv 1909.08053, section 3; arXiv 2205.05198,
 section 4.2.2). What leaves a stage is in both cases the rank's own tokens only: a message between stages carries a
 slice, and so do the inputs that a stage keeps.
@@ -92,7 +92,7 @@ class TensorParallel:
         return range(whole * self.group.index // self.size, whole * (self.group.index + 1) // self.size)
 
     def enter(self, x: Tensor) -> Tensor:
-        """From the residual stream to all of its tokens, [B, T, H], for a matrix split by rows."""
+        """From the residual stream to all of its tokens, [B, T, H], for a column-parallel matrix."""
         if self.size == 1:
             return x
         # Megatron's g and f: an all-gather whose backward is a reduce-scatter (arXiv 2205.05198, section 4.2.2), or an
@@ -100,7 +100,7 @@ class TensorParallel:
         return self._exchange(x, _gathered, _scattered) if self.splits_sequence else self._exchange(x, _same, _summed)
 
     def leave(self, x: Tensor) -> Tensor:
-        """From this rank's part of each sum, [B, T, H] behind a matrix split by columns, to the residual stream."""
+        """From this rank's part of each sum, [B, T, H] behind a row-parallel matrix, to the residual stream."""
         if self.size == 1:
             return x
         # The conjugates of the two in `enter`.

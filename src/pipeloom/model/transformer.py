@@ -29,11 +29,11 @@ from pipeloom.errors import UserError
 from pipeloom.model.deferred import Defers
 from pipeloom.model.key_values import EarlierTokens, KeyValueCache, causal_mask
 from pipeloom.model.parallel_layers import (
-    ColumnSplitLinear,
+    ColumnParallelLinear,
     Lookup,
-    RowSplitLinear,
+    RowParallelLinear,
     Split,
-    SplitEmbedding,
+    VocabParallelEmbedding,
     product,
     project,
 )
@@ -115,7 +115,7 @@ class Embedding(nn.Module):
         super().__init__()
         assert config.vocab_size is not None, "the model configuration is not resolved"
         self._parallel = parallel
-        self.tokens = SplitEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
+        self.tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel=parallel)
         self.positions = Lookup(max_positions, config.hidden_size) if not MODELS[config.family].is_rotary else None
 
     def forward(self, tokens_BT: Tensor, begin: int = 0) -> Tensor:
@@ -139,10 +139,10 @@ class Attention(nn.Module):
         self.is_grouped = config.num_kv_heads != config.num_heads
         self.recomputes_core = False
         kv_width = config.num_kv_heads * self.head_size
-        self.query = RowSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
-        self.key = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
-        self.value = RowSplitLinear(hidden, kv_width, bias=bias, parallel=parallel)
-        self.output = ColumnSplitLinear(hidden, hidden, bias=bias, parallel=parallel)
+        self.query = ColumnParallelLinear(hidden, hidden, bias=bias, parallel=parallel)
+        self.key = ColumnParallelLinear(hidden, kv_width, bias=bias, parallel=parallel)
+        self.value = ColumnParallelLinear(hidden, kv_width, bias=bias, parallel=parallel)
+        self.output = RowParallelLinear(hidden, hidden, bias=bias, parallel=parallel)
 
     def forward(self, x: Tensor, rotary: Rotary | None, earlier: EarlierTokens | None = None) -> Tensor:
         """Mix each token with those before it.
@@ -191,9 +191,9 @@ class GatedFeedForward(nn.Module):
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
         self._parallel = parallel
-        self.gate = RowSplitLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
-        self.up = RowSplitLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
-        self.down = ColumnSplitLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
+        self.gate = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=False, parallel=parallel)
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias=False, parallel=parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
@@ -211,8 +211,8 @@ class GeluFeedForward(nn.Module):
     def __init__(self, hidden_size: int, ffn_size: int, parallel: TensorParallel) -> None:
         super().__init__()
         self._parallel = parallel
-        self.up = RowSplitLinear(hidden_size, ffn_size, bias=True, parallel=parallel)
-        self.down = ColumnSplitLinear(ffn_size, hidden_size, bias=True, parallel=parallel)
+        self.up = ColumnParallelLinear(hidden_size, ffn_size, bias=True, parallel=parallel)
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias=True, parallel=parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token by itself; returns what is added to the residual stream."""
@@ -250,7 +250,7 @@ class Head(nn.Module, Defers):
         self.norm = _norm(config)
         is_own = not config.tied
         sizes = config.hidden_size, config.vocab_size
-        self.output = RowSplitLinear(*sizes, bias=False, parallel=parallel) if is_own else None
+        self.output = ColumnParallelLinear(*sizes, bias=False, parallel=parallel) if is_own else None
 
     def forward(self, x: Tensor, tied_VH: Tensor | None) -> Tensor:
         """Residual stream to logits_BTV; ``tied_VH`` is the embedding's matrix if the model is tied."""

@@ -1,14 +1,13 @@
 """From one schedule to another: lowering to communication, splitting, slicing, recomputing, moving what is kept."""
 
 from pipeloom.passes.balance import balance
+from pipeloom.passes.cut import add_slices, sliced, split_backward
 from pipeloom.passes.lower import lower
 from pipeloom.passes.lower_sharding import add_data_parallel, add_reduce_grad, add_unshard, exchanges
 from pipeloom.passes.lower_stage_swaps import add_stage_swaps, add_updates, place_of_updates
 from pipeloom.passes.lower_tied import add_tied
 from pipeloom.passes.moves import Moves, add_moves, offload
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.passes.slices import add_slices, sliced
-from pipeloom.passes.split import split_backward
 
 __all__ = [
     "Moves",

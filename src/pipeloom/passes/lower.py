@@ -11,19 +11,7 @@ from pipeloom.schedule.schedule import Level, Schedule
 
 
 def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
-    """Make a compute-only schedule ready to run.
-
-    Args:
-        schedule: at any level; one that has its communication already is returned as it is.
-        receive_buffers: see ``add_send_receive``.
-    """
-    if schedule.level is Level.COMMUNICATION:
-        return schedule
-    return add_send_receive(schedule, receive_buffers)
-
-
-def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
-    """Add a send and a receive for every tensor that changes rank.
+    """Make a compute-only schedule ready to run: add a send and a receive for every tensor that changes rank.
 
     A send follows the compute action whose result it sends. A receive stands as early as its rank has a
     free buffer for the directed edge, in the order in which the other side sends: a buffer is taken when
@@ -32,19 +20,19 @@ def add_send_receive(schedule: Schedule, receive_buffers: int) -> Schedule:
     would deadlock.
 
     Args:
-        schedule: a compute-only schedule.
+        schedule: at any level; one that has its communication already is returned as it is.
         receive_buffers: receives posted and not yet used, for each directed edge; at least 1.
 
     Raises:
         UserError: ``receive_buffers`` is below 1.
     """
+    if schedule.level is Level.COMMUNICATION:
+        return schedule
     if receive_buffers < 1:
         raise UserError(f"receive_buffers must be at least 1, found {receive_buffers}")
     facts, size = schedule.facts, schedule.num_actions
     first, owner = facts.columns.first, facts.owner
-    # Negative where there is none; a backward is whole or in halves.
-    uses_gradient = np.maximum(facts.node_of[Kind.BACKWARD.code], facts.node_of[Kind.BACKWARD_INPUT.code])
-    user_of = np.stack([facts.node_of[Kind.FORWARD.code], uses_gradient])
+    user_of = np.stack([facts.node_of[Kind.FORWARD.code], facts.input_gradients])
     find = kernel(kernels.find_messages, size)
     makers, users, begin = find(*facts.columns, owner, facts.crosses, schedule.first_backward_stage, user_of)
     receivers = facts.ranks[users[begin[:-1]]]

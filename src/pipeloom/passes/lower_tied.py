@@ -61,12 +61,9 @@ def _end_of_gradient(row: Row, stage: int) -> tuple[int, int]:
 
 
 def _place_of_receive(schedule: Schedule, sent_behind: int, microbatch: int) -> int:
-    """The slot of the first stage's row behind which the gradient is received.
+    """The slot of the first stage's row behind which the gradient is received that a micro-batch completes.
 
-    Args:
-        schedule: without these messages.
-        sent_behind: slot of the last stage's row behind which it is sent.
-        microbatch: that completes it.
+    It is sent behind the slot ``sent_behind`` of the last stage's row.
     """
     owner = schedule.placement.rank_by_stage
     row = schedule.rows[owner[0]]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
 from pipeloom.planner.bounds import Floats
-from pipeloom.planner.question import MOST, Question, axes, divisors
+from pipeloom.planner.question import MOST, Question, axes, divisors, layout_limits
 from pipeloom.planner.search import search
 from pipeloom.planner.space import Cut, Leaf, Sharding, arrangements, has_arrangement, why_not
 from pipeloom.predict.step import SimulatedStep
@@ -54,7 +54,7 @@ def closest(question: Question) -> Closest:
     assert leaf is not None, "the question has layouts, and one stage's schedules have closed forms"
     held, rooms = _held_bytes(leaf), leaf.cut.memory.rooms
     fullest = int((held - rooms).argmax())
-    shortest = _least(replace(_only(question, leaf), seq=leaf.cut.run.tp))
+    shortest = _least(replace(_like(question, leaf), seq=leaf.cut.run.tp))
     rest = held[fullest] if shortest is None else _held_bytes(shortest)[fullest]
     return Closest(
         leaf=leaf,
@@ -85,18 +85,8 @@ def _missing_bytes(leaf: Leaf) -> float:
     return leaf.cut.memory.missing_bytes(_held_bytes(leaf))
 
 
-def _only(question: Question, leaf: Leaf) -> Question:
-    """The question with no other layout than one, but for its sharding."""
-    run = leaf.cut.run
-    return question.limited(
-        tp=(run.tp,),
-        pp=(run.pp,),
-        dp=(run.dp,),
-        loops=(run.loops,),
-        micro_batch=(run.micro_batch,),
-        families=(leaf.choice.family,),
-        sequence_parallel=(run.sequence_parallel,),
-    )
+def _like(question: Question, leaf: Leaf) -> Question:
+    return question.limited(**layout_limits(leaf.cut.run, leaf.choice.family))
 
 
 _SLACK = 1e-9
@@ -110,7 +100,7 @@ def ways_out(question: Question, near: Closest) -> Iterator[tuple[str, Simulated
         question: with which nothing fits.
         near: the layout that needs the least memory.
     """
-    alike = _only(question, near.leaf)
+    alike = _like(question, near.leaf)
     for find in (_with_more_devices, partial(_with_shorter_sequences, alike=alike)):
         found = find(question)
         if found is not None:

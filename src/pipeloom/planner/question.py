@@ -200,6 +200,12 @@ LEVELS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "full")
 """Every sharding level, the least first."""
 
 
+def layout_limits(run: Run, family: str) -> dict[str, Any]:
+    """The limits that leave one layout, but for what is sharded and recomputed."""
+    names = ("tp", "pp", "dp", "loops", "micro_batch", "sequence_parallel")
+    return {name: (getattr(run, name),) for name in names} | {"families": (family,)}
+
+
 def divisors(number: int) -> list[int]:
     """Everything that divides a number, ascending."""
     small = [part for part in range(1, int(number**0.5) + 1) if number % part == 0]

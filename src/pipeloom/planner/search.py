@@ -22,8 +22,8 @@ from pipeloom.planner.space import Arrangement, Cut, Leaf, each_arrangement
 from pipeloom.planner.strategies import STRATEGIES, Left
 from pipeloom.predict.step import SimulatedStep
 
-Progress = Callable[[int, int], None]
-"""Callback ``(decided, total)``, in layouts."""
+Progress = Callable[[int, int], object]
+"""Callback ``(done, total)``, in layouts, or what else takes its time."""
 
 
 @dataclass

@@ -6,24 +6,21 @@ search finds the best layouts on a reference number of devices; each is scaled b
 at the same batch per device, and simulated there again. Or it searches every size from the start.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError
-from pipeloom.planner.question import Question
-from pipeloom.planner.search import search
+from pipeloom.planner.question import Question, layout_limits
+from pipeloom.planner.search import Progress, search
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.terminal.words import unknown_name
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
-
-Progress = Callable[[int, int], None]
-"""Callback ``(done, total)``, in points."""
 
 DAY_S = 86_400.0
 BATCHES_PER_DEVICE = tuple(Fraction(2) ** power for power in range(-3, 4))
@@ -90,21 +87,15 @@ class Training:
         Raises:
             ConfigError: everything that is wrong.
         """
-        problems = self.problems(self.tokens, self.critical_batch, self.price_per_device_hour)
-        if problems:
-            raise ConfigError(problems, "the training")
-
-    @staticmethod
-    def problems(tokens: float, critical_batch: float, price_per_device_hour: float) -> list[str]:
-        """What is wrong with these values."""
-        found = []
+        tokens, batch, price, found = self.tokens, self.critical_batch, self.price_per_device_hour, list[str]()
         if not (isfinite(tokens) and tokens >= 1):
             found.append(f"the token budget must be at least 1 and finite, found {tokens:g}")
-        if not (isfinite(critical_batch) and critical_batch >= 1):
-            found.append(f"the critical batch must be at least 1 sequence and finite, found {critical_batch:.3g}")
-        if not (isfinite(price_per_device_hour) and price_per_device_hour > 0):
-            found.append(f"the price of a device hour must be above 0 and finite, found {price_per_device_hour:g}")
-        return found
+        if not (isfinite(batch) and batch >= 1):
+            found.append(f"the critical batch must be at least 1 sequence and finite, found {batch:.3g}")
+        if not (isfinite(price) and price > 0):
+            found.append(f"the price of a device hour must be above 0 and finite, found {price:g}")
+        if found:
+            raise ConfigError(found, "the training")
 
     def needed_tokens(self, global_batch: int) -> float:
         """Tokens with a batch of so many sequences, (1 + B / B_crit) times the budget."""
@@ -223,23 +214,6 @@ def method_problems(question: Question, methods: Mapping[str, Software]) -> list
         except ConfigError as error:
             found += [f"{method}: {problem}" for problem in error.problems]
     return found
-
-
-class Layout(NamedTuple):
-    """What of a layout stays when its data axis grows."""
-
-    tp: int
-    pp: int
-    loops: int
-    micro_batch: int
-    sequence_parallel: bool
-    family: str
-
-    @classmethod
-    def of(cls, step: SimulatedStep) -> "Layout":
-        """Of a step."""
-        run = step.run
-        return cls(run.tp, run.pp, run.loops, run.micro_batch, run.sequence_parallel, step.order.choice.family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,15 +347,14 @@ def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> Simulate
 
     What is sharded and recomputed is decided again, since more replicas leave more memory and have more to exchange.
     """
-    layouts = dict.fromkeys(map(Layout.of, steps))
-    found = (search(question.limited(**_limits(layout)), 1).best for layout in layouts)
-    fitting = [step for step in found if step is not None]
+    found: dict[tuple[Any, ...], SimulatedStep | None] = {}
+    for step in steps:
+        same = layout_limits(step.run, step.order.choice.family)
+        del same["dp"]  # it grows
+        if (layout := tuple(same.values())) not in found:
+            found[layout] = search(question.limited(**same), 1).best
+    fitting = [step for step in found.values() if step is not None]
     return min(fitting, key=lambda step: step.prediction.step_time_s, default=None)
-
-
-def _limits(layout: Layout) -> dict[str, Any]:
-    kept = {name: (value,) for name, value in layout._asdict().items() if name != "family"}
-    return {**kept, "families": (layout.family,)}
 
 
 def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: float | None) -> Point:

@@ -101,13 +101,8 @@ def plot_timelines(traces: Mapping[str, Trace], files: Sequence[Path], *, unit: 
 
 
 def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [1.4 + min(0.55 * trace.num_ranks, _MOST_INCHES) for trace in traces.values()]
-    figure = Figure(figsize=(15, sum(rows)), layout="constrained")
-    # Not pyplot: it keeps every figure in a global list, and may look for a display.
-    FigureCanvasAgg(figure)
+    figure = _new_figure(15, sum(rows))
     panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max((trace.end_s - trace.start_s) * scale for trace in traces.values())
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
@@ -116,7 +111,7 @@ def _timelines_figure(traces: Mapping[str, Trace], unit: str, scale: float) -> "
         # matplotlib warns of an axis without length, which a trace without time would have.
         axes.set_xlim(0, max(longest, 1e-12))
     _add_legend(figure, next(iter(traces.values())))
-    key = f"number: {_numbered(traces.values())}, color: stage, {_shaded(traces.values())}"
+    key = _key(traces.values())
     strips = dict.fromkeys(name for trace in traces.values() for name in _strips(trace))
     if strips:
         key += f"; strip{'s' if len(strips) > 1 else ''} below: {'; '.join(_STRIPS[name] for name in strips)}"
@@ -204,7 +199,7 @@ class _Bars(NamedTuple):
         for place in np.flatnonzero(is_wide & (spans.row.microbatch != NO_MICROBATCH)).tolist():
             span = spans[place]
             self.axes.annotate(
-                _label(span.action),
+                str(span.action.microbatch) + (f".{span.action.slice}" if span.action.slice else ""),
                 (left[place] + width[place] / 2, middle[place]),
                 color=box_colors(span.action, self.num_stages)[1],
                 fontsize=7 if span.lane == COMPUTE_LANE else 5,
@@ -213,24 +208,13 @@ class _Bars(NamedTuple):
             )
 
 
-def _label(action: Action) -> str:
-    return str(action.microbatch) + (f".{action.slice}" if action.slice else "")
-
-
-def _numbered(traces: Iterable[Trace]) -> str:
-    """What the numbers in boxes are."""
-    is_sliced = any(trace.spans.row.slice.any() for trace in traces)
-    return "micro-batch.slice" if is_sliced else "micro-batch"
-
-
-def _shaded(traces: Iterable[Trace]) -> str:
-    """What the shades of compute are."""
+def _key(traces: Iterable[Trace]) -> str:
+    """What the numbers in boxes and the shades of compute are."""
     rows = [trace.spans.row for trace in traces]
-    shown = [
-        Kind.FORWARD,
-        *(kind for kind in KINDS if kind in COMPUTE_LANE_KINDS - {Kind.FORWARD} and _has(rows, kind)),
-    ]
-    return ", ".join(f"{kind.shade.name.lower().replace('_', ' ')}: {kind.words}" for kind in shown)
+    number = "micro-batch.slice" if any(row.slice.any() for row in rows) else "micro-batch"
+    others = [kind for kind in KINDS if kind in COMPUTE_LANE_KINDS - {Kind.FORWARD} and _has(rows, kind)]
+    shades = (f"{kind.shade.name.lower().replace('_', ' ')}: {kind.words}" for kind in (Kind.FORWARD, *others))
+    return f"number: {number}, color: stage, {', '.join(shades)}"
 
 
 def _has(rows: Iterable[Row], kind: Kind) -> bool:
@@ -306,11 +290,7 @@ def plot_accuracy(points: Mapping[str, Sequence[tuple[float, float]]], file: Pat
         UserError: the ending is not known, or the file cannot be written.
     """
     check_formats([file])
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(7, 7)
     axes = figure.add_subplot()
     for name, pairs in points.items():
         axes.plot(*zip(*pairs, strict=True), "o", markersize=3, alpha=0.6, label=_plain(name))
@@ -349,12 +329,9 @@ def plot_tradeoff(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], f
 
 
 def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark], title: str) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure(10, 6.5)
     axes = figure.add_subplot()
     band = [mark[:2] for mark in front]
     labels: list[Label] = []
@@ -375,6 +352,17 @@ def _tradeoff_figure(curves: Mapping[str, Sequence[Mark]], front: Sequence[Mark]
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     place_labels(figure, axes, labels)
+    return figure
+
+
+def _new_figure(width: float, height: float) -> "Figure":
+    """A figure of so many inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    # Not pyplot: it keeps every figure in a global list, and may look for a display.
+    FigureCanvasAgg(figure)
     return figure
 
 

@@ -60,7 +60,7 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
         free = [
             # A crossed line costs as much as three steps of distance: a farther
             # free place is better than a near one on a line.
-            (cost + sum(3 * _num_crossed(line, box) for line in lines), offset, box)
+            (cost + sum(3 * _is_crossed(*ends, box) for line in lines for ends in pairwise(line)), offset, box)
             for cost, offset, box in places
             if room.x0 <= box.x0 and room.y0 <= box.y0 and box.x1 <= room.x1 and box.y1 <= room.y1
             if not any(box.overlaps(other) for other in taken)
@@ -73,11 +73,8 @@ def place_labels(figure: "Figure", axes: "Axes", labels: Sequence[Label]) -> Non
         text.set_position(offset)
         text.set_in_layout(False)  # it has been laid out
         if max(box.x0 - point[0], point[0] - box.x1, box.y0 - point[1], point[1] - box.y1) > _FAR * per_point:
-            axes.annotate("", label.at, offset, textcoords="offset points", arrowprops=_leader(label.color))
-
-
-def _leader(color: Any) -> dict[str, object]:
-    return {"arrowstyle": "-", "color": color, "linewidth": 0.5, "shrinkA": 4, "shrinkB": 3}
+            leader = {"arrowstyle": "-", "color": label.color, "linewidth": 0.5, "shrinkA": 4, "shrinkB": 3}
+            axes.annotate("", label.at, offset, textcoords="offset points", arrowprops=leader)
 
 
 def _places(
@@ -95,11 +92,6 @@ def _places(
             corner, far = point + middle - half, point + middle + half
             cost = distance / _DISTANCES[0] - 0.2 * across - 0.1 * up
             yield cost, (middle[0] / per_point, middle[1] / per_point), Bbox([corner, far])
-
-
-def _num_crossed(line: _Points, box: "Bbox") -> int:
-    """Segments of a line that pass through a box."""
-    return sum(_is_crossed(begin, end, box) for begin, end in pairwise(line))
 
 
 def _is_crossed(begin: _Points, end: _Points, box: "Bbox") -> bool:

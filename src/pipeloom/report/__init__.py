@@ -7,10 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from pipeloom.errors import UserError
 from pipeloom.report.contents import page_contents
 from pipeloom.runs.run_folder import REPORT
 from pipeloom.runs.run_reading import Run, read_run
+from pipeloom.system.files import write_text
 
 __all__ = ["format_page", "write_page", "write_report"]
 
@@ -34,11 +34,7 @@ def write_report(folder: Path, file: Path | None = None) -> Path:
 def write_page(run: Run, file: Path | None = None) -> Path:
     """The same of a run that is read already."""
     file = file or run.folder / REPORT
-    page = format_page(run)
-    try:
-        file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write the report {file}: {error.strerror}; choose another --output") from error
+    write_text(file, format_page(run), "the report", "choose another --output")
     return file
 
 

@@ -12,49 +12,26 @@ def curves_contents(run: Run) -> list[dict[str, Any]]:
     """The curves that the run's metrics hold; empty before the first step is done."""
     if not run.metrics:
         return []
-    return [
-        curve
-        for curve in (
-            _loss(run),
-            _plain(run, "lr", "Learning rate", ""),
-            _plain(run, "grad_norm", "Gradient norm", "before clipping"),
-            _tokens(run),
-            _step_times(run),
-        )
-        if curve["points"]
-    ]
-
-
-def _loss(run: Run) -> dict[str, Any]:
     summary = run.summary or {}
-    unigram, validation = summary.get("unigram_loss"), summary.get("validation_loss")
-    curve = _plain(run, "loss", "Loss", "nats per token")
-    if unigram is not None:
-        curve["levels"].append(_level(f"unigram model {unigram:.4f}", unigram, "reference"))
-    if validation is not None:
+    loss = _plain(run, "loss", "Loss", "nats per token") | {"from_zero": False}
+    if (unigram := summary.get("unigram_loss")) is not None:
+        loss["levels"].append(_level(f"unigram model {unigram:.4f}", unigram, "reference"))
+    if (validation := summary.get("validation_loss")) is not None:
         at = [run.metrics[-1]["step"], _finite(validation)]
-        curve["marks"].append({"name": f"validation {validation:.4f}", "at": at})
-    return curve | {"from_zero": False}
-
-
-def _tokens(run: Run) -> dict[str, Any]:
-    curve = _plain(run, "tokens_per_s", "Tokens per second", "")
-    median = median_tokens_per_s(run)
-    if median is not None:
-        curve["levels"].append(_level(f"median {median:,.0f}", median, "measured"))
-    return curve
-
-
-def _step_times(run: Run) -> dict[str, Any]:
-    curve = _plain(run, "step_time_s", "Step time", "ms", 1e3)
-    seconds = {"measured": median_step_time_s(run), "predicted": (run.summary or {}).get("predicted_step_time_s")}
-    names = {"measured": "median", "predicted": "predicted"}
-    curve["levels"] += [
-        _level(f"{names[kind]} {ms(value)} ms", value * 1e3, kind)
-        for kind, value in seconds.items()
-        if value is not None
-    ]
-    return curve
+        loss["marks"].append({"name": f"validation {validation:.4f}", "at": at})
+    speed = _plain(run, "tokens_per_s", "Tokens per second", "")
+    if (median := median_tokens_per_s(run)) is not None:
+        speed["levels"].append(_level(f"median {median:,.0f}", median, "measured"))
+    times = _plain(run, "step_time_s", "Step time", "ms", 1e3)
+    for name, kind, seconds in (
+        ("median", "measured", median_step_time_s(run)),
+        ("predicted", "predicted", summary.get("predicted_step_time_s")),
+    ):
+        if seconds is not None:
+            times["levels"].append(_level(f"{name} {ms(seconds)} ms", seconds * 1e3, kind))
+    rate = _plain(run, "lr", "Learning rate", "")
+    norm = _plain(run, "grad_norm", "Gradient norm", "before clipping")
+    return [curve for curve in (loss, rate, norm, speed, times) if curve["points"]]
 
 
 def median_step_time_s(run: Run) -> float | None:

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pipeloom.checkpoint.checkpoint_folder import read_info
@@ -16,30 +15,23 @@ from pipeloom.terminal.words import count
 def unfinished_contents(run: Run) -> dict[str, Any] | None:
     """A headline, whether it still runs, (what is missing, why), and the checkpoints; ``None`` for a whole run."""
     missing = [[what, why] for what, why in _missing(run) if why]
-    is_finished = run.summary is not None
-    if is_finished and not missing:
-        return None
+    if run.summary is not None:
+        did_nothing = run.summary["step_time_s"] is None
+        whole = "All steps of this run were done before it" if did_nothing else "The folder of this run is not whole"
+        head = {"headline": whole, "state": "", "resume": None}
+        return {**head, "missing": missing, "checkpoints": [path.name for path in run.checkpoints]} if missing else None
+    runs, folder = is_locked(run.folder), run.folder
+    state = "It still runs." if runs else "It does not run any more."
+    done = f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
+    # With its own folder as output, which a run only accepts together with the resume.
+    words = ("pipeloom", "train", folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder)
     return {
-        "headline": _headline(run),
-        "state": "" if is_finished else f"{_state(run.folder)} {_progress(run)}",
+        "headline": "This run has not finished",
+        "state": f"{'Whether it still runs is not known.' if runs is None else state} {done}",
         "missing": missing,
         "checkpoints": [path.name for path in run.checkpoints],
-        "resume": None if is_finished or not run.checkpoints else _resume(run.folder),
+        "resume": shlex.join(map(str, words)) if run.checkpoints else None,
     }
-
-
-def _headline(run: Run) -> str:
-    if run.summary is None:
-        return "This run has not finished"
-    did_nothing = run.summary["step_time_s"] is None
-    return "All steps of this run were done before it" if did_nothing else "The folder of this run is not whole"
-
-
-def _resume(folder: Path) -> str:
-    """The command that goes on in the same folder."""
-    # With its own folder as output, which a run only accepts together with the resume.
-    words = [folder / run_folder.CONFIG, "--checkpoint.resume", folder, "--output.folder", folder]
-    return shlex.join(["pipeloom", "train", *map(str, words)])
 
 
 def done_steps(run: Run) -> int:
@@ -51,27 +43,12 @@ def traced_step(run: Run) -> int | None:
     """The step whose trace is kept; ``None`` where it cannot be known before the end."""
     if run.summary is not None:
         return run.summary["traced_step"]
-    begun = _begun_at(run.config.checkpoint.resume)
-    return None if begun is None else min(begun + run.config.output.trace_step, run.config.training.known_steps)
-
-
-def _begun_at(checkpoint: Path | None) -> int | None:
-    """The step behind which a run began; ``None`` if its checkpoint is gone."""
+    resume = run.config.checkpoint.resume
     try:
-        return 0 if checkpoint is None else read_info(checkpoint).step
-    except UserError:
+        begun = 0 if resume is None else read_info(resume).step
+    except UserError:  # its checkpoint is gone
         return None
-
-
-def _state(folder: Path) -> str:
-    runs = is_locked(folder)
-    if runs is None:
-        return "Whether it still runs is not known."
-    return "It still runs." if runs else "It does not run any more."
-
-
-def _progress(run: Run) -> str:
-    return f"{done_steps(run):,} of {count(run.config.training.known_steps, 'step')} are done."
+    return min(begun + run.config.output.trace_step, run.config.training.known_steps)
 
 
 def _missing(run: Run) -> Iterator[tuple[str, str]]:

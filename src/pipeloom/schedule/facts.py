@@ -303,23 +303,15 @@ class Graph:
         """Starts and ends if every node starts when all that it waits for has ended; -1 on or behind a cycle."""
         return kernel(walk, self.num_nodes)(self.waits, self.facts.lane, len(self.facts.lanes), seconds)
 
-    @cached_property
-    def is_acyclic(self) -> bool:
-        """Whether no actions wait for each other in a circle."""
-        return bool((self._reached >= 0).all())
-
-    @cached_property
-    def _reached(self) -> Seconds:
-        return self.times(np.zeros(self.num_nodes))[1]
-
     def cycle(self) -> list[int]:
         """Nodes of one cycle, each waiting for the next; empty if there is none."""
-        if self.is_acyclic:
+        is_stuck = self.times(np.zeros(self.num_nodes))[1] < 0
+        if not is_stuck.any():
             return []
-        node = int(np.flatnonzero(self._reached < 0)[0])
+        node = int(is_stuck.argmax())
         path, seen = [node], {node: 0}
         while True:
-            following = next(needed for needed in self.needed(path[-1]) if self._reached[needed] < 0)
+            following = next(needed for needed in self.needed(path[-1]) if is_stuck[needed])
             if following in seen:
                 return path[seen[following] :]
             seen[following] = len(path)

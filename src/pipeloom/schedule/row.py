@@ -5,6 +5,7 @@ loops; as a sequence they read like the tuples of actions that they stand for.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import starmap
 from typing import NamedTuple, overload
 
@@ -21,6 +22,14 @@ NO_MICROBATCH = -(2**31)
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
+
+
+@lru_cache(maxsize=256)
+def is_one_of(kinds: tuple[Kind, ...]) -> Bools:
+    """By code, whether a kind is one of these. The table is shared, and nobody writes to it."""
+    wanted = np.zeros(len(KINDS), np.bool_)
+    wanted[[kind.code for kind in kinds]] = True
+    return wanted
 
 
 class Row(Sequence[Action]):
@@ -111,10 +120,7 @@ class Row(Sequence[Action]):
 
     def is_kind(self, *kinds: Kind) -> NDArray[np.bool_]:
         """For each action whether it is of one of these kinds."""
-        # A look-up in a small table; np.isin would sort the row.
-        wanted = np.zeros(len(KINDS), np.bool_)
-        wanted[[kind.code for kind in kinds]] = True
-        return wanted[self.kind]
+        return is_one_of(kinds)[self.kind]  # a look-up in a small table; np.isin would sort the row
 
     def __len__(self) -> int:
         """Number of actions."""

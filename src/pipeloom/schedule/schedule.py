@@ -9,7 +9,6 @@ import numpy as np
 
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Facts, Graph, Promises
-from pipeloom.schedule.kinds import KINDS, Kind
 from pipeloom.schedule.placement import Placement
 from pipeloom.schedule.row import Row
 from pipeloom.schedule.rules import verify
@@ -100,16 +99,6 @@ class Schedule(Promises):
     def graph(self) -> Graph:
         """The actions with what each waits for."""
         return self.facts.graph
-
-    @cached_property
-    def collectives(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For each stage how often its weights are gathered in a step, and how often its gradients are reduced."""
-        kind, stage = self.facts.columns[:2]
-        gathers, reductions = (
-            np.bincount(stage[kind == KINDS.index(one)], minlength=self.num_stages).tolist()
-            for one in (Kind.UNSHARD, Kind.REDUCE_GRAD)
-        )
-        return tuple(gathers), tuple(reductions)
 
     @cached_property
     def split_stages(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Files that people hand in: read up to a limit, whatever they are; every fault is one sentence."""
+"""Files of the user: read up to a limit, whatever they are, and written; every fault is one sentence."""
 
 import json
 import os
@@ -52,6 +52,25 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
         raise UserError(
             f"cannot read {name}: expected text in UTF-8, found {found[error.start]:#04x} at byte {error.start}"
         ) from error
+
+
+def write_text(file: Path, text: str, what: str = "", advice: str = "") -> None:
+    """Write a file for the user.
+
+    Args:
+        file: where to.
+        text: of the file.
+        what: stands before the file in messages, such as ``the trace``.
+        advice: stands behind the reason.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        name = f"{what} {file}".strip()
+        raise UserError(f"cannot write {name}: {reason_of(error)}{f'; {advice}' if advice else ''}") from error
 
 
 def parse_toml(text: str, source: object) -> dict[str, Any]:

@@ -144,7 +144,9 @@ def _open(folder: Path) -> tuple[int | None, bool]:
         if is_taken:
             # Written in place and not replaced: the lock belongs to this file, not to its name.
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(asdict(_this_process())).encode(), 0)
+            now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            holder = Holder(os.getpid(), socket.gethostname(), now, _start_of(os.getpid()))
+            os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
     finally:
         if not is_taken:
             os.close(descriptor)
@@ -164,11 +166,6 @@ def _read_holder(path: Path) -> Holder | None:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _this_process() -> Holder:
-    now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return Holder(os.getpid(), socket.gethostname(), now, _start_of(os.getpid()))
 
 
 def _start_of(pid: int) -> str:

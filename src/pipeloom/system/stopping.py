@@ -5,8 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any, Literal
+from typing import Literal
 
 Reason = Literal["time", "interrupt"]
 _AGAIN_S = 0.1
@@ -43,8 +42,8 @@ class Stop:
             work()
             return
         begin, old_timer = time.monotonic(), (0.0, 0.0)
-        old_interrupt = signal.signal(signal.SIGINT, self._interrupt)
-        old_alarm = signal.signal(signal.SIGALRM, self._alarm)
+        old_interrupt = signal.signal(signal.SIGINT, lambda *_: self._raise(KeyboardInterrupt))
+        old_alarm = signal.signal(signal.SIGALRM, lambda *_: self._raise(TimeUp))
         try:
             self._is_open = True
             if self._deadline is not None:
@@ -66,14 +65,6 @@ class Stop:
             left_s, interval_s = old_timer
             if left_s > 0:  # such as the one that limits a test
                 signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s - (time.monotonic() - begin)), interval_s)
-
-    def _alarm(self, number: int, frame: FrameType | None) -> Any:
-        del number, frame
-        self._raise(TimeUp)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> Any:
-        del number, frame
-        self._raise(KeyboardInterrupt)
 
     def _raise(self, kind: type[BaseException]) -> None:
         """Now, or at the end of what is shielded."""

@@ -70,7 +70,7 @@ class Bar:
             else:
                 self._bar.console.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    def _update(self, completed: int, **fields: Any) -> bool:
+    def update(self, completed: int, **fields: Any) -> bool:
         """Move the bar on; whether there is one."""
         if self._bar is None:
             return False

@@ -14,8 +14,6 @@ from pipeloom.schedule.lanes import COMPUTE_LANE, HOST_LANE, Lane, other_end
 from pipeloom.system.files import parse_json
 from pipeloom.trace.spans import Span, Spans
 
-__all__ = ["Span", "Spans", "Trace", "from_chrome", "merge", "to_chrome"]
-
 
 @dataclass(frozen=True)
 class Trace:

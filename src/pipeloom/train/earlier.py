@@ -1,7 +1,7 @@
-"""What an earlier process left in a run folder, for a run that goes on from its last step and has none left to do."""
+"""What steps measured, and what an earlier process left of that for a run that has no step left to do."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeloom.checkpoint.checkpoint_folder import step_of
@@ -14,45 +14,54 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.trace import Trace, from_chrome
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What the process measured that did the steps. All but the loss only where its settings were the same.
+@dataclass
+class Measured:
+    """What the steps of a run measured: in this process, or in the earlier one where none is left to do.
 
     Attributes:
         loss: of the last step; ``None`` where the metrics do not contain it.
-        config: what it ran with; ``None`` for other settings, or another folder.
-        times_s: of its steps.
-        traced_step: step whose trace was kept.
-        measured: its trace.
+        times_s: of the steps.
+        traced_step: step whose trace is kept.
+        trace: its trace, on rank 0.
         predicted: the same as predicted.
+        predicted_s: seconds of a step as predicted.
+        exchange_s, live_bytes: as in ``RunSummary``.
+        peak_stage_bytes: the most bytes of swapped stages on the device in any step.
+        config: what the earlier process ran with; ``None`` for other settings, or another folder. Then nothing but
+            the loss is known of it.
     """
 
-    loss: float | None
-    config: RunConfig | None = None
-    times_s: tuple[float, ...] = ()
+    loss: float | None = None
+    times_s: list[float] = field(default_factory=list)
     traced_step: int | None = None
-    measured: Trace | None = None
+    trace: Trace | None = None
     predicted: Trace | None = None
+    predicted_s: float | None = None
+    exchange_s: float | None = None
+    live_bytes: tuple[int, ...] = ()
+    peak_stage_bytes: int = 0
+    config: RunConfig | None = None
 
 
-def read_earlier(folder: RunFolder, config: RunConfig) -> Earlier:
+def read_earlier(folder: RunFolder, config: RunConfig) -> Measured:
     """Read what the folder of a run that starts, with all steps done, has of an earlier process."""
     steps = config.training.known_steps
     lines = [json.loads(line) for line in (folder.read(run_folder.METRICS) or "").splitlines()]
-    loss = next((float(line["loss"]) for line in lines if line["step"] == steps), None)
+    found = Measured(next((float(line["loss"]) for line in lines if line["step"] == steps), None))
     before = _config_before(folder)
     if before is None or _measuring(before) != _measuring(config):
-        return Earlier(loss)
+        return found
     resumed = before.checkpoint.resume
     # Lines before it are of the process that made the checkpoint, perhaps on another machine.
     first = 0 if resumed is None else step_of(resumed)
     if first is None:  # nothing shows which lines are of these settings
-        return Earlier(loss)
-    times_s = tuple(float(line["step_time_s"]) for line in lines if line["step"] > first)
+        return found
+    found.config = before
+    found.times_s = [float(line["step_time_s"]) for line in lines if line["step"] > first]
     # A damaged trace is no reason to refuse a run whose steps are all done.
-    measured, predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
-    traced_step = None if measured is None else min(first + before.output.trace_step, steps)
-    return Earlier(loss, before, times_s, traced_step, measured, predicted)
+    found.trace, found.predicted = (_trace(folder, name) for name in (run_folder.TRACE, run_folder.PREDICTED_TRACE))
+    found.traced_step = None if found.trace is None else min(first + before.output.trace_step, steps)
+    return found
 
 
 def _config_before(folder: RunFolder) -> RunConfig | None:

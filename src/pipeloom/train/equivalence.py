@@ -1,11 +1,11 @@
 """The proof that it is the same training: a pipeline's loss and gradients beside those of a single process."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
@@ -57,7 +57,7 @@ def reference_gradients(config: RunConfig, batch: Batch) -> Gradients:
         loss = batch.loss(model(tokens), microbatch)
         loss.backward()
         total += loss.item()
-    return Gradients(total, _cpu_gradients(model.named_parameters()))
+    return Gradients(total, {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None})
 
 
 def compare(found: Gradients, expected: Gradients) -> dict[str, float]:
@@ -124,10 +124,6 @@ def _joined(parts: Sequence[Gradients], slices: Sequence[Mapping[str, TensorSlic
             whole = by_name.setdefault(name, gradient.new_full(here[name].whole, math.inf))
             here[name].of(whole, gradient.shape).copy_(gradient)
     return Gradients(sum(part.loss for part in parts), by_name)
-
-
-def _cpu_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
-    return {name: p.grad.cpu() for name, p in parameters if p.grad is not None}
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -131,15 +131,7 @@ def _together(folder: Path) -> Iterator[Path]:
 
 
 def _named_parts(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
-    """Names of parameters by the file that they are in."""
-    parts = _parts(sizes, most)
-    if len(parts) == 1:
-        return {WEIGHTS: parts[0]}
-    return {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
-
-
-def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Cut names, in their order, into parts of a limited size."""
+    """Names of parameters, in their order, by the file that they are in."""
     parts: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -148,7 +140,9 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
             total = 0
         parts[-1].append(name)
         total += size
-    return parts
+    if len(parts) == 1:
+        return {WEIGHTS: parts[0]}
+    return {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
 
 
 def _read(

@@ -18,7 +18,7 @@ from pipeloom.errors import UserError
 from pipeloom.execute.clock import Clock, CudaClock
 from pipeloom.execute.communication.boundary import TensorSpec, TokenSlices, stage_outputs
 from pipeloom.execute.communication.collectives import make_groups, make_tensor_group
-from pipeloom.execute.communication.transport import ProcessGroupTransport, edges_of
+from pipeloom.execute.communication.transport import Transport, edges_of
 from pipeloom.execute.communication.wires import make_wires
 from pipeloom.execute.executor import Executor, StepResult
 from pipeloom.execute.lanes import Lanes
@@ -106,9 +106,7 @@ class Pipeline:
         self._moves_anything = config.schedule.balance or config.schedule.offload
         self._slices = TokenSlices(lengths) if len(lengths) > 1 else None
         edges = edges_of(self.schedule, outputs, None if self._tied is None else self._tied.specs, self._slices)
-        self._transport = ProcessGroupTransport(
-            self._place.pipeline, edges, world.device, world.timeout, layout.pipelines()
-        )
+        self._transport = Transport(self._place.pipeline, edges, world.device, world.timeout, layout.pipelines())
         self._outputs_in_training = outputs
         self._wires = make_wires(self.schedule, self._place.pipeline, world, layout.pipelines())
         self.updates = StageUpdates()
@@ -203,7 +201,9 @@ class Pipeline:
         self._warm_up(batch)
         with self._rehearsal(batch) as rehearsal:
             found = profile_stages(rehearsal, self._transport, self._clock)
-        more = {**self._time_tied_messages(), **self._time_moves(), **self._time_stage_swaps()}
+        more = {**self._time_tied_messages(), **self._time_moves()}
+        if self.store is not None:
+            more["moves"] = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
         if found is not None:
             found = replace(found, costs=replace(found.costs, **more))
         if self._slices is None:
@@ -214,7 +214,7 @@ class Pipeline:
         return found if found is None or times is None else with_slices(found, times, self._slices)
 
     def _time_tied_messages(self) -> dict[str, Any]:
-        """On rank 0 the seconds of messages about a tied matrix, as costs have them; as the two below."""
+        """On rank 0 the seconds of messages about a tied matrix, as costs have them; so does the next."""
         if self._tied is None:
             return {}
         own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
@@ -231,11 +231,6 @@ class Pipeline:
             for tier, name in enumerate(("evict_s", "offload_s"))
         }
         return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
-
-    def _time_stage_swaps(self) -> dict[str, Any]:
-        if self.store is None:
-            return {}
-        return {"moves": time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)}
 
     def _of_pipeline(self, own: _Own) -> list[_Own]:
         """On rank 0 what each rank of the first pipeline has; nothing elsewhere."""

@@ -45,7 +45,7 @@ class StepProgress(Bar):
             return
         numbers = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {tokens_per_s:,.0f} tokens/s"
         self._line, self._is_left = f"step {step}/{self._num_steps}  {numbers}", False
-        is_bar = self._update(step, numbers=numbers)
+        is_bar = self.update(step, numbers=numbers)
         # More lines without a terminal, where no bar shows that the run goes on.
         every = max(1, self._num_steps // (_LINES if is_bar else _LINES_WITHOUT_TERMINAL))
         is_due = step % every == 0 and time.monotonic() > self._left_s + _PAUSE_S

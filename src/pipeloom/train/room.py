@@ -9,7 +9,7 @@ import torch
 from pipeloom.config import RunConfig
 from pipeloom.errors import HostError
 from pipeloom.execute.processes.world import is_first, is_launched
-from pipeloom.predict.need import Need, Parts, need_by_pipeline_rank, reference_bytes
+from pipeloom.predict.need import Parts, need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available, address_space, available_memory
 from pipeloom.terminal.words import count, format_bytes
 
@@ -41,19 +41,25 @@ def check_memory(config: RunConfig, *, verifies: bool = False) -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0" and is_launched():
         return
     needs, processes = need_by_pipeline_rank(config, verifies=verifies), processes_here(config)
-    by_rank = {rank: _on_host(config, needs[rank]) for rank in processes}
+    on_cpu = config.training.device == "cpu"
+    by_rank = {rank: needs[rank].host | (needs[rank].device if on_cpu else {}) for rank in processes}
     names = next(iter(by_rank.values()))
     on_host = {name: sum(by_rank[rank][name] * number for rank, number in processes.items()) for name in names}
     # The reference runs on rank 0 alone, after the pipeline; its host needs room for a whole model.
-    if verifies and is_first() and config.training.device == "cpu":
+    if verifies and is_first() and on_cpu:
         on_host |= reference_bytes(config)
     _refuse_beyond(on_host, available_memory(), f"{count(processes.total(), 'process')} of this run")
     largest = max(by_rank.values(), key=lambda parts: sum(parts.values()))
     _refuse_beyond(largest, address_space(), "a process of this run")
     # With a device budget the schedule itself keeps within it.
-    if config.training.device == "cuda" and config.schedule.budget_bytes is None:
+    if not on_cpu and config.schedule.budget_bytes is None:
+        # All of a device, not what is free: other processes may end, and only
+        # what can never run is refused (decision 33).
+        whole = (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
         fullest = max(processes, key=lambda rank: sum(needs[rank].device.values()))
-        _refuse_beyond(needs[fullest].device, _device_memory(), f"a device of pipeline rank {fullest}")
+        _refuse_beyond(
+            needs[fullest].device, Available(min(whole, default=inf), "there"), f"a device of pipeline rank {fullest}"
+        )
 
 
 def processes_here(config: RunConfig) -> Counter[int]:
@@ -65,21 +71,6 @@ def processes_here(config: RunConfig) -> Counter[int]:
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return Counter(layout.coordinates(rank).pipeline for rank in here)
-
-
-def _on_host(config: RunConfig, need: Need) -> Parts:
-    """What a process takes of the memory of the host."""
-    return need.host | (need.device if config.training.device == "cpu" else {})
-
-
-def _device_memory() -> Available:
-    whole = min(
-        # All of a device, not what is free: other processes may end, and only
-        # what can never run is refused (decision 33).
-        (torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())),
-        default=inf,
-    )
-    return Available(whole, "there")
 
 
 def _refuse_beyond(parts: Parts, available: Available, who: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from statistics import median_high
 from typing import Any
@@ -16,17 +16,20 @@ from pipeloom.errors import RunError
 from pipeloom.execute.executor import StepResult
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
+from pipeloom.measure.stages import Profile
 from pipeloom.runs import run_folder
 from pipeloom.runs.run_folder import RunFolder
+from pipeloom.schedule import Action, Schedule
+from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
+from pipeloom.simulate import Sharing, simulate
 from pipeloom.trace import Trace, merge, to_chrome
 from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
 from pipeloom.train.checkpoints.saving import Saving
-from pipeloom.train.earlier import Earlier, read_earlier
+from pipeloom.train.earlier import Measured, read_earlier
 from pipeloom.train.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
 from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.prediction import Prediction, predict_step
 from pipeloom.train.progress import StepProgress
 from pipeloom.train.sample import sample_text
 
@@ -118,12 +121,8 @@ class Trainer:
         # What was done before: everything until a checkpoint, or nothing.
         resume = config.checkpoint.resume
         self._done = checkpoint_info(config, data, 0, 0, 0) if resume is None else self._checkpoints.restore(resume)
-        self._prediction: Prediction | None = None
-        self._earlier: Earlier | None = None
-        self._measured: Trace | None = None
-        self._exchange_s: float | None = None
-        self._peak_stage_bytes = 0
-        self._live_bytes: tuple[int, ...] = ()
+        traced_step = min(self._done.step + config.output.trace_step, config.training.known_steps)
+        self._measured = Measured(traced_step=traced_step)
 
     def run(self) -> RunResult:
         """Train, validate, sample, and write everything down.
@@ -141,40 +140,39 @@ class Trainer:
             self._folder.write_config(config)  # with what the ranks have decided
             self._folder.write(TOKENIZER, self._data.tokenizer.to_json())
             self._folder.write(run_folder.SCHEDULE, self._pipeline.schedule_text)
-        times: list[float] = []
-        loss: float | None = None
-        if self._done.step < config.training.known_steps:
+        has_steps = self._done.step < config.training.known_steps
+        if has_steps:
             self._predict()
+        measured = self._measured
         with StepProgress(config.training.known_steps, is_shown=is_writer) as progress:
             for step in range(self._done.step + 1, config.training.known_steps + 1):
                 self._saving.begin_step()
                 begin, exchanged_s = time.perf_counter(), self._pipeline.exchange_s
                 loss, grad_norm, result = self._step(step)
                 # Around the whole step, the optimizer's included, as the prediction counts it.
-                times.append(time.perf_counter() - begin)
-                speed = config.layout.batch_size * config.data.seq_len / times[-1]
+                step_s = time.perf_counter() - begin
+                speed = config.layout.batch_size * config.data.seq_len / step_s
                 if is_writer:
                     lr = learning_rate(config.optimizer, step - 1, config.training.known_steps)
                     line = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-                    self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": times[-1]})
+                    self._folder.add_metrics({**line, "tokens_per_s": speed, "step_time_s": step_s})
                 progress.show(step, loss=loss, grad_norm=grad_norm, tokens_per_s=speed)
-                self._peak_stage_bytes = max(self._peak_stage_bytes, result.held.swapped_bytes)
-                if step == self._traced_step:
+                measured.loss = loss
+                measured.times_s.append(step_s)
+                measured.peak_stage_bytes = max(measured.peak_stage_bytes, result.held.swapped_bytes)
+                if step == measured.traced_step:
                     self._keep_traced(result, self._pipeline.exchange_s - exchanged_s)
                 self._saving.after_step(step)
         self._saving.end()
         # Deferred updates are part of the last step: what is validated has them.
         self._updates.settle()
         self._folder.close()
-        summary = self._finish(times, loss) if times else self._finish(*self._end_again())
-        return RunResult(summary, self._measured, self._predicted_trace)
+        if not has_steps:
+            self._measured = self._end_again()
+        return RunResult(self._finish(), self._measured.trace, self._measured.predicted)
 
-    @property
-    def _traced_step(self) -> int:
-        return min(self._done.step + self._config.output.trace_step, self._config.training.known_steps)
-
-    def _end_again(self) -> tuple[Sequence[float], float | None]:
-        """Where all steps were done before: times and loss of the process that did them, on rank 0."""
+    def _end_again(self) -> Measured:
+        """Where all steps were done before: what the process measured that did them, on rank 0."""
         config, resume = self._config, self._config.checkpoint.resume
         assert resume is not None
         run = run_of(resume)
@@ -183,14 +181,13 @@ class Trainer:
         if config.checkpoint.final != "none" and not is_own:
             self._save(config.training.known_steps, "end")
         if self._world.rank > 0:
-            return (), None
-        self._earlier = earlier = read_earlier(self._folder, config)
-        if earlier.config is not None:  # which steps were measured, and which one traced
-            checkpoint = replace(config.checkpoint, resume=earlier.config.checkpoint.resume)
-            output = replace(config.output, trace_step=earlier.config.output.trace_step)
+            return Measured()
+        found = read_earlier(self._folder, config)
+        if found.config is not None:  # which steps were measured, and which one traced
+            checkpoint = replace(config.checkpoint, resume=found.config.checkpoint.resume)
+            output = replace(config.output, trace_step=found.config.output.trace_step)
             self._folder.write_config(replace(config, checkpoint=checkpoint, output=output))
-        self._measured = earlier.measured
-        return earlier.times_s, earlier.loss
+        return found
 
     def _save(self, step: int, cause: Cause) -> None:
         self._updates.settle()
@@ -202,15 +199,22 @@ class Trainer:
         return checkpoint_info(self._config, self._data, step, self._done.sequences + sequences, tokens)
 
     def _predict(self) -> None:
-        """Predict a step; written by rank 0."""
-        config = self._config
-        if not config.training.predict:
+        """Profile the stages, their collectives and the update on this machine, and simulate the step.
+
+        Collectives are timed while all ranks compute; that they slow compute down where they share its cores is left
+        out. Weights and optimizer state are as before.
+        """
+        if not self._config.training.predict:
             return
         # Any tokens do: how long a step takes does not depend on them.
-        batch = self._batch(self._data.train, 0)
-        self._prediction = predict_step(self._pipeline, self._world, batch, self._updates)
-        if self._prediction is not None:
-            self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(self._prediction.trace, "predicted"))
+        profile = self._pipeline.profile(self._batch(self._data.train, 0))
+        within_s, behind_s = self._updates.seconds(self._world)
+        if profile is None:  # but on rank 0
+            return
+        profile = replace(profile, costs=replace(profile.costs, update_s=within_s))
+        trace = simulate_profile(self._pipeline.schedule, profile)
+        self._measured.predicted, self._measured.predicted_s = trace, trace.end_s + behind_s
+        self._folder.write(run_folder.PREDICTED_TRACE, to_chrome(trace, "predicted"))
 
     def _batch(self, windows: TokenWindows, index: int) -> Batch:
         return self._pipeline.batch(windows.batch(index, self._config.layout.batch_size))
@@ -265,42 +269,41 @@ class Trainer:
         for number, ranks in enumerate(layout.pipelines()):
             trace = merge(traces[rank] for rank in ranks)
             # Summary and picture are of the first pipeline.
-            self._measured = self._measured or trace
+            self._measured.trace = self._measured.trace or trace
             name = run_folder.other_trace(layout.coordinates(ranks[0])) if number else run_folder.TRACE
             self._folder.write(name, to_chrome(trace, "measured"))
         by_rank = zip(*layout.pipelines(), strict=True)
-        self._live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
+        self._measured.live_bytes = tuple(max(live_bytes[rank] for rank in ranks) for ranks in by_rank)
         # On CUDA the host only issues an exchange; its clock would measure the launch.
         if layout.tp > 1 and self._config.training.device == "cpu":
-            self._exchange_s = sum(exchanges_s) / len(exchanges_s)
+            self._measured.exchange_s = sum(exchanges_s) / len(exchanges_s)
 
-    def _finish(self, times: Sequence[float], loss: float | None) -> RunSummary:
-        config = self._config
+    def _finish(self) -> RunSummary:
+        config, measured = self._config, self._measured
         # A step that was measured (not the mean of two), and not moved by the slow first one.
-        step_time_s = median_high(times) if times else None
-        measured, predicted = self._measured, self._predicted_trace
+        step_time_s = median_high(measured.times_s) if measured.times_s else None
         (num_parameters,) = self._world.sum([self._pipeline.num_counted_parameters])
         summary = RunSummary(
             num_parameters=round(num_parameters),
             steps=config.training.known_steps,
             tokens=self._info(config.training.known_steps).tokens,
-            traced_step=self._traced_step if self._earlier is None else self._earlier.traced_step,
-            train_loss=loss,
+            traced_step=measured.traced_step,
+            train_loss=measured.loss,
             validation_loss=self._validate(),
             unigram_loss=self._unigram_loss(),
             step_time_s=step_time_s,
-            predicted_step_time_s=None if self._prediction is None else self._prediction.step_time_s,
+            predicted_step_time_s=measured.predicted_s,
             tokens_per_s=None if step_time_s is None else config.layout.batch_size * config.data.seq_len / step_time_s,
-            exchange_s=self._exchange_s,
-            live_bytes=self._live_bytes,
-            bubble_fraction=None if measured is None else summarize(measured).bubble_fraction,
-            predicted_bubble_fraction=None if predicted is None else summarize(predicted).bubble_fraction,
+            exchange_s=measured.exchange_s,
+            live_bytes=measured.live_bytes,
+            bubble_fraction=_bubble_fraction(measured.trace),
+            predicted_bubble_fraction=_bubble_fraction(measured.predicted),
             corpus_sha256=self._data.corpus_sha256,
             **self._swapping(),
         )
         if self._world.rank == 0:
             # Only now: a run without steps left replaces the summary of the run before when it has one of its own.
-            self._folder.begin(keeps_measured=self._earlier is not None and self._earlier.config is not None)
+            self._folder.begin(keeps_measured=measured.config is not None)
             self._folder.write(run_folder.SUMMARY, json.dumps(asdict(summary), indent=2) + "\n")
         if config.training.sample_tokens:
             text = sample_text(self._pipeline, self._world, self._data, config)
@@ -309,20 +312,15 @@ class Trainer:
         self._pipeline.close()
         return summary
 
-    @property
-    def _predicted_trace(self) -> Trace | None:
-        if self._prediction is not None:
-            return self._prediction.trace
-        return None if self._earlier is None else self._earlier.predicted
-
     def _swapping(self) -> dict[str, Any]:
         """The part of the summary about swapped stages."""
-        if self._pipeline.store is None or self._measured is None:
+        trace = self._measured.trace
+        if self._pipeline.store is None or trace is None:
             return {}
         lanes = (FROM_HOST_LANE, TO_HOST_LANE)
-        uses = [use for use in communication(self._measured) if use.lane in lanes]
+        uses = [use for use in communication(trace) if use.lane in lanes]
         return {
-            "peak_stage_bytes": self._peak_stage_bytes or None,
+            "peak_stage_bytes": self._measured.peak_stage_bytes or None,
             "swap_s": sum(use.busy_s for use in uses),
             "swap_hidden_s": sum(use.hidden_s for use in uses),
         }
@@ -343,3 +341,16 @@ class Trainer:
         # The same windows as in _validate, so that the two losses differ by the model alone.
         windows = data.validation.batch(0, layout.batch_size * num_batches)
         return unigram_loss(data.train.tokens, windows[:, 1:].flatten(), data.tokenizer.vocab_size)
+
+
+def _bubble_fraction(trace: Trace | None) -> float | None:
+    return None if trace is None else summarize(trace).bubble_fraction
+
+
+def simulate_profile(schedule: Schedule, profile: Profile) -> Trace:
+    """The schedule on the clock of a profile: ranks of one host slow each other down as they did when profiled."""
+
+    def host(action: Action, rank: int) -> Hashable | None:
+        return profile.host_by_rank[rank] if action.kind in COMPUTE_KINDS else None
+
+    return simulate(schedule, profile.action_costs, Sharing(host, profile.capacity_by_host))

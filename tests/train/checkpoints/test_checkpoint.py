@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # imported once here, not once in every process
+from checkpoint_files import without_hashes
 from small_run import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from pipeloom.checkpoint.checkpoint_folder import FOLDER, INFO, TOKENIZER, find_checkpoint, read_info
+from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, find_checkpoint, read_info
 from pipeloom.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import TokenWindows, load_data
 from pipeloom.errors import RunError, UserError, WorkerError
@@ -270,9 +271,7 @@ def test_weights_that_give_no_gradient_end_the_run(tmp_path, monkeypatch):
 def test_a_checkpoint_of_the_format_without_hashes_is_read(saved_by_two, tmp_path):
     path = tmp_path / "copy"
     shutil.copytree(find_checkpoint(saved_by_two / "run"), path)
-    tree = json.loads((path / INFO).read_text())
-    del tree["files"], tree["sha256"]
-    (path / INFO).write_text(json.dumps({**tree, "format": 1}))
+    without_hashes(path)
     config = config_of(saved_by_two, "one rank", resume=path)
     train_all({tmp_path / "other": replace(config, training=replace(config.training, steps=STEPS + 1))})
     assert list(losses(tmp_path / "other")) == [STEPS + 1]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -77,22 +77,6 @@ def finish(pending: UnderWay, timeout_s: float) -> None:
     pending.take()
 
 
-class Transport(Protocol):
-    """Sends and receives tensors between pipeline ranks."""
-
-    def send(self, tensor: Tensor, peer: int) -> UnderWay:
-        """Send a tensor to a rank. The tensor must not change until the transfer is done."""
-        ...
-
-    def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
-        """Receive the next tensor from a rank."""
-        ...
-
-    def close(self) -> None:
-        """Let go of threads and connections; transfers under way are abandoned."""
-        ...
-
-
 def edges_of(
     schedule: Schedule,
     outputs: Sequence[TensorSpec],
@@ -122,8 +106,8 @@ def edges_of(
     return {edge: [specs[key] for key in sorted(specs)] for edge, specs in sorted(found.items())}
 
 
-class ProcessGroupTransport:
-    """Sends and receives over ``torch.distributed``.
+class Transport:
+    """Sends and receives tensors between pipeline ranks, over ``torch.distributed``.
 
     On gloo a send and a receive are started at once. Who needs a tensor waits for it; a thread for each lane waits for
     what nobody needs yet, so that a transfer is known to be done when it is, and sent tensors are dropped.
@@ -185,12 +169,12 @@ class ProcessGroupTransport:
             raise BoundaryError(f"rank {source} sends {theirs}, but rank {destination} expects {ours}")
 
     def send(self, tensor: Tensor, peer: int) -> UnderWay:
-        """Start sending a tensor."""
+        """Start sending a tensor to a rank. It must not change until that is done."""
         # gloo and NCCL send memory from its beginning to its end, whatever the strides are.
         return self._start("send", tensor.contiguous(), peer)
 
     def receive(self, spec: TensorSpec, peer: int) -> UnderWay:
-        """Start receiving a tensor into a fresh buffer."""
+        """Start receiving the next tensor from a rank, into a fresh buffer."""
         return self._start("recv", spec.empty(self._device), peer)
 
     def _start(self, direction: Literal["send", "recv"], tensor: Tensor, peer: int) -> UnderWay:
@@ -205,7 +189,7 @@ class ProcessGroupTransport:
         return lane.start(tensor)
 
     def close(self) -> None:
-        """Let the lanes' threads end."""
+        """Let the lanes' threads end; what is under way is abandoned."""
         self._rounds.end()
         for lane in self._lanes.values():
             lane.end()

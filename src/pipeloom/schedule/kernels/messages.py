@@ -3,15 +3,7 @@
 import numpy as np
 
 from pipeloom.schedule.kernels.types import Bools, Ints, Longs
-from pipeloom.schedule.kinds import Kind
-
-FORWARD = Kind.FORWARD.code
-BACKWARD = Kind.BACKWARD.code
-BACKWARD_INPUT = Kind.BACKWARD_INPUT.code
-SEND_F = Kind.SEND_F.code
-RECV_F = Kind.RECV_F.code
-SEND_B = Kind.SEND_B.code
-RECV_B = Kind.RECV_B.code
+from pipeloom.schedule.kernels.waits import BACKWARD, BACKWARD_INPUT, FORWARD, RECV_B, RECV_F, SEND_B, SEND_F
 
 
 def message_of(kind: int, stage: int, crosses: Bools, first_backward_stage: int) -> tuple[int, int]:

@@ -36,14 +36,10 @@ def messages_complete(facts: Facts) -> Fault | None:
 def _wanted_messages(facts: Facts) -> dict[Kind, Bools]:
     """For each kind of message the stages that have one for every micro-batch."""
     goes_on = facts.crosses
-    goes_back = np.roll(goes_on, 1) & (np.arange(len(goes_on)) > facts.first_backward_stage)
-    # the last stage crosses to none, so what rolls around is False
-    return {
-        Kind.SEND_F: goes_on,
-        Kind.RECV_F: np.roll(goes_on, 1),
-        Kind.SEND_B: goes_back,
-        Kind.RECV_B: np.roll(goes_back, -1),
-    }
+    arrives = np.append(False, goes_on[:-1])
+    goes_back = arrives & (np.arange(len(goes_on)) > facts.first_backward_stage)
+    returns = np.append(goes_back[1:], False)
+    return {Kind.SEND_F: goes_on, Kind.RECV_F: arrives, Kind.SEND_B: goes_back, Kind.RECV_B: returns}
 
 
 def send_after_compute(facts: Facts) -> Fault | None:

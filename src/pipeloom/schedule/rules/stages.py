@@ -12,7 +12,7 @@ from pipeloom.schedule.kernels import order
 from pipeloom.schedule.kernels.order import LOOK, OFF, ON
 from pipeloom.schedule.kernels.types import Bytes
 from pipeloom.schedule.kinds import ADDS_TO_GRADIENT, KINDS, STAGE_SWAP_KINDS, USES_STAGE, USES_WEIGHTS, Kind
-from pipeloom.schedule.row import Bools, Ints
+from pipeloom.schedule.row import Bools, Ints, is_one_of
 from pipeloom.schedule.rules.fault import Fault, Nodes, Say, fault_at, with_missing
 
 
@@ -40,9 +40,8 @@ class _States(NamedTuple):
 
     def where(self, state: int, *kinds: Kind) -> Nodes:
         """The nodes of some kinds that find their stage in a state."""
-        nodes, wanted = np.flatnonzero(self.found == state), np.zeros(len(KINDS), np.bool_)
-        wanted[[kind.code for kind in kinds]] = True
-        return nodes[wanted[self.kind[nodes]]]
+        nodes = np.flatnonzero(self.found == state)
+        return nodes[is_one_of(kinds)[self.kind[nodes]]]
 
 
 def unshard_before_compute(facts: Facts) -> Fault | None:
