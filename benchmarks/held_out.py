@@ -21,9 +21,8 @@ import tomli_w
 from rich.console import Console
 from rich.table import Table
 
-from pipeloom.accuracy.compare import cluster_of, compare, program_of
+from pipeloom.accuracy.compare import Outcome, cluster_of, compare, measure, program_of, rankings
 from pipeloom.accuracy.fit import first_guess, fit
-from pipeloom.accuracy.measures import Outcome, measure, rankings
 from pipeloom.accuracy.rows import Row, read_rows
 
 ACCURACY = Path(__file__).parents[1] / "src" / "pipeloom" / "catalog" / "accuracy.toml"

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.accuracy.compare import cluster_of, compare, program_of
-from pipeloom.accuracy.measures import measure
+from pipeloom.accuracy.compare import cluster_of, compare, measure, program_of
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.catalog import load_cluster
 from pipeloom.errors import UserError

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.accuracy.compare import compare
+from pipeloom.accuracy.compare import compare, measure
 from pipeloom.accuracy.fit import DRAG_S, RANGES, first_guess, fit, to_toml, write
-from pipeloom.accuracy.measures import measure
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.accuracy.schedules import predict
 from pipeloom.catalog import load_cluster, load_software, source_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.accuracy.measures import Outcome, measure, rank_correlation, rankings, top1_regret
+from pipeloom.accuracy.compare import Outcome, measure, rank_correlation, rankings, top1_regret
 from pipeloom.accuracy.rows import read_rows
 
 ROW = read_rows(Path(__file__).parents[2] / "examples" / "measured.csv")[0]

@@ -5,8 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from pipeloom.accuracy.compare import compare
-from pipeloom.accuracy.measures import rankings
+from pipeloom.accuracy.compare import compare, rankings
 from pipeloom.accuracy.rows import read_rows
 
 MEASURED = Path(__file__).parents[3] / "shared" / "data" / "measured.csv"

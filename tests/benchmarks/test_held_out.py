@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from held_out import Held, Split, errors_of, general, main, programs, write
-from pipeloom.accuracy.measures import Outcome, measure
+from pipeloom.accuracy.compare import Outcome, measure
 from pipeloom.accuracy.rows import read_rows
 from pipeloom.catalog.accuracy import load_accuracy
 

@@ -370,11 +370,6 @@ def test_slices_that_do_not_fit_the_sequences_are_refused(values, expected):
     assert any(problem.startswith(expected) for problem in find_problems(changed(**values), trains=False))
 
 
-def test_slices_of_a_compiled_run_are_refused():
-    config = changed(layout__token_slices="auto", training__compile=True, training__compile_backend="aot_eager")
-    assert any("sequences of one length" in problem for problem in find_problems(config, trains=False))
-
-
 @pytest.mark.parametrize(
     ("wanted", "tp", "lengths"),
     [(None, 1, (128,)), (3, 1, (43, 43, 42)), (3, 4, (44, 44, 40)), ((100, 28), 1, (100, 28)), ("auto", 1, (128,))],

@@ -5,8 +5,8 @@ import pytest
 from partition import CASES, CLUSTER, PROGRAM, Case, slowest_rank_s, step_s
 from pipeloom.catalog import load_model
 from pipeloom.config import ModelConfig
+from pipeloom.cost.partition import default_partition
 from pipeloom.cost.placed import Placed
-from pipeloom.planner.partition import default_partition
 from pipeloom.schedule import Placement
 from pipeloom.workload.run import Run
 

@@ -9,9 +9,9 @@ import pytest
 from pipeloom.catalog import load_model, names
 from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.cost.partition import default_partition
 from pipeloom.cost.stages import layers_of_pieces, stage_layers
 from pipeloom.errors import ConfigError
-from pipeloom.planner.partition import default_partition
 from pipeloom.predict.describe import describe, machine_problems, with_model_sizes
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import shape_of

@@ -54,6 +54,5 @@ def test_a_schedule_that_splits_the_backward_is_compiled_and_one_of_slices_is_no
         training=TrainingConfig(compile=True, compile_backend="aot_eager"),
     )
     assert find_problems(config) == []
-    (problem,) = find_problems(replace(config, layout=replace(config.layout, token_slices=4)))
-    assert "training.compile" in problem
-    assert "layout.token_slices" in problem
+    (problem,) = find_problems(replace(config, layout=replace(config.layout, token_slices="auto")))
+    assert problem.startswith("training.compile compiles for sequences of one length, and layout.token_slices cuts")

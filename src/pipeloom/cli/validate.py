@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of
-from pipeloom.accuracy.measures import rankings
+from pipeloom.accuracy.compare import Comparison, cluster_of, compare, compare_stage_times, program_of, rankings
 from pipeloom.accuracy.rows import Row, read_rows
 from pipeloom.catalog import load_cluster, load_software, source_of
 from pipeloom.cli.flags import parse_flags

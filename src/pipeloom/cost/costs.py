@@ -1,11 +1,12 @@
 """How long an action takes."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES
-from pipeloom.schedule.stage_swaps import NONE, Amounts, Content
+from pipeloom.schedule.stage_swaps import NONE, NOTHING, Amounts, Content
 
 
 class Costs(Protocol):
@@ -26,8 +27,66 @@ class Costs(Protocol):
         ...
 
 
+_NAMES: dict[Kind, str] = {
+    Kind.FORWARD: "forward_s",
+    Kind.RECOMPUTE: "forward_s",
+    Kind.BACKWARD: "backward_s",
+    Kind.UNSHARD: "unshard_s",
+    Kind.REDUCE_GRAD: "reduce_s",
+    **dict.fromkeys(PARTNER_MOVES, "evict_s"),
+    **dict.fromkeys(HOST_MOVES, "offload_s"),
+    Kind.RECV_TIED: "tied_s",
+    Kind.RECV_TIED_GRAD: "tied_grad_s",
+    Kind.UPDATE: "update_s",
+}
+"""Kind -> the attribute of costs that has its seconds; a kind in neither this nor ``_Named.seconds`` takes none."""
+
+
+class _Named(ABC):
+    """Costs whose attributes have the seconds: one number, or one for each stage, where empty stands for none."""
+
+    ignores_microbatch: ClassVar[bool] = True
+
+    @abstractmethod
+    def move_s(self, stage: int, content: Content) -> float:
+        """Seconds of moving some of what there is of a stage between device and host."""
+
+    def half_s(self, stage: int) -> float:
+        """Seconds that a stage's backward leaves to the gradients of the weights where it is split."""
+        # For each product of the forward there is one for the input's gradient and
+        # one for the weights' (arXiv 2401.10241, section 2).
+        return self._of("backward_s", stage) / 2
+
+    def over_s(self, boundary: int) -> float:
+        """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
+        return self._of("transfer_s", boundary)
+
+    def seconds(self, action: Action) -> float:
+        """Seconds that ``action`` keeps its lane busy."""
+        stage = action.stage
+        match action.kind:
+            case Kind.BACKWARD_INPUT:
+                return self._of("backward_s", stage) - self.half_s(stage)
+            case Kind.BACKWARD_WEIGHT:
+                return self.half_s(stage)
+            case Kind.RECV_F:
+                return self.over_s(stage - 1)
+            case Kind.RECV_B:
+                return self.over_s(stage)
+            case Kind.SWAP_IN | Kind.SWAP_OUT:
+                return self.move_s(stage, ~NOTHING)
+        name = _NAMES.get(action.kind)
+        return 0.0 if name is None else self._of(name, stage)
+
+    def _of(self, name: str, stage: int) -> float:
+        value: float | tuple[float, ...] = getattr(self, name)
+        if isinstance(value, tuple):
+            return value[stage] if value else 0.0
+        return value
+
+
 @dataclass(frozen=True)
-class UniformCosts:
+class UniformCosts(_Named):
     """Every stage alike.
 
     Attributes:
@@ -45,8 +104,6 @@ class UniformCosts:
         update_s: seconds of the optimizer's step on one stage.
     """
 
-    ignores_microbatch: ClassVar[bool] = True
-
     forward_s: float
     backward_s: float
     transfer_s: float = 0.0
@@ -63,45 +120,9 @@ class UniformCosts:
         """Seconds of moving some of what there is of a stage between device and host."""
         return self.move.of(content)
 
-    def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy."""
-        match action.kind:
-            case Kind.FORWARD | Kind.RECOMPUTE:
-                return self.forward_s
-            case Kind.BACKWARD:
-                return self.backward_s
-            case Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT:
-                # For each product of the forward there is one for the input's gradient and
-                # one for the weights' (arXiv 2401.10241, section 2).
-                return self.backward_s / 2
-            case Kind.RECV_F | Kind.RECV_B:
-                return self.transfer_s
-        return self._of_stage(action.kind)
-
-    def _of_stage(self, kind: Kind) -> float:
-        """Seconds of what runs beside compute and concerns one stage alone."""
-        match kind:
-            case _ if kind in PARTNER_MOVES:
-                return self.evict_s
-            case _ if kind in HOST_MOVES:
-                return self.offload_s
-            case Kind.UNSHARD:
-                return self.unshard_s
-            case Kind.REDUCE_GRAD:
-                return self.reduce_s
-            case Kind.RECV_TIED:
-                return self.tied_s
-            case Kind.RECV_TIED_GRAD:
-                return self.tied_grad_s
-            case Kind.SWAP_IN | Kind.SWAP_OUT:
-                return self.move.total
-            case Kind.UPDATE:
-                return self.update_s
-        return 0.0
-
 
 @dataclass(frozen=True)
-class StageCosts:
+class StageCosts(_Named):
     """Every stage its own, such as measured ones.
 
     Attributes:
@@ -125,8 +146,6 @@ class StageCosts:
         weight_s: for each stage, seconds of the half of its backward that makes the gradients of the weights; empty
             where ``weight_share`` holds.
     """
-
-    ignores_microbatch: ClassVar[bool] = True
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -154,43 +173,3 @@ class StageCosts:
     def over_s(self, boundary: int) -> float:
         """Seconds of moving one tensor between the stages ``boundary`` and ``boundary + 1``."""
         return self.boundary_s[boundary] if self.boundary_s else self.transfer_s
-
-    def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its lane busy."""
-        stage, kind = action.stage, action.kind
-        backward_s = self.backward_s[stage]
-        match kind:
-            case Kind.FORWARD | Kind.RECOMPUTE:
-                return self.forward_s[stage]
-            case Kind.BACKWARD:
-                return backward_s
-            case Kind.BACKWARD_INPUT:
-                return backward_s - self.half_s(stage)
-            case Kind.BACKWARD_WEIGHT:
-                return self.half_s(stage)
-            case Kind.RECV_F:
-                return self.over_s(stage - 1)
-            case Kind.RECV_B:
-                return self.over_s(stage)
-        return self._of_stage(kind, stage)
-
-    def _of_stage(self, kind: Kind, stage: int) -> float:
-        """Seconds of what concerns a stage or its tied matrix as a whole."""
-        match kind:
-            case Kind.UNSHARD:
-                return self.unshard_s[stage] if self.unshard_s else 0.0
-            case Kind.REDUCE_GRAD:
-                return self.reduce_s[stage] if self.reduce_s else 0.0
-            case _ if kind in PARTNER_MOVES:
-                return self.evict_s[stage] if self.evict_s else 0.0
-            case _ if kind in HOST_MOVES:
-                return self.offload_s[stage] if self.offload_s else 0.0
-            case Kind.RECV_TIED:
-                return self.tied_s
-            case Kind.RECV_TIED_GRAD:
-                return self.tied_grad_s
-            case Kind.SWAP_IN | Kind.SWAP_OUT:
-                return self.moves[stage].total if self.moves else 0.0
-            case Kind.UPDATE:
-                return self.update_s[stage] if self.update_s else 0.0
-        return 0.0

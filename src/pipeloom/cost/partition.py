@@ -14,8 +14,11 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeloom.cost.flops import piece_flops
 from pipeloom.errors import UserError
 from pipeloom.schedule import Placement
+from pipeloom.workload.layout import Recompute
+from pipeloom.workload.model import ModelConfig, shape_of
 
 Floats = NDArray[np.float64]
 Cuts = NDArray[np.int64]
@@ -31,6 +34,23 @@ STARTS = 2
 
 PATIENCE = 600
 """Moves in a row that find nothing better before a search ends, times stages: with few stages moves take less time."""
+
+
+def default_partition(
+    model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute]
+) -> tuple[int, ...]:
+    """The partition with the fewest FLOPs on the rank that has most, embedding, head and recomputation at their cost.
+
+    Args:
+        model: resolved.
+        seq_len: tokens of a sequence.
+        placement: stages, and the rank of each.
+        recompute: of each layer.
+
+    Raises:
+        UserError: more stages than pieces.
+    """
+    return fastest_partition(piece_flops(shape_of(model), seq_len, recompute), placement)
 
 
 def fastest_partition(

@@ -1,7 +1,6 @@
 """``torch.compile`` for the pieces of a stage."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -22,8 +21,5 @@ def compile_pieces(stage: Transformer, backend: str) -> None:
             piece.compile(backend=backend, dynamic=False)
 
 
-@contextmanager
-def as_written() -> Iterator[None]:
-    """Meanwhile run compiled pieces as they are written: for shapes and modes that are not worth compiling for."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+as_written = partial(torch.compiler.set_stance, "force_eager")
+"""Makes a context in which compiled pieces run as they are written: for shapes that are not worth compiling for."""

@@ -1,1 +1,1 @@
-"""Decisions: which layers go into which stage, and which layout is fastest."""
+"""Decisions: which layout is fastest, and why."""

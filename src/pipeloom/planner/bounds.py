@@ -21,13 +21,12 @@ from pipeloom.cost.memory import (
     state_bytes,
     working_bytes,
 )
-from pipeloom.cost.placed import OfPlaced
+from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.stages import gathered_parameters, stage_layers
 from pipeloom.schedule import Kind, Placement
 from pipeloom.schedule.facts import Graph
 from pipeloom.schedule.kinds import KINDS
 from pipeloom.workload.layout import Shard
-from pipeloom.workload.run import Run
 
 Floats = NDArray[np.float64]
 """An array of seconds, bytes or counts."""
@@ -55,7 +54,7 @@ class Bounds(OfPlaced):
     def any_step_s(self) -> float:
         """Seconds that the step takes at least, whatever is sharded; collectives are left out."""
         level: Shard = "full" if self.run.dp > 1 else "none"
-        terms = step_terms(self.placed.of(self._with(level, 1)), max(self.placed.costs.backward_s))
+        terms = step_terms(self._with(level, 1), max(self.placed.costs.backward_s))
         own_s = max(float(work.end_s().max()) for work in self.work)
         return own_s + terms.optimizer_s + terms.tied_s + terms.fixed_s
 
@@ -68,7 +67,7 @@ class Bounds(OfPlaced):
         """
         key = shard, replicate
         if key not in self._sharded:
-            self._sharded[key] = Sharded(self, self._with(shard, replicate))
+            self._sharded[key] = Sharded(self._with(shard, replicate), self)
         return self._sharded[key]
 
     def recomputing_s(self, layers: Floats) -> float:
@@ -89,8 +88,8 @@ class Bounds(OfPlaced):
     def _sharded(self) -> "dict[tuple[Shard, int], Sharded]":
         return {}
 
-    def _with(self, shard: Shard, replicate: int) -> Run:
-        return replace(self.run, shard=shard, replicate=replicate)
+    def _with(self, shard: Shard, replicate: int) -> Placed:
+        return self.placed.of(replace(self.run, shard=shard, replicate=replicate))
 
     @cached_property
     def stages(self) -> NDArray[np.int64]:
@@ -229,22 +228,20 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharded:
+class Sharded(OfPlaced):
     """Bounds with one sharding.
 
     Attributes:
+        placed: the run with its sharding.
         bounds: of the stages.
-        run: with its sharding.
     """
 
     bounds: Bounds
-    run: Run
 
     @cached_property
     def after_s(self) -> float:
         """Seconds of what follows the pipeline."""
-        bounds = self.bounds
-        return step_terms(bounds.placed.of(self.run), max(bounds.placed.costs.backward_s)).total_s
+        return step_terms(self.placed, max(self.bounds.placed.costs.backward_s)).total_s
 
     @cached_property
     def step_s(self) -> float:
@@ -289,7 +286,7 @@ class Sharded:
         """
         row = graph.facts.row
         starts_s, ends_s = graph.times(self._seconds[row.kind, row.stage])
-        if self.bounds.software.overlaps_steps:
+        if self.software.overlaps_steps:
             first = graph.facts.columns.first[:-1]
             own_s = np.maximum.reduceat(ends_s, first) - np.minimum.reduceat(starts_s, first)
             return float(own_s.max()) + self.after_s
@@ -322,7 +319,7 @@ class Sharded:
             self._always[gathered] = self._always_bytes(gathered)
         each = self.bounds.input_bytes
         kept = (each if in_flight is None else in_flight * each).sum(axis=1)
-        return self._always[gathered] + kept * (1 + self.bounds.software.fragmentation)
+        return self._always[gathered] + kept * (1 + self.software.fragmentation)
 
     def layers_to_recompute(self, in_flight: Floats) -> Floats:
         """For each rank how many layers it has to recompute at least, so that it fits a device.
@@ -330,7 +327,7 @@ class Sharded:
         Args:
             in_flight: [rank, number of its stage] stage inputs that it holds at once.
         """
-        run, software, stages = self.run, self.bounds.software, self.bounds.stages
+        run, software, stages = self.run, self.software, self.bounds.stages
         full, layers = replace(run, recompute="full"), np.array(stage_layers(run, software)[0])
         each = (kept_bytes(run, software) - kept_bytes(full, software)) * (1 + software.fragmentation)
         more = working_bytes(full, software) * (1 + software.fragmentation)
@@ -348,7 +345,7 @@ class Sharded:
 
     @property
     def _has_collectives(self) -> bool:
-        return self.bounds.software.has_reduction_lane and self.run.dp > 1
+        return self.software.has_reduction_lane and self.run.dp > 1
 
     @cached_property
     def _collectives_s(self) -> tuple[Floats, Floats]:
@@ -356,9 +353,9 @@ class Sharded:
         bounds = self.bounds
         sizes = {held: number for number, held in enumerate(dict.fromkeys(bounds.placed.parameters))}
         number = [sizes[held] for held in bounds.placed.parameters]
-        parts = bounds.placed.of(self.run).parts
+        parts = self.placed.parts
         gathers, reductions = (
-            {part: np.array([seconds(self.run, part, bounds.software, held) for held in sizes]) for part in set(parts)}
+            {part: np.array([seconds(self.run, part, self.software, held) for held in sizes]) for part in set(parts)}
             for seconds in (gather_s, reduce_s)
         )
         if len(gathers) == 1:
@@ -376,7 +373,7 @@ class Sharded:
 
     def _always_bytes(self, gathered: int) -> Floats:
         """For each rank what it holds beside stage inputs."""
-        run, software, stages = self.run, self.bounds.software, self.bounds.stages
+        run, software, stages = self.run, self.software, self.bounds.stages
         _, head = stage_layers(run, software)
         parameters = np.array(self.bounds.placed.parameters)[stages]
         held = state_bytes(run, 1.0, software).total_bytes * parameters.sum(axis=1)

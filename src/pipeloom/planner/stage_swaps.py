@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from pipeloom.analysis.summary import communication, summarize
 from pipeloom.cost.costs import StageCosts
@@ -62,14 +63,14 @@ class SwapQuestion:
     needs_norm: bool = True
 
     @cached_property
-    def _sums(self) -> tuple[list[float], list[float], list[float], list[Amounts]]:
-        """Of the pieces before each: seconds of forward, backward and update, and bytes."""
+    def _sums(self) -> tuple[list[list[float]], list[Amounts]]:
+        """Of the pieces before each: seconds of forward, backward and update; and bytes."""
         seconds = [[0.0, *accumulate(of)] for of in (self.forward_s, self.backward_s, self.update_s)]
-        return seconds[0], seconds[1], seconds[2], [Amounts(), *accumulate(self.pieces, _add)]
+        return seconds, [Amounts(), *accumulate(self.pieces, _add)]
 
     def stage(self, begin: int, end: int) -> "SwapStage":
         """The stage of some pieces."""
-        *seconds, sizes = self._sums
+        seconds, sizes = self._sums
         forward_s, backward_s, update_s = (of[end] - of[begin] for of in seconds)
         return SwapStage(forward_s, backward_s, update_s, _add(sizes[end], sizes[begin].times(-1)))
 
@@ -108,8 +109,7 @@ def _add(one: Amounts, other: Amounts) -> Amounts:
     return Amounts(**{name: value + getattr(other, name) for name, value in vars(one).items()})
 
 
-@dataclass(frozen=True)
-class SwapStage:
+class SwapStage(NamedTuple):
     """What a stage takes: seconds for one micro-batch and for its update, and bytes."""
 
     forward_s: float
@@ -188,16 +188,12 @@ def swapped_step(question: SwapQuestion, partition: Sequence[int], num_microbatc
     Raises:
         UserError: a stage does not fit into the budget.
     """
-    stages = question.stages(partition)
-    schedule = lower(make_schedule("breadth-first", pp=1, loops=len(stages), num_microbatches=num_microbatches))
-    schedule = add_updates(schedule, place_of_updates(len(stages), needs_norm=question.needs_norm))
-    schedule = add_stage_swaps(schedule, question.budget, sizes=stage_sizes([stage.amounts for stage in stages]))
-    costs = StageCosts(
-        tuple(stage.forward_s for stage in stages),
-        tuple(stage.backward_s for stage in stages),
-        moves=tuple(stage.amounts.times(1 / question.bytes_per_s) for stage in stages),
-        update_s=tuple(stage.update_s for stage in stages),
-    )
+    forward_s, backward_s, update_s, amounts = zip(*question.stages(partition), strict=True)
+    schedule = lower(make_schedule("breadth-first", pp=1, loops=len(partition), num_microbatches=num_microbatches))
+    schedule = add_updates(schedule, place_of_updates(len(partition), needs_norm=question.needs_norm))
+    schedule = add_stage_swaps(schedule, question.budget, sizes=stage_sizes(amounts))
+    moves = tuple(one.times(1 / question.bytes_per_s) for one in amounts)
+    costs = StageCosts(forward_s, backward_s, moves=moves, update_s=update_s)
     return SwapPlan(tuple(partition), num_microbatches, schedule, simulate(schedule, costs))
 
 

@@ -201,7 +201,9 @@ class Pipeline:
         self._warm_up(batch)
         with self._rehearsal(batch) as rehearsal:
             found = profile_stages(rehearsal, self._transport, self._clock)
-        more = {**self._time_tied_messages(), **self._time_moves(), **self._time_stage_swaps()}
+        more = {**self._time_tied_messages(), **self._time_moves()}
+        if self.store is not None:
+            more["moves"] = time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)
         if found is not None:
             found = replace(found, costs=replace(found.costs, **more))
         if self._slices is None:
@@ -212,7 +214,7 @@ class Pipeline:
         return found if found is None or times is None else with_slices(found, times, self._slices)
 
     def _time_tied_messages(self) -> dict[str, Any]:
-        """On rank 0 the seconds of messages about a tied matrix, as costs have them; as the two below."""
+        """On rank 0 the seconds of messages about a tied matrix, as costs have them; so does the next."""
         if self._tied is None:
             return {}
         own_s = time_messages(self._tied, self.schedule, self._place.pipeline, self._world, self._transport)
@@ -229,11 +231,6 @@ class Pipeline:
             for tier, name in enumerate(("evict_s", "offload_s"))
         }
         return {name: tuple(one.get(stage, 0.0) for stage in range(len(whole))) for name, one in found.items()}
-
-    def _time_stage_swaps(self) -> dict[str, Any]:
-        if self.store is None:
-            return {}
-        return {"moves": time_stage_swaps(self.store, self.data_parallel.weights, self._world.device)}
 
     def _of_pipeline(self, own: _Own) -> list[_Own]:
         """On rank 0 what each rank of the first pipeline has; nothing elsewhere."""

@@ -13,13 +13,12 @@ import torch
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, read_tokenizer
 from pipeloom.config import RunConfig, with_demo_recipe
 from pipeloom.config.problems import vocabulary_problems
-from pipeloom.cost.partition import fastest_partition
+from pipeloom.cost.partition import default_partition, fastest_partition
 from pipeloom.data.text import Data, load_data
 from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
-from pipeloom.planner.partition import default_partition
 from pipeloom.train.slices import with_known_slices
 from pipeloom.train.stages import piece_bytes
 
