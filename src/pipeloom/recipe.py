@@ -238,7 +238,7 @@ def recipe_lines(recipe: Recipe, schedule: Schedule, sizes: Sizes | None = None)
         lines |= {name: "true" for name in ("balance", "offload") if getattr(moves, name)}
         lines["activation_budget"] = None if moves.budget_bytes is None else f"{moves.budget_bytes:.15g}"
         # A float holds 15 digits whatever they are; more would show how a sum was rounded.
-        lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.whole_of(range(schedule.num_stages)))
+        lines["kept_bytes"] = " ".join(f"{each:.15g}" for each in kept.by_stage(schedule.num_stages))
     return {name: str(value) for name, value in lines.items() if value is not None}
 
 

@@ -186,9 +186,6 @@ def test_a_picture_is_drawn_beside_the_text(capsys, tmp_path):
 
 
 REFUSALS = {
-    "an unknown family is refused with a suggestion": (["breadth-frist"], "did you mean 'breadth-first'?"),
-    "an unknown placement is refused": (["gpipe", "--placement", "ring"], "there is no placement 'ring'"),
-    "loops without a looped family are refused": (["1f1b", "--loops", "2"], "use depth-first or loops 1"),
     "an infinite cost is refused": (["gpipe", "--forward", "inf"], "--forward must be above 0 and finite, found inf"),
     "a cost of zero is refused": (["gpipe", "--forward", "0"], "--forward must be above 0, found 0"),
     "a cost that is no number is refused": (["gpipe", "--backward", "nan"], "--backward must be above 0, found nan"),
@@ -205,7 +202,6 @@ REFUSALS = {
     "a tied matrix on one rank is refused": (["gpipe", "--pp", "1", "--tied", "1"], "--tied has no effect"),
     "prefetch of nothing is refused": (["gpipe", "--prefetch", "2"], "--prefetch has no effect without --unshard"),
     "buffers for nothing are refused": (["gpipe", "--gradient-buffers", "2"], "has no effect without --reduce-grad"),
-    "an unknown picture format is refused": (["gpipe", "--plot", "a.bmp"], "expected a file ending in one of .png"),
 }
 
 

@@ -61,9 +61,7 @@ def test_sets_models_cluster_and_program_can_be_chosen(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected one table"),
         ([EXAMPLE, "--stage-times", EXAMPLE], "expected one table"),
-        (["nowhere.csv"], "cannot read the table"),
         ([EXAMPLE, "--sets", "unknown"], "no row of"),
         ([EXAMPLE, "--attentions", "flash2"], "check --sets, --models and --attentions"),
         ([EXAMPLE, "--fit", "nowhere/program.toml", "--parameters", "matmul"], "cannot write nowhere/program.toml"),

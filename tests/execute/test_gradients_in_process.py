@@ -27,23 +27,31 @@ SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]
 CASES = [(f, *size) for f in TRAINING for size in SIZES if fitting(f, size[1])["loops"] == size[1]]
 
 
-@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
-@pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
-def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
-    toy = Toy(pp * loops, num_microbatches)
-    placement = fitting(family, loops, placement)["placement"]
-    schedule = lower(
-        make_schedule(family, pp=pp, loops=loops, num_microbatches=num_microbatches, placement=placement),
-        receive_buffers=1,
-    )
+def play(schedule, toy, loss=objective):
+    """One step of every rank; the stages with their gradients, and the results by rank."""
     modules, post = toy.modules(), Post()
-    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(pp)]
-    results = run_in_process(executors, toy.inputs(), objective)
+    ranks = range(schedule.num_ranks)
+    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in ranks]
+    return modules, run_in_process(executors, toy.inputs(), loss)
+
+
+def check(schedule, toy):
+    """Play a step, which has the loss and the gradients of a plain loop; the results by rank."""
+    modules, results = play(schedule, toy)
     expected = toy.modules()
     loss = reference(expected, toy.inputs(), objective)
     found = sum(float(value) for result in results for value in result.outputs.values())
     assert found == pytest.approx(loss, rel=1e-12)
     assert worst_difference(modules, expected) < 1e-12
+    return results
+
+
+@pytest.mark.parametrize("placement", ["looped", "v", "linear"])
+@pytest.mark.parametrize(("family", "pp", "loops", "num_microbatches"), CASES)
+def test_gradients_and_loss_equal_a_plain_loop(family, placement, pp, loops, num_microbatches):
+    sizes = {"pp": pp, "loops": loops, "num_microbatches": num_microbatches}
+    schedule = make_schedule(family, **sizes, placement=fitting(family, loops, placement)["placement"])
+    check(lower(schedule, receive_buffers=1), Toy(pp * loops, num_microbatches))
 
 
 @pytest.mark.parametrize(("family", "loops"), [("1f1b", 1), ("gpipe", 1), ("depth-first", 2), ("breadth-first", 2)])
@@ -52,15 +60,7 @@ def test_gradients_are_the_same_where_a_rank_short_of_memory_recomputes(family, 
     plain = make_schedule(family, pp=3, loops=loops, num_microbatches=5)
     sizes = [1.0] * plain.num_stages, [0.0] * plain.num_stages
     schedule = lower(recompute_beyond(plain, [2.0, 3.0, 2.0], *sizes))
-    modules, post = toy.modules(), Post()
-    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(3)]
-    results = run_in_process(executors, toy.inputs(), objective)
-    expected = toy.modules()
-    loss = reference(expected, toy.inputs(), objective)
-    assert sum(float(value) for result in results for value in result.outputs.values()) == pytest.approx(
-        loss, rel=1e-12
-    )
-    assert worst_difference(modules, expected) < 1e-12
+    results = check(schedule, toy)
     assert sum(span.action.kind == "R" for result in results for span in result.trace.compute()) > 0
     assert [result.held.stage_inputs for result in results] == list(schedule.peak_stage_inputs)
 
@@ -106,9 +106,7 @@ def test_a_frozen_beginning_runs_no_backward_and_the_rest_is_right():
     full = make_schedule("breadth-first", pp=2, loops=2, num_microbatches=3)
     rows = [[a for a in row if a.kind == "F" or a.stage >= frozen] for row in full.rows]
     schedule = lower(replace(full, rows=tuple(map(tuple, rows)), first_backward_stage=frozen))
-    modules, post = toy.modules(), Post()
-    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
-    run_in_process(executors, toy.inputs(), objective)
+    modules, _ = play(schedule, toy)
     expected = toy.modules()
     reference(expected, toy.inputs(), objective)
     assert worst_difference(modules[frozen:], expected[frozen:]) < 1e-12
@@ -118,9 +116,7 @@ def test_a_frozen_beginning_runs_no_backward_and_the_rest_is_right():
 def test_forward_only_keeps_nothing_and_needs_no_gradient():
     toy = Toy(4, 3)
     schedule = lower(make_schedule("forward-only", pp=2, loops=2, num_microbatches=3))
-    modules, post = toy.modules(), Post()
-    executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
-    results = run_in_process(executors, toy.inputs(), lambda output, _: output)
+    modules, results = play(schedule, toy, lambda output, _: output)
     for microbatch, tensor in enumerate(toy.inputs()):
         for module in modules:
             tensor = module(tensor)
@@ -132,9 +128,7 @@ def test_two_runs_in_process_give_the_same_trace_order():
     schedule = lower(make_schedule("depth-first", pp=2, loops=2, num_microbatches=4))
 
     def order():
-        modules, post = toy.modules(), Post()
-        executors = [make_executor(schedule, r, modules, toy.outputs(), post.transport(r)) for r in range(2)]
-        results = run_in_process(executors, toy.inputs(), objective)
+        _, results = play(schedule, toy)
         spans = [s for result in results for s in result.trace.compute()]
         return [(s.rank, s.action) for s in sorted(spans, key=lambda s: s.start_s)]
 

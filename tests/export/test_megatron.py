@@ -246,6 +246,8 @@ def test_checkpoints_by_the_clock_are_named_as_left_out(tmp_path, target, checkp
     left_out = written_for(target, tmp_path, checkpoint=checkpoint).notes.left_out
     found = [sentence for sentence in left_out if "checkpoint.every_s" in sentence]
     assert found == [] if words is None else words in found[0]
+    if not checkpoint:
+        assert ("one at the end" if target == "megatron" else "none at all") in found[0]
 
 
 def test_flags_have_every_digit_of_a_number():

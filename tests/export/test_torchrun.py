@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from clusters import mixed
+from forked import Forked
 from launch_runs import CLUSTER, command_of, reasons_of, run_of, values_of, written_for
 from small_run import small_run
 
@@ -138,18 +139,21 @@ def test_layers_that_another_program_would_divide_otherwise_are_pointed_out(tmp_
 
 
 @pytest.mark.timeout(300)
-def test_two_nodes_train_go_on_where_they_ended_and_do_not_fail_when_all_is_done(tmp_path):
+def test_two_nodes_go_on_where_a_run_ended_and_do_not_fail_when_all_is_done(tmp_path):
     config = small_run(
         tmp_path,
         training=TrainingConfig(steps=2, validation_batches=0, sample_tokens=0, predict=False, stall_timeout_s=20),
         checkpoint=CheckpointConfig(final="checkpoint"),
     )
-    hand_over(config, replace(CLUSTER, devices_per_node=1), tmp_path / "out", ["torchrun"])
+    out = tmp_path / "out"
+    hand_over(config, replace(CLUSTER, devices_per_node=1), out, ["torchrun"])
+    first = Forked(tmp_path, ["train", str(out / "torchrun.toml"), "--output.folder", str(out / "run")])
+    assert first.end() == 0, first.stderr  # two steps, which the nodes find done
     environment = {**os.environ, "PYTHON": sys.executable, "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
-    for more in ([], ["--training.steps", "3"], ["--training.steps", "3"]):
+    for _ in range(2):
         agents = [
             subprocess.Popen(
-                [shutil.which("bash"), str(tmp_path / "out" / "torchrun.sh"), *more],
+                [shutil.which("bash"), str(out / "torchrun.sh"), "--training.steps", "3"],
                 env={**environment, "NODE_RANK": node}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for node in ("1", "0")
@@ -158,7 +162,7 @@ def test_two_nodes_train_go_on_where_they_ended_and_do_not_fail_when_all_is_done
         assert [agent.returncode for agent in agents] == [0, 0], said
     assert "all steps are done, only the end of the run is left" in said[1][0]
     assert ["summary.json" in out for out, _ in said] == [False, True]  # rank 0 is where NODE_RANK is 0
-    lines = (tmp_path / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    lines = (out / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 

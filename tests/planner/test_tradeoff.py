@@ -131,8 +131,9 @@ def test_a_smaller_critical_batch_costs_more_and_never_asks_for_larger_batches(c
 
 
 def test_searching_every_size_is_never_slower_than_scaling(curves):
-    asked = replace(ASKED, searches_every_size=True)
-    for scaled, searched in zip(curves.points, tradeoff(asked).points, strict=True):
+    few = {name: ASKED.methods[name] for name in ("1f1b", "no-pipeline")}
+    found = tradeoff(replace(ASKED, methods=few, searches_every_size=True)).points
+    for scaled, searched in zip([one for one in curves.points if one.method in few], found, strict=True):
         assert (scaled.method, scaled.num_devices) == (searched.method, searched.num_devices)
         assert scaled.reference_mfu == searched.reference_mfu
         if scaled.num_devices == 16:

@@ -10,6 +10,7 @@ from pipeloom.cost.flops import mfu
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
+from pipeloom.predict.memory import kept_by_stage
 from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import TIED_RECEIVE_KINDS
@@ -147,14 +148,16 @@ def test_sharding_more_leaves_less_on_a_device_and_the_rest_of_the_memory_as_it_
     assert gradients.weights_bytes == none.weights_bytes > full.weights_bytes
 
 
-def test_breadth_first_keeps_the_logits_of_every_micro_batch_and_1f1b_of_one():
-    last = {}
-    for family, loops in (("1f1b", 1), ("gpipe", 1)):
-        run = replace(RUN, loops=loops)
+def test_what_the_loss_keeps_is_kept_for_every_micro_batch_and_its_logits_are_there_for_one():
+    last, run = {}, replace(RUN, loops=1)
+    for family in ("1f1b", "gpipe"):
         last[family] = simulate_step(Placed(run, A100, OURS), order(run, family)).prediction.memory_by_rank[-1]
-    one = 2048 * RUN.shape.vocab
-    assert last["1f1b"].head_bytes == OURS.logit_bytes * one
-    assert last["gpipe"].head_bytes == OURS.logit_bytes * one + 5 * (4 * one + 4)  # and a number of targets
+    of_loss = 4 * 2048 * RUN.shape.vocab + 4  # a probability for each logit, and a number of targets
+    for memory in last.values():
+        assert memory.head_bytes == OURS.logit_bytes * 2048 * RUN.shape.vocab - of_loss
+    kept = kept_by_stage(run, OURS)[-1]
+    assert kept > of_loss
+    assert last["gpipe"].activations_bytes - last["1f1b"].activations_bytes == 5 * kept
 
 
 def test_receive_buffers_count_for_each_neighbor():

@@ -1,17 +1,26 @@
 """Run files drawn at random over every knob of their schedule."""
 
-from pipeloom.config import DataConfig, MachineConfig, ModelConfig, RunConfig, ScheduleConfig, TrainingConfig
+from pipeloom.config import (
+    DataConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
 from pipeloom.families import FAMILIES
 from pipeloom.workload.layout import Layout
 
-LAYERS = 10
-TRAINED = [name for name, one in FAMILIES.items() if one.has_backward and not one.is_found]
+LAYERS = 6
+TRAINED = [name for name, one in FAMILIES.items() if one.has_backward]
 
 
 def any_run(draw):
     """A small run; some have problems, such as a budget that cannot be kept."""
     family = draw.choice(TRAINED)
-    pp, loops, tp = draw.choice((1, 2, 4)), FAMILIES[family].loops or draw.choice((1, 2, 3)), draw.choice((1, 1, 2))
+    rule, pp, tp = FAMILIES[family], draw.choice((1, 2, 4)), draw.choice((1, 1, 2))
+    loops = rule.loops or (draw.choice((1, 2, 2, 3)) if rule.is_looped else 1)
     dp = draw.choice((1, 2)) if pp * tp < 8 else 1
     swaps = pp * tp * dp == 1 and loops > 1
     balance, offload = pp > 1 and draw.random() < 0.3, not swaps and draw.random() < 0.4
@@ -21,14 +30,16 @@ def any_run(draw):
         layout=_layout(draw, pp, loops, tp, dp, cuts=not swaps),
         schedule=ScheduleConfig(
             family=family,
-            group_size=draw.choice((None, None, 4)) if FAMILIES[family].is_grouped else None,
+            group_size=draw.choice((None, None, 4)) if rule.is_grouped else None,
             receive_buffers=draw.choice((1, 2, 3)),
+            placement=draw.choice((None, None, "looped", "v")) if rule.placement is None else None,
             keep=(draw.choice((1, 2, 5)),) * pp if draw.random() < 0.15 else None,
             balance=balance,
             offload=offload,
-            activation_budget=f"{draw.choice((50, 150, 300, 800, 3000))}KB" if offload else None,
-            device_budget=f"{draw.choice((300, 700, 1500, 6000))}KB" if swaps else None,
+            activation_budget=f"{draw.choice((50, 100, 200, 500, 2000))}KB" if offload else None,
+            device_budget=f"{draw.choice((200, 500, 1000, 4000))}KB" if swaps else None,
         ),
+        optimizer=OptimizerConfig(name=draw.choice(("adamw", "adamw", "sgd"))),
         training=TrainingConfig(dtype=draw.choice(("float32", "bfloat16"))),
         machine=MachineConfig(cluster="laptop"),
     )
@@ -47,16 +58,19 @@ def _model(draw, tp):
 
 def _layout(draw, pp, loops, tp, dp, *, cuts):
     recompute = draw.choice(("none", "none", "selective", "full"))
+    shard = draw.choice(("none", "optimizer", "gradients", "full")) if dp > 1 else "none"
     by_layer = tuple(draw.choice(("none", "selective", "full")) for _ in range(LAYERS))
     is_by_layer = recompute == "none" and draw.random() < 0.3
     return Layout(
         pp=pp,
         loops=loops,
-        num_microbatches=draw.choice((2, 4, 7)),
+        num_microbatches=draw.choice((2, 4, 5)),
         microbatch_size=draw.choice((1, 2)),
         tp=tp,
         dp=dp,
-        shard=draw.choice(("none", "optimizer", "gradients", "full")) if dp > 1 else "none",
+        replicate=draw.choice((None, None, dp)) if shard != "none" else None,
+        pipeline_order=tuple(draw.sample(range(pp), pp)) if pp > 1 and draw.random() < 0.2 else None,
+        shard=shard,
         sequence_parallel=tp > 1 and draw.random() < 0.5,
         recompute=recompute,
         recompute_layers=by_layer if is_by_layer else None,

@@ -234,17 +234,17 @@ launch --out there --to kubernetes                              | kubernetes
 launch --out there --layout.pp 0                                | layout.pp
 launch --out there --time-limit soon                            | time limit; soon
 schedule                                                        | FAMILY
-schedule 1f2b                                                   | 1f1b
+schedule 1f2b                                                   | did you mean '1f1b'?
 schedule 1f1b --pp 0                                            | pp
 schedule 1f1b --microbatches 0                                  | micro-batches
 schedule 1f1b --pp 100000000                                    | memory
 schedule 1f1b --microbatches 1000000000                         | memory
-schedule 1f1b --loops 2                                         | loops
-schedule breadth-first --placement zigzag                       | zigzag
+schedule 1f1b --loops 2                                         | use depth-first or loops 1
+schedule breadth-first --placement zigzag                       | there is no placement 'zigzag'
 schedule 1f1b --forward -1                                      | forward
 schedule 1f1b --forward nan                                     | forward
 schedule 1f1b --budget 1                                        | budget
-schedule 1f1b --plot picture.xyz                                | picture.xyz
+schedule 1f1b --plot picture.xyz                                | picture.xyz; expected a file ending in one of .png
 schedule 1f1b --plot /dev/null/x.png                            | /dev/null/x.png
 schedule missing.txt                                            | missing.txt
 schedule not_a_schedule.txt                                     | hello
@@ -265,8 +265,8 @@ profile --processes 0                                           | processes
 profile --output /dev/null/c.toml                               | /dev/null/c.toml
 profile --device tpu                                            | tpu
 profile --budget-s 0                                            | budget
-validate                                                        | TABLE.csv
-validate missing.csv                                            | missing.csv
+validate                                                        | expected one table; TABLE.csv
+validate missing.csv                                            | cannot read the table; missing.csv
 validate no_columns.csv                                         | column
 validate header_only.csv                                        | row
 validate bad_row.csv                                            | bad_row.csv

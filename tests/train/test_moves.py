@@ -59,13 +59,13 @@ def test_what_ranks_hold_is_nearly_what_was_counted_on_meta_tensors(tmp_path):
 
 
 def test_a_narrow_type_keeps_less_and_recomputation_least(tmp_path):
-    wide, narrow = (saved_bytes(resolved(tmp_path, dtype=dtype))[0][0] for dtype in ("float32", "bfloat16"))
-    again = saved_bytes(resolved(tmp_path, recompute="full"))[0][0]
+    wide, narrow = (saved_bytes(resolved(tmp_path, dtype=dtype)).whole[0] for dtype in ("float32", "bfloat16"))
+    again = saved_bytes(resolved(tmp_path, recompute="full")).whole[0]
     assert again < narrow < wide
 
 
 def test_a_limit_is_kept_or_refused(tmp_path):
-    whole, inputs, _ = saved_bytes(resolved(tmp_path))
+    whole, _, inputs, *_ = saved_bytes(resolved(tmp_path))
     assert inputs[0] == 0 < inputs[1] < whole[1]
     room = {"offload": True, "activation_budget": str(int(3.1 * max(whole)))}
     rows = training_schedule(resolved(tmp_path, room)).rows

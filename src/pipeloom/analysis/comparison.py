@@ -1,4 +1,4 @@
-"""What a schedule comes to, in the few numbers by which schedules are compared."""
+"""A schedule in the few numbers by which schedules are compared."""
 
 from dataclasses import dataclass
 

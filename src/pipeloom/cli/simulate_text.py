@@ -41,7 +41,6 @@ _PEAK = {
     "accepted": "accepted",
     "working": "work",
     "gathered weights": "gathered",
-    "gradients": "grads",
     "receive buffers": "recv",
     "resident stages": "stages",
 }

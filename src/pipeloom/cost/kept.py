@@ -5,15 +5,16 @@ tensor-parallel rank with the largest share. With element size e, e' = max(e, 4)
 precision at least), hidden size H, key width G, inner width F, heads a, vocabulary V, s tokens in a sequence, n in a
 micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n without:
 
-    each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m;
-                         RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the input and the
-                         normalized value in single precision, 2 e' H m + e' m
+    each of two norms    its input e H m, its output e H n; LayerNorm a mean and a deviation for each token, 2 e' m, on
+                         CPUs 2 e m; RMSNorm in one kernel the deviation, e' m; in several, instead of its input, the
+                         input and the normalized value in single precision, 2 e' H m + e' m
     attention            queries, keys, values and output e (2 H + 2 G) n / t; a sum for each row of scores, 4 a n / t,
-                         unless its core is recomputed
+                         unless its core is recomputed; on CPUs, for a slice behind others, a mask e s S, where S is
+                         the tokens up to the slice's end
     GELU, SwiGLU         input and output 2 e F n / t; gate, up, activated gate and product 4 e F n / t
     rotary positions     cosines and sines of a sequence, e' s H / a, once a stage, if no layer recomputes as a whole
     embedding            learned positions 8 s; with several tensor-parallel ranks 9 n: which tokens are its own
-    head                 a norm as above; the loss e' V n / t + e'
+    head                 a norm as above; the loss e' V n / t, and e' where t is 1
 
 A layer that is recomputed as a whole keeps its input, e H m. Between the halves of a split backward a stage keeps, for
 each matrix, its input and the gradient of its output, and the gradients of all that is no matrix.
@@ -35,7 +36,7 @@ class Kept:
     """What one device keeps of a run's micro-batches, piece by piece.
 
     Attributes:
-        run: what is trained. Attention is one kernel, whatever it says of that.
+        run: what is trained. Attention is one kernel, whatever it says of that; a fused norm stands for a GPU.
     """
 
     run: Run
@@ -57,7 +58,9 @@ class Kept:
         shape, size, tokens = self.run.shape, self.run.element_bytes, self._residual_tokens
         output = size * shape.hidden * self.run.tokens
         if shape.family.norms_have_biases:
-            return output + (size * shape.hidden + 2 * self._wide) * tokens
+            # PyTorch's kernel for CPUs has both in the type of its input.
+            deviation = self._wide if self.run.fused_norm else size
+            return output + (size * shape.hidden + 2 * deviation) * tokens
         if self.run.fused_norm:
             return output + (size * shape.hidden + self._wide) * tokens
         return output + (2 * self._wide * shape.hidden + self._wide) * tokens
@@ -95,8 +98,14 @@ class Kept:
         return self._share(self.run.shape.vocab) * self.run.tokens
 
     def loss(self) -> int:
-        """Bytes of the loss: a probability for each logit, and the number of tokens that count."""
-        return self._wide * (self.num_logits() + 1)
+        """Bytes of the loss: a probability for each logit; on one rank the number of tokens that count as well."""
+        return self._wide * (self.num_logits() + (1 if self.run.tp == 1 else 0))
+
+    def masks(self, begin: int) -> int:
+        """Bytes of the mask of a layer's attention, of a slice that begins at a position; GPUs take none."""
+        # PyTorch's kernel for CPUs takes a matrix of numbers, which each layer keeps, where queries do not begin at 0.
+        has_mask = begin > 0 and not self.run.fused_norm
+        return self.run.element_bytes * self.run.seq * (begin + self.run.seq) if has_mask else 0
 
     def stage_input(self) -> int:
         """Bytes of a stage's input, which carries a tensor-parallel rank's own tokens."""

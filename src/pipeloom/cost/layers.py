@@ -29,6 +29,15 @@ READS_MORE = 1.5
 softmax reads one tensor and writes one, its backward reads two and writes one. Unfused norms: twice, for each step of
 theirs has its own backward kernel."""
 
+# Kernels that the host launches: assumptions without a source. They decide how small a piece is when it takes the
+# host's time instead of the device's; ``Efficiency.launch`` is calibrated with them.
+EMBEDDING_KERNELS = 4
+HEAD_KERNELS, HEAD_BACKWARD_KERNELS = 16, 24
+"""With the norm before the head, and the loss in single precision."""
+SELECTIVE_KERNELS = 4
+"""Of attention's core, run again in a backward."""
+UNFUSED_NORM_KERNELS = 6
+
 EXPONENTIAL = 48.0
 """What a score's exponential costs in a flash kernel, in elements of a head. A multiprocessor does 16 of them a cycle
 beside 2,048 (A100) or 4,096 (H100) operations of its matrix units: 32 and 64 (arXiv 2407.08608, section 3)."""
@@ -120,7 +129,7 @@ class Pieces:
         if self.run.recompute == "full":
             return backward + forward
         if self.run.recompute == "selective":
-            return backward + Parts(attention_s=forward.attention_s, num_kernels=4)
+            return backward + Parts(attention_s=forward.attention_s, num_kernels=SELECTIVE_KERNELS)
         return backward
 
     def layer_weight_s(self) -> float:
@@ -155,7 +164,7 @@ class Pieces:
         return Parts(
             memory_s=self._memory_s(moved),
             tensor_s=self._tensor_s(),
-            num_kernels=4,
+            num_kernels=EMBEDDING_KERNELS,
             num_collectives=self._num_collectives(),
         )
 
@@ -165,7 +174,7 @@ class Pieces:
         if not self.run.shape.vocab:
             return forward
         added_s = self.accumulation_s(self.run.shape.embedding_parameters)
-        return Parts(memory_s=2 * forward.memory_s + added_s, num_kernels=4)
+        return Parts(memory_s=2 * forward.memory_s + added_s, num_kernels=EMBEDDING_KERNELS)
 
     def head_forward(self) -> Parts:
         """Final norm, logits and loss in single precision: the logits are written, read, cast, exponentiated."""
@@ -185,7 +194,7 @@ class Pieces:
             matmul_s=self._matmul_s(run.tokens, run.shape.hidden, vocab),
             memory_s=self._memory_s(moved),
             tensor_s=gather_s,
-            num_kernels=16,
+            num_kernels=HEAD_KERNELS,
         )
 
     def head_backward(self) -> Parts:
@@ -195,7 +204,7 @@ class Pieces:
             return forward
         matmul_s = sum(self._matmul_backward_s(run.tokens, run.shape.hidden, run.shape.vocab / run.tp))
         memory_s = forward.memory_s + self.accumulation_s(run.shape.embedding_parameters)
-        return Parts(matmul_s, 0.0, memory_s, self._tensor_s(), 24, self._num_collectives())
+        return Parts(matmul_s, 0.0, memory_s, self._tensor_s(), HEAD_BACKWARD_KERNELS, self._num_collectives())
 
     def _layer_matmuls(self) -> list[tuple[float, float, float]]:
         run, shape = self.run, self.run.shape
@@ -321,7 +330,7 @@ class Pieces:
     def _num_kernels(self) -> float:
         """Kernels of one layer's forward: products, norms, rotation, attention, activation, residuals."""
         attention = {"plain": 8, "fused-softmax": 5, "flash1": 2, "flash2": 2}[self.run.effective_attention]
-        norms = 2 if self.run.fused_norm else 12
+        norms = 2 * (1 if self.run.fused_norm else UNFUSED_NORM_KERNELS)
         rotation = 8 if self.run.shape.family.is_rotary else 2
         return 4 + norms + rotation + attention + 6
 

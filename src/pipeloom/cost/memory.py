@@ -14,6 +14,9 @@ from pipeloom.cost.stages import layers_by_recompute, stage_layers
 from pipeloom.workload.layout import Shard
 from pipeloom.workload.run import Run
 
+_WIDE_BYTES = 4
+"""Of a number in single precision."""
+
 _KEPT_LOGIT_BYTES = 4.0
 """Bytes of each logit that the loss of other programs keeps for its backward: probabilities in single precision."""
 
@@ -70,9 +73,12 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     What data parallelism divides: nothing; the optimizer's state; also the gradients; everything. Weights have the
     size of the precision and gradients the rest of what the program holds beside the optimizer's state. In single
     precision both have four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level.
+    Buffers for whole gradients that are reduced to shares, and gathered weights, are not in it.
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
+    if software.has_lanes:
+        return _own_state(run, parameters, optimizer, shard if run.dp > 1 else "none")
     # Programs hold weights and gradients in half precision (2 + 2 bytes), or gradients in single precision (2 + 4):
     # weights are never the larger part.
     weights = min(run.element_bytes, kept / 2)
@@ -85,6 +91,21 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
+def _own_state(run: Run, parameters: float, optimizer: float, shard: Shard) -> State:
+    """The same of this program, whose optimizer and sums of gradients work on shares in single precision."""
+    among = 1 if shard == "none" else run.shard_size
+    is_narrow, share = run.element_bytes < _WIDE_BYTES, parameters * _WIDE_BYTES / among
+    # Without sharding, and in single precision, the optimizer works on the weights themselves.
+    has_own = is_narrow or shard != "none"
+    weights = 0.0 if shard == "full" else parameters * run.element_bytes
+    # What ``optimizer`` reduces to shares has a whole buffer for each stage all the time.
+    gradients = share + (parameters * _WIDE_BYTES if shard == "optimizer" else 0.0)
+    moments = parameters * (optimizer - _WIDE_BYTES) / among  # the file counts the copy in single precision
+    return State(
+        weights + (share if has_own and not is_narrow else 0.0), gradients, moments + (share if is_narrow else 0.0)
+    )
+
+
 def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
     """Bytes of a tied matrix beside the parameters of a rank, where the first stage lends it to the last one.
 
@@ -94,7 +115,8 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
     first, last = 0 in stages, run.num_stages - 1 in stages
     if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
         return State(0.0, 0.0, 0.0)
-    whole = state_bytes(run, run.shape.embedding_parameters / run.tp, software, "none")
+    # Only this program lends.
+    whole = state_bytes(run, run.shape.hidden * -(-run.shape.vocab // run.tp), software, "none")
     is_copied = last and not (first and run.shard != "full")
     return State(whole.weights_bytes if is_copied else 0.0, whole.gradients_bytes, 0.0)
 

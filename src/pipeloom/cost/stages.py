@@ -117,7 +117,7 @@ def tied_ranks(run: Run) -> tuple[int, int] | None:
 
 
 def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device holds.
+    """Parameters of each stage that one device holds; of this program exactly, on the device with the largest share.
 
     A tied embedding is with the first stage and with the last; with the first alone if both are on one rank, or if the
     program lends it to the last one for a step.
@@ -140,12 +140,27 @@ def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
 def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
     """Parameters of so many layers of each stage, with its embedding and its head."""
     shape, (_, head) = run.shape, stage_layers(run, software)
-    each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
-    held = [count * each for count in counts]
-    held[0] += shape.embedding_parameters / run.tp
+    if software.has_lanes:
+        layer, embedding = _split_parameters(run)
+        whole = replicated_parameters(run, software)
+        held = [float(count * layer + more) for count, more in zip(counts, whole, strict=True)]
+    else:
+        each = shape.layer_matrix_parameters / run.tp + 2 * shape.hidden
+        held, embedding = [count * each for count in counts], shape.embedding_parameters / run.tp
+    held[0] += embedding
     if not shape.tied or (tied_ranks(run) is not None and not software.lends_tied):
-        held[head] += shape.embedding_parameters / run.tp
+        held[head] += embedding
     return tuple(held)
+
+
+def _split_parameters(run: Run) -> tuple[int, int]:
+    """The largest share that a tensor-parallel rank has of a layer's split parameters, and of the embedding."""
+    shape, family = run.shape, run.shape.family
+    wholes = (shape.hidden, shape.kv_width, shape.ffn, shape.vocab)
+    hidden, keys, inner, rows = (-(-whole // run.tp) for whole in wholes)
+    matrices = shape.hidden * (2 * hidden + 2 * keys + (family.gates + 1) * inner)
+    biases = hidden + 2 * keys + family.gates * inner if family.has_biases else 0
+    return matrices + biases, shape.hidden * rows
 
 
 def replicated_parameters(run: Run, software: Software) -> tuple[int, ...]:

@@ -140,13 +140,12 @@ class Job:
             return []
         return [f"{what}, and one command for all nodes starts as many processes on each; {way_out}"]
 
-    def checkpoints_left_out(self, program: str) -> list[str]:
-        """That another program writes no checkpoints by the clock, which may be all that the run has."""
+    def checkpoints_left_out(self, program: str, otherwise: str) -> list[str]:
+        """That another program writes no checkpoints by the clock; ``otherwise`` is what it has without an interval."""
         every, every_s = self.config.checkpoint.every, self.config.checkpoint.every_s
-        rest = (
-            "none before the end, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
-        )
-        return [f"checkpoint.every_s {every_s:g}: {program} writes them by steps alone, here {rest}"] if every_s else []
+        rest = f"{otherwise}, as checkpoint.every is not set" if every is None else f"every {count(every, 'step')}"
+        sentence = f"checkpoint.every_s {every_s:g}: {program} writes checkpoints by steps alone, here {rest}"
+        return [sentence] if every_s else []
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ def _left_out(job: Job) -> tuple[str, ...]:
         found.append(f"schedule.gradient_buffers {schedule.gradient_buffers}")
     if config.training.compile:
         found.append("training.compile: layers are those of Transformer Engine, with kernels of its own")
-    found += job.checkpoints_left_out("Megatron-LM")
+    found += job.checkpoints_left_out("Megatron-LM", "one at the end")
     found.append(f"machine.attention {config.machine.attention}: Transformer Engine chooses the kernel")
     return (*found, "training.seed: weights and batches are drawn in another way")
 

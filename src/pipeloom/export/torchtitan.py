@@ -182,7 +182,7 @@ def _constant(name: str, value: float, missing: Collection[str]) -> str:
 def _left_out(job: Job) -> tuple[str, ...]:
     return (
         *(left_out_of_runtime(job) if _reads_csv(job) else ()),
-        *job.checkpoints_left_out("torchtitan"),
+        *job.checkpoints_left_out("torchtitan", "none at all"),
         f"machine.attention {job.config.machine.attention}: attention is torchtitan's flex",
         "training.seed: weights and batches are drawn in another way",
     )

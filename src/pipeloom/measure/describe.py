@@ -134,7 +134,7 @@ def _head(findings: Findings) -> dict[str, list[str]]:
         "": [
             f"Measured by `pipeloom profile` on {date.today()}, in {findings.seconds:.0f} s.",
             f"Host: {where}; {host.software}.",
-            f"Processes: {findings.num_processes}; they computed at the same time, and rank 0's times are told.",
+            f"Processes: {findings.num_processes}; they computed at the same time, and the times are those of rank 0.",
             *([crowding(findings)] if crowding(findings) else []),
             "Every value is the median of repeats; the percentage beside it is the distance between their quartiles.",
         ]

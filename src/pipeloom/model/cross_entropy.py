@@ -69,25 +69,34 @@ class _SplitCrossEntropy(torch.autograd.Function):
         group, own = vocabulary.parallel.group, vocabulary.parallel.share(vocabulary.size)
         # exp overflows without the maximum subtracted. All ranks subtract the same one, or their sums would not add up.
         largest = logits.amax(-1)
-        group.max(largest)
+        if not logits.is_meta:  # where shapes are enough, there is nobody to exchange with
+            group.max(largest)
         weights = (logits - largest.unsqueeze(-1)).exp()
-        rows = ((targets >= own.start) & (targets < own.stop)).nonzero().flatten()
-        columns = targets[rows] - own.start
+        columns, is_own = _own_columns(targets, own)
         # Zero where another rank has the target's logit, so that the sum over the ranks is that logit.
-        found = torch.zeros_like(largest)
-        found[rows] = logits[rows, columns] - largest[rows]
+        found = (logits.gather(1, columns).squeeze(1) - largest).masked_fill(~is_own, 0)
         # Both in one exchange: at these sizes the latency of an all-reduce is its cost.
         sums = torch.stack([weights.sum(-1), found])
-        group.sum(sums)
+        if not logits.is_meta:
+            group.sum(sums)
         # In place: a second tensor of the logits' size would be the largest one of the last stage.
-        ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), rows, columns, targets)
+        ctx.save_for_backward(weights.div_(sums[0].unsqueeze(-1)), targets)
+        ctx.own = own
         # No rank has column -100, so without this an ignored target would count with the whole log of the sum.
         return (sums[0].log() - sums[1]).masked_fill(targets == IGNORED, 0).sum()
 
     @staticmethod
     def backward(ctx: Any, *args: Any) -> Any:
-        probabilities, rows, columns, targets = ctx.saved_tensors
+        probabilities, targets = ctx.saved_tensors
         gradient = probabilities.masked_fill((targets == IGNORED).unsqueeze(-1), 0)
-        # Softmax less one-hot; the rows of ignored targets are not among these, since -100 is in nobody's share.
-        gradient[rows, columns] -= 1
+        # Again instead of kept: how many bytes a stage keeps must not depend on which tokens are the targets.
+        columns, is_own = _own_columns(targets, ctx.own)
+        # Softmax less one-hot; ignored targets are nobody's, since -100 is in no share.
+        gradient.scatter_add_(1, columns, -is_own.unsqueeze(1).to(gradient.dtype))
         return gradient * args[0], None, None
+
+
+def _own_columns(targets: Tensor, own: range) -> tuple[Tensor, Tensor]:
+    """For each target its column among this rank's, ``[n, 1]``, and whether it has one; column 0 where it has none."""
+    is_own = (targets >= own.start) & (targets < own.stop)
+    return (targets - own.start).masked_fill(~is_own, 0).unsqueeze(1), is_own

@@ -102,7 +102,8 @@ class _Kept:
         total_BKSD = gradient_BKSD if self._gradient_BKSD is None else self._gradient_BKSD + gradient_BKSD
         # The first slice has none before it: what was collected is complete and is freed.
         self._gradient_BKSD = total_BKSD[:, :, :begin] if begin else None
-        return total_BKSD[:, :, begin:]
+        # A copy: a view would keep the earlier tokens' part as long as the slice's own waits for a second half.
+        return total_BKSD[:, :, begin:].clone() if begin else total_BKSD
 
 
 class _Extend(torch.autograd.Function):

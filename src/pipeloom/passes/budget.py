@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeloom.errors import UserError
 from pipeloom.schedule.clock import SecondsOf, times
 from pipeloom.schedule.facts import Seconds
-from pipeloom.schedule.ledger import Balance, KeptBytes, Ledger
+from pipeloom.schedule.ledger import Balance, KeptBytes, Ledger, PerStage
 from pipeloom.schedule.schedule import Schedule
 from pipeloom.terminal.words import count
 
@@ -17,9 +19,9 @@ def checked_kept(schedule: Schedule, kept: KeptBytes | None) -> KeptBytes:
         UserError: values are more or fewer than stages or slices, or one is negative or infinite; all are named.
     """
     kept = kept or KeptBytes()
-    lengths = [*[schedule.num_stages] * 3, schedule.num_slices]
-    given = zip(kept._asdict().items(), lengths, strict=True)
-    _refuse([_wrong(f"kept {name}", values, wanted) for (name, values), wanted in given if len(values)])
+    wanted = {name: schedule.num_slices if name == "shares" else schedule.num_stages for name in KeptBytes._fields}
+    given = [(name, values) for name, values in kept._asdict().items() if len(values)]
+    _refuse([_wrong(f"kept {name}", values, wanted[name]) for name, values in given])
     return kept
 
 
@@ -39,9 +41,10 @@ def _refuse(problems: Sequence[str]) -> None:
         raise UserError("; ".join(found))
 
 
-def _wrong(name: str, values: Sequence[float], length: int) -> str:
+def _wrong(name: str, values: PerStage, length: int) -> str:
     """What is wrong with some numbers of bytes; empty if nothing is."""
-    if len(values) == length and all(0 <= value < float("inf") for value in values):
+    found = np.asarray(values, np.float64)
+    if len(found) == length and bool(((found >= 0) & np.isfinite(found)).all()):
         return ""
     return f"{name} must be {count(length, 'number')} of at least 0, found {list(values)}"
 

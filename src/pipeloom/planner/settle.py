@@ -73,7 +73,7 @@ class Candidate(OfPlaced):
         room = Room(
             receive_buffers=0 if self.software.is_blocking else order.receive_buffers,
             gathered=min(order.residency, loops),
-            unreduced=min(order.gradient_buffers or loops, loops),
+            unreduced=order.gradient_buffers,
         )
         held = memory_with_room(self.run, self.software, rows, room)
         rooms = self.leaf.cut.memory.rooms.tolist()

@@ -3,9 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from pipeloom.analysis.matching import match_spans
+from pipeloom.cost.kept import Kept
 from pipeloom.cost.memory import (
     Memory,
     kept_logits,
@@ -21,13 +25,12 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
-from pipeloom.schedule import Level, Placement, Schedule
+from pipeloom.schedule import Kind, Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import MOVE_KINDS
-from pipeloom.schedule.ledger import HeldBytes, KeptBytes, Ledger, most_in_rows
+from pipeloom.schedule.ledger import HeldBytes, KeptBytes, Ledger, most_gathered, most_in_rows
 from pipeloom.schedule.peaks import Peaks
-from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.trace import Trace
 from pipeloom.workload.run import Run
 
@@ -45,21 +48,38 @@ def memory_by_rank(
         trace: of the schedule; what it moves to partners or to the host is counted by its times. ``None`` for those of
             a clock on which a backward takes two forwards and a transfer one.
     """
-    _, unreduced = _whole_bytes(run, software)
-    stages = [schedule.placement.stages_of(rank) for rank in range(schedule.num_ranks)]
-    received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
-    rooms = [
-        Room(
-            received,
-            min(schedule.max_gathered or len(own), len(own)),
-            _most_unreduced(schedule, rank) if any(unreduced) else 0,
-        )
-        for rank, own in enumerate(stages)
-    ]
     most_held = partial(most_in_rows, schedule)
     if moves_anything(schedule):
         most_held = partial(_most_on, schedule, _clock(schedule, trace))
-    return _memory(run, software, rooms, schedule.placement, most_held)
+    received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
+    return _memory(run, software, _held_beside(run, software, schedule, received), schedule.placement, most_held)
+
+
+def _held_beside(run: Run, software: Software, schedule: Schedule, receive_buffers: int = 0) -> "list[_Beside]":
+    """For each rank the most weights that it gathers, and its buffers."""
+    gathered, placement = _gathered_bytes(run, software), schedule.placement
+    if software.has_reduction_lane:
+        most = most_gathered(schedule, gathered)
+    else:
+        # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
+        most = [max(gathered[stage] for stage in placement.stages_of(rank)) for rank in range(run.pp)]
+    row = schedule.facts.row
+    reductions = np.bincount(row.stage[row.is_kind(Kind.REDUCE_GRAD)], minlength=run.num_stages)
+    found: list[_Beside] = []
+    for rank, bytes_gathered in enumerate(most):
+        stages = placement.stages_of(rank)
+        again = [stage for stage in stages if reductions[stage] > 1]
+        buffers = _buffer_bytes(run, software, stages, schedule.gradient_buffers, again)
+        found.append(_Beside(bytes_gathered, buffers, receive_buffers))
+    return found
+
+
+class _Beside(NamedTuple):
+    """What a rank holds at most beside its own state: gathered weights, buffers of gradients, and of each edge."""
+
+    gathered_bytes: float
+    buffer_bytes: float
+    receive_buffers: int
 
 
 class Room(NamedTuple):
@@ -68,12 +88,12 @@ class Room(NamedTuple):
     Attributes:
         receive_buffers: for each directed edge.
         gathered: stages that it has gathered at once, where weights are sharded at all times.
-        unreduced: stages whose unreduced gradients it holds, where gradients are sharded.
+        unreduced: stages whose unreduced gradients it has room for, where gradients are sharded; ``None`` for all.
     """
 
     receive_buffers: int
     gathered: int
-    unreduced: int
+    unreduced: int | None
 
 
 def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
@@ -86,86 +106,89 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
         room: of every rank.
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
-    return _memory(run, software, [room] * schedule.placement.num_ranks, schedule.placement, most_held)
+    gathered, placement = _gathered_bytes(run, software), schedule.placement
+    count = room.gathered if software.has_reduction_lane else 1
+    beside: list[_Beside] = []
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_of(rank)
+        # Which stages are reduced more than once, is known when the reductions are there.
+        again = [] if room.unreduced is None or room.unreduced >= len(stages) else stages
+        buffers = _buffer_bytes(run, software, stages, room.unreduced, again)
+        largest = sorted((gathered[stage] for stage in stages), reverse=True)[:count]
+        beside.append(_Beside(sum(largest), buffers, room.receive_buffers))
+    return _memory(run, software, beside, placement, most_held)
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
     """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
-    _, head = stage_layers(run, software)
-    parts = (_kept(run, software), _kept_of_head(run, software, schedule.num_stages, head))
-    return [sum(held) for held in zip(*(most_in_rows(schedule, kept) for kept in parts), strict=True)]
-
-
-def _kept(run: Run, software: Software) -> KeptBytes:
-    """What micro-batches keep, the loss left out."""
-    pending, again = stage_pending_bytes(run, software), stage_recomputed_bytes(run, software)
-    return KeptBytes(stage_kept_bytes(run, software), pending, again, run.slice_shares)
-
-
-def _kept_of_head(run: Run, software: Software, num_stages: int, head: int) -> KeptBytes:
-    """What the loss keeps of micro-batches; between the halves of a backward the gradient of its logits."""
-    is_head = [float(stage == head) for stage in range(num_stages)]
-    gradient_bytes = num_logits(run, software) * run.element_bytes
-    return KeptBytes(
-        [kept_logits(run, software) * one for one in is_head],
-        [gradient_bytes * one for one in is_head],
-        shares=run.slice_shares,
-    )
+    return most_in_rows(schedule, kept_with_loss(run, software))
 
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
     """What micro-batches keep, with what the loss does."""
-    kept = _kept(run, software)
-    loss = _kept_of_head(run, software, run.num_stages, stage_layers(run, software)[1])
-    whole, pending = ([a + b for a, b in zip(*pair, strict=True)] for pair in zip(kept[:2], loss[:2], strict=True))
-    return kept._replace(whole=whole, pending=pending)
+    if run.slices and software.has_lanes:
+        return _kept_by_slice(run, software)
+    whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
+    _, head = stage_layers(run, software)
+    whole[head] += kept_logits(run, software)
+    # Between the halves of a backward the gradient of the logits is left of the loss.
+    pending[head] += num_logits(run, software) * run.element_bytes
+    return KeptBytes(whole, pending, stage_recomputed_bytes(run, software), run.slice_shares)
+
+
+def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
+    """The same where sequences are cut: each slice as a sequence of its own, which leaves keys and values behind."""
+    counts, _ = stage_layers(run, software)
+    begins = accumulate(run.slices, initial=0)
+    # How many layers stages have depends on the length of whole sequences.
+    alone = [replace(run, layers_by_stage=counts, seq=length, slices=()) for length in run.slices]
+    slices = [kept_with_loss(one, software) for one in alone]
+    whole, pending, recomputed = (np.stack(columns, axis=1) for columns in list(zip(*slices, strict=True))[:3])
+    for number, (one, begin) in enumerate(zip(alone, begins, strict=False)):
+        for stage, layers in enumerate(layers_by_recompute(one, software)):
+            for alike, count in layers:
+                own = Kept(alike)
+                # The cache has what layers that are not recomputed as a whole would keep of keys and values.
+                whole[stage, number] -= count * own.key_values() * (alike.recompute != "full")
+                whole[stage, number] += count * own.masks(begin) * (alike.recompute == "none")
+    caches = [count * Kept(run).key_values() for count in counts]
+    return KeptBytes(whole.tolist(), pending.tolist(), recomputed.tolist(), run.slice_shares, caches)
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
     """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
-    return list(kept_with_loss(run, software).whole)
+    return kept_with_loss(run, software).by_stage(run.num_stages)
 
 
 def _memory(
     run: Run,
     software: Software,
-    rooms: Sequence[Room],
+    beside: Sequence[_Beside],
     placement: Placement,
     most_held: Callable[[KeptBytes], Sequence[float]],
 ) -> tuple[Memory, ...]:
     """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
     _, head = stage_layers(run, software)
-    by_stage = stage_parameters(run, software)
-    working, logits_each = working_bytes(run, software), logits_bytes(run, software)
-    gathered, unreduced = _whole_bytes(run, software)
-    shares = run.slice_shares
-    kept = most_held(_kept(run, software))
-    of_head = most_held(_kept_of_head(run, software, placement.num_stages, head))
-    # One slice computes at a time, and any may be the largest.
-    working, logits_each = working * max(shares), logits_each * max(shares)
+    shares, by_stage = run.slice_shares, _held_parameters(run, software)
+    # One slice computes at a time, and any may be the largest. What the loss keeps is counted with what is kept.
+    working = working_bytes(run, software) * max(shares)
+    logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
+    kept = most_held(kept_with_loss(run, software))
     found: list[Memory] = []
-    for rank, room in enumerate(rooms):
+    for rank, more in enumerate(beside):
         stages = placement.stages_of(rank)
-        activations = kept[rank] + working
-        logits = 0.0
-        if head in stages:
-            # What is kept is part of the worst moment of the loss, so it is counted once.
-            logits = of_head[rank] + logits_each - max(shares) * kept_logits(run, software)
+        activations, logits = kept[rank] + working, logits_each if head in stages else 0.0
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
-        # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
-        most_gathered = room.gathered if software.has_reduction_lane else 1
         found.append(
             Memory(
-                weights_bytes=state.weights_bytes + lent.weights_bytes + _largest(gathered, stages, most_gathered),
-                gradients_bytes=state.gradients_bytes
-                + lent.gradients_bytes
-                + _largest(unreduced, stages, room.unreduced),
+                weights_bytes=state.weights_bytes + lent.weights_bytes + more.gathered_bytes,
+                gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.buffer_bytes,
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
                 buffers_bytes=_num_peers(placement, stages)
-                * room.receive_buffers
+                * more.receive_buffers
                 * message_bytes(run, software)
                 * max(shares),
                 reserve_bytes=software.reserve_bytes,
@@ -173,18 +196,6 @@ def _memory(
             )
         )
     return tuple(found)
-
-
-def _largest(by_stage: Sequence[float], stages: Sequence[int], number: int) -> float:
-    """The sum of the largest few of a rank's stages."""
-    return sum(sorted((by_stage[stage] for stage in stages), reverse=True)[:number])
-
-
-def _most_unreduced(schedule: Schedule, rank: int) -> int:
-    """Whole gradients at once: those of the row, and one more that is being reduced while the next one begins."""
-    counts = [count for _, count in unreduced_counts(schedule.rows[rank])]
-    room = schedule.gradient_buffers or len(schedule.placement.stages_of(rank))
-    return min(max(counts, default=0) + 1, room)
 
 
 def moves_anything(schedule: Schedule) -> bool:
@@ -213,16 +224,47 @@ def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 
 
-def _whole_bytes(run: Run, software: Software) -> tuple[list[float], list[float]]:
-    """For each stage the bytes of its whole weights and gradients where a device keeps only its share of them."""
-    # With nothing shared out, or the optimizer's state alone, ``state_bytes`` has the whole weights and gradients.
-    none = [0.0] * run.num_stages
-    if run.dp == 1 or run.shard in ("none", "optimizer"):
-        return none, none
-    each = state_bytes(replace(run, shard="none"), 1.0, software)
-    gathered, whole = gathered_parameters(run, software), stage_parameters(run, software)
-    weights = [each.weights_bytes * held for held in gathered] if run.shard == "full" else none
-    return weights, [each.gradients_bytes * held for held in whole] if software.has_reduction_lane else none
+def _held_parameters(run: Run, software: Software) -> tuple[float, ...]:
+    """Parameters of each stage that one device holds, with what makes them a multiple of the shards."""
+    among = run.shard_size if _is_sharded(run) and software.has_lanes else 1
+    return tuple(-(-held // among) * among if among > 1 else held for held in stage_parameters(run, software))
+
+
+def _is_sharded(run: Run) -> bool:
+    return run.dp > 1 and run.shard != "none"
+
+
+def _gathered_bytes(run: Run, software: Software) -> list[float]:
+    """For each stage the bytes of its gathered weights where a device keeps only its share of them."""
+    if not _is_sharded(run) or run.shard != "full":
+        return [0.0] * run.num_stages
+    each = state_bytes(replace(run, shard="none"), 1.0, software).weights_bytes
+    held = _held_parameters(run, software) if software.has_lanes else gathered_parameters(run, software)
+    return [each * parameters for parameters in held]
+
+
+def _buffer_bytes(
+    run: Run, software: Software, stages: Sequence[int], buffers: int | None, again: Sequence[int]
+) -> float:
+    """Bytes of a rank's buffers for gradients that are reduced to shares, which are there all the time.
+
+    Args:
+        run: what is trained.
+        software: with what.
+        stages: of the rank.
+        buffers: for whole gradients, each as large as the largest; ``None`` for one of each stage.
+        again: stages that are reduced more than once, whose shares are added up.
+    """
+    if not (_is_sharded(run) and software.has_reduction_lane):
+        return 0.0
+    each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
+    held = _held_parameters(run, software)
+    found = max((held[stage] for stage in again), default=0.0) / run.shard_size
+    # With the optimizer's state alone, ``state_bytes`` has the whole gradients.
+    if run.shard != "optimizer":
+        own = [held[stage] for stage in stages]
+        found += sum(own) if buffers is None else min(buffers, len(own)) * max(own)
+    return each * found
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
@@ -231,20 +273,19 @@ def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
-    gathered, unreduced = _whole_bytes(run, software)
-    by_stage = stage_parameters(run, software)
+    by_stage, beside = _held_parameters(run, software), _held_beside(run, software, schedule)
     always = [
         state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
         + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
-        + (0.0 if software.has_reduction_lane else _largest(gathered, schedule.placement.stages_of(rank), 1))
+        + more.buffer_bytes
+        + (0.0 if software.has_reduction_lane else more.gathered_bytes)
         + software.reserve_bytes
-        for rank in range(schedule.num_ranks)
+        for rank, more in enumerate(beside)
     ]
     return HeldBytes(
         always_bytes=tuple(always),
         kept=kept_with_loss(run, software),
         working_bytes=tuple(working),
-        gathered_bytes=tuple(gathered) if software.has_reduction_lane else (),
-        gradient_bytes=tuple(unreduced),
+        gathered_bytes=tuple(_gathered_bytes(run, software)) if software.has_reduction_lane else (),
         message_bytes=0.0 if schedule.level is Level.COMPUTE or software.is_blocking else message_bytes(run, software),
     )

@@ -51,9 +51,9 @@ def with_moves(
         UserError: the cluster does not say how fast a device reaches its host.
     """
     if partners is not None:
-        costs = replace(costs, evict_s=evict_seconds(placed, partners, kept.whole))
+        costs = replace(costs, evict_s=evict_seconds(placed, partners, kept.by_stage(placed.run.num_stages)))
     if moves.offload and moves.budget_bytes is not None:
-        costs = replace(costs, offload_s=offload_seconds(placed, kept.whole))
+        costs = replace(costs, offload_s=offload_seconds(placed, kept.by_stage(placed.run.num_stages)))
     return costs
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from pipeloom.catalog import load_software
 from pipeloom.config import RunConfig
-from pipeloom.cost.software import Software
+from pipeloom.cost.software import Software, with_optimizer
 from pipeloom.errors import UserError
 from pipeloom.predict.describe import described_run
 from pipeloom.predict.memory import kept_with_loss
@@ -21,19 +21,21 @@ class ClosedSizes:
     """Closed forms of the bytes of a run's stages.
 
     Attributes:
-        run: what is trained.
+        run: what is trained, with the kernels of its devices.
         software: with what.
-        is_gpu: whether devices are GPUs, where a norm of this program is one kernel, whatever the run says.
     """
 
     run: Run
     software: Software
-    is_gpu: bool
+
+    @classmethod
+    def of(cls, run: Run, software: Software, *, is_gpu: bool) -> "ClosedSizes":
+        """Those of a run; on GPUs alone a norm of this program is one kernel, whatever the run says."""
+        return cls(replace(run, fused_norm=is_gpu) if software.has_lanes else run, software)
 
     def kept(self, _schedule: Schedule) -> KeptBytes:
         """What stages keep of micro-batches for their backwards."""
-        run = replace(self.run, fused_norm=self.is_gpu) if self.software.has_lanes else self.run
-        return kept_with_loss(run, self.software)
+        return kept_with_loss(self.run, self.software)
 
     def stages(self) -> tuple[Amounts, ...]:
         """For each stage the bytes of its weights, gradient and state."""
@@ -52,7 +54,7 @@ def sizes_in_training(config: RunConfig) -> ClosedSizes:
     precision = precision_of(config.training.known_dtype)
     if precision is None:
         raise UserError(f"training.dtype {config.training.known_dtype} has no closed forms of bytes; use float32")
-    software = load_software("pipeloom")
+    software = with_optimizer(load_software("pipeloom"), config.optimizer.rule)
     run = described_run(config, precision)
     run = run if config.schedule.budget_bytes is None else with_alike_stages(run, software)
-    return ClosedSizes(run, software, config.training.device == "cuda")
+    return ClosedSizes.of(run, software, is_gpu=config.training.device == "cuda")

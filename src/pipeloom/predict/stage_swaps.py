@@ -1,7 +1,6 @@
 """A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
 
 from dataclasses import dataclass, replace
-from operator import add
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import Memory, state_bytes
@@ -30,7 +29,7 @@ class Swapping:
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
     """For each stage the bytes of what there is of it."""
     found: list[Amounts] = []
-    for parameters in map(add, stage_parameters(run, software), _vector_parameters(run, software)):
+    for parameters in stage_parameters(run, software):
         state = state_bytes(run, parameters, software)
         found.append(Amounts(weights=state.weights_bytes, gradient=state.gradients_bytes, state=state.optimizer_bytes))
     _, head = stage_layers(run, software)
@@ -48,22 +47,6 @@ def with_alike_stages(run: Run, software: Software) -> Run:
     alone = replace(run, loops=len(pieces), layers_by_stage=pieces, placement="looped")
     sizes = [int(amounts.total) for amounts in swapped_amounts(alone, software)]
     return replace(run, layers_by_stage=layers_of_pieces(fastest_partition(sizes, placement_of(run))))
-
-
-def _vector_parameters(run: Run, software: Software) -> tuple[int, ...]:
-    """For each stage its parameters that are no matrices, beside the two norms of a layer: the budget is strict.
-
-    The norm before the head, biases of matrices and norms, and the table of learned positions.
-    """
-    shape, (counts, head) = run.shape, stage_layers(run, software)
-    family = shape.family
-    each = 2 * (family.norm_vectors - 1) * shape.hidden
-    if family.has_biases:  # of queries, attention's output and the way back; of keys and values; of the way in
-        each += 3 * shape.hidden + 2 * shape.kv_width + family.gates * shape.ffn
-    extra = [count * each for count in counts]
-    extra[0] += 0 if family.is_rotary else run.seq * shape.hidden
-    extra[head] += family.norm_vectors * shape.hidden
-    return tuple(extra)
 
 
 def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCosts:

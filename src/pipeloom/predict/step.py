@@ -269,12 +269,17 @@ class SimulatedStep(OfPlaced):
     def schedule_text(self) -> str:
         """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
         recipe = recipe_of(self.run, self.software, self.order)
-        return schedule_text(recipe, self.schedule, ClosedSizes(self.run, self.software, self.cluster.device.is_gpu))
+        return schedule_text(recipe, self.schedule, self.sizes)
+
+    @property
+    def sizes(self) -> ClosedSizes:
+        """Bytes of its stages, on its devices."""
+        return ClosedSizes.of(self.run, self.software, is_gpu=self.cluster.device.is_gpu)
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
-        held = held_bytes(self.run, self.software, self.schedule)
+        held = held_bytes(self.sizes.run, self.software, self.schedule)
         if self.order.swapping is not None:
             amounts = swapped_amounts(self.run, self.software)
             held = replace(held, always_bytes=(self.software.reserve_bytes,), stages=amounts)
@@ -297,7 +302,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     terms = step_terms(placed, max(costs.backward_s))
     price = partial(SliceModel(placed).costs, lengths=run.slices) if run.slices else _whole
     how = recipe_of(run, software, order)
-    sizes = ClosedSizes(run, software, cluster.device.is_gpu)
+    sizes = ClosedSizes.of(run, software, is_gpu=cluster.device.is_gpu)
     schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
@@ -310,7 +315,7 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
-    memory = memory_by_rank(run, software, schedule, _receive_buffers(software, order), trace)
+    memory = memory_by_rank(sizes.run, software, schedule, _receive_buffers(software, order), trace)
     if order.swapping is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
@@ -447,5 +452,6 @@ def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
     schedule = step.schedule if is_same else lowered(run, step.software, step.order)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
     buffers = _receive_buffers(step.software, step.order)
+    run = ClosedSizes.of(run, step.software, is_gpu=step.cluster.device.is_gpu).run
     held = memory_by_rank(run, step.software, schedule, buffers, step.trace if is_same else None)
     return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

@@ -20,7 +20,6 @@ from pipeloom.schedule.facts import Facts, Seconds
 from pipeloom.schedule.kinds import COMPUTE_KINDS, LOAD_OF, OUT_OF, RECEIVE_KINDS, Kind
 from pipeloom.schedule.row import Bools, Ints
 from pipeloom.schedule.schedule import Schedule
-from pipeloom.schedule.sharding import unreduced_counts
 from pipeloom.schedule.stage_swaps import Amounts, stage_stays
 
 Bytes = NDArray[np.float64]
@@ -31,7 +30,6 @@ PARTS = (
     "accepted",
     "working",
     "gathered weights",
-    "gradients",
     "receive buffers",
     "resident stages",
 )
@@ -39,34 +37,46 @@ PARTS = (
 
 
 class KeptBytes(NamedTuple):
-    """For each stage what it keeps of a micro-batch, in bytes or any other unit.
+    """For each stage what it keeps of a micro-batch, or of each of its token slices, in bytes or any other unit.
 
     Attributes:
         whole: from the forward to the end of the backward, or of its first half; empty for 1 each.
         pending: between the halves of the backward; empty for as much as before. It never moves.
         recomputed: from the forward until it is recomputed, where it is; empty for nothing.
-        shares: of each token slice in that; empty where they are alike.
+        shares: of each token slice in what is not given slice by slice; empty where they are alike.
+        caches: beside that what later slices need, from the forward of the first slice to the end of its backward; it
+            never moves. Empty for nothing.
     """
 
-    whole: Sequence[float] = ()
-    pending: Sequence[float] = ()
-    recomputed: Sequence[float] = ()
+    whole: "PerStage" = ()
+    pending: "PerStage" = ()
+    recomputed: "PerStage" = ()
     shares: Sequence[float] = ()
+    caches: Sequence[float] = ()
 
-    def whole_of(self, stages: Sequence[int]) -> Bytes:
-        """For some stages what they keep of a micro-batch that is neither recomputed nor between two halves."""
-        return np.array([self.whole[stage] for stage in stages] if len(self.whole) else [1.0] * len(stages), np.float64)
+    def by_stage(self, num_stages: int) -> list[float]:
+        """For each stage what it keeps of a micro-batch that is neither recomputed nor between two halves."""
+        whole = np.asarray(self.whole if len(self.whole) else [1.0] * num_stages, np.float64)
+        return (whole if whole.ndim == 1 else whole.sum(axis=1)).tolist()
 
     def slice_shares(self, schedule: Schedule) -> Bytes:
         """Of each token slice; equal ones where none are given."""
         equal = [1 / schedule.num_slices] * schedule.num_slices
         return np.asarray(self.shares if len(self.shares) else equal, np.float64)
 
+    def of_slices(self, schedule: Schedule, each: "PerStage", otherwise: float = 1.0) -> Bytes:
+        """[stage, slice] one of the attributes, ``otherwise`` for each micro-batch where it is empty."""
+        found = np.asarray(each if len(each) else [otherwise] * schedule.num_stages, np.float64)
+        return found if found.ndim == 2 else found[:, None] * self.slice_shares(schedule)
+
     def moved(self, schedule: Schedule) -> Bytes:
-        """For each stage, micro-batch and slice what is kept of it, until it is recomputed if it is."""
-        left = np.asarray(self.recomputed or [0.0] * schedule.num_stages, np.float64)[:, None, None]
-        whole = self.whole_of(range(schedule.num_stages))[:, None, None]
-        return np.where(schedule.facts.is_recomputed, left, whole) * self.slice_shares(schedule)
+        """For each stage, micro-batch and slice what is kept of it and may move, until it is recomputed if it is."""
+        left, whole = self.of_slices(schedule, self.recomputed, 0.0), self.of_slices(schedule, self.whole)
+        return np.where(schedule.facts.is_recomputed, left[:, None], whole[:, None])
+
+
+PerStage = Sequence[float] | Sequence[Sequence[float]]
+"""For each stage a number, or one for each token slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +84,14 @@ class HeldBytes:
     """How large the things are that a rank holds.
 
     Attributes:
-        always_bytes: for each rank what it holds all the time: its weights, gradients, optimizer state, reserve.
+        always_bytes: for each rank what it holds all the time: its weights, gradients with the buffers that they are
+            reduced from, optimizer state, reserve.
         kept: what stages keep of micro-batches, from the start of a forward on; its shares of slices are also those in
             what a micro-batch is and needs.
         working_bytes: for each stage what a compute action needs while it runs, beside that; empty for nothing, as
             below.
         gathered_bytes: for each stage its weights from the start of a gather until they are dropped; 0 where they are
             among ``always_bytes``.
-        gradient_bytes: for each stage its gradient from the start of the first backward that adds to it to the end of
-            its reduction; 0 where it is among ``always_bytes``.
         message_bytes: a received tensor, from the moment its receive is posted to the end of the action that uses it.
         stages: for each stage the bytes of what there is of it, which it takes on the device from the start of a swap
             in to the end of the swap out; empty where no stage is swapped, and their bytes are in ``always_bytes``.
@@ -92,7 +101,6 @@ class HeldBytes:
     kept: KeptBytes
     working_bytes: tuple[float, ...] = ()
     gathered_bytes: tuple[float, ...] = ()
-    gradient_bytes: tuple[float, ...] = ()
     message_bytes: float = 0.0
     stages: tuple[Amounts, ...] = ()
 
@@ -155,8 +163,7 @@ class Ledger(NamedTuple):
         entries.add_kept(held.kept)
         entries.add_accepted(held.kept)
         entries.add_working(held)
-        entries.add_gathered(held)
-        entries.add_gradients(held)
+        entries.add_gathered(held.gathered_bytes)
         entries.add_resident(held)
         entries.add_messages(held)
         return entries.ledger()
@@ -178,12 +185,25 @@ class Ledger(NamedTuple):
             end_s: the same.
             span_s: when the step begins and ends.
         """
-        # the step itself stands behind all actions, where -1 finds it
+        # The step itself stands behind all actions, where -1 finds it.
         starts, ends = np.append(start_s, span_s[0]), np.append(end_s, span_s[1])
         times = np.where(self.at_end, ends[self.node], starts[self.node])
         order = np.lexsort((self.more, times, self.rank))
         first = np.searchsorted(self.rank[order], np.arange(num_ranks + 1))
         return Balance(first, self.part[order], times[order], self.more[order])
+
+    def most_in_rows(self, schedule: Schedule) -> list[float]:
+        """For each rank the most bytes of its entries in the order of its row, whatever the seconds are.
+
+        Args:
+            schedule: of these entries, each of which is of the rank of its action.
+        """
+        is_action = self.node >= 0
+        moments = 2 * self.node[is_action].astype(np.int64) + self.at_end[is_action]
+        change = np.bincount(moments, self.more[is_action], 2 * schedule.num_actions)
+        bounds = (2 * schedule.facts.columns.first).tolist()
+        # A sum for each row of its own, so that no row's rounding depends on the rows before it.
+        return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(bounds)]
 
 
 def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
@@ -193,11 +213,14 @@ def most_in_rows(schedule: Schedule, kept: KeptBytes) -> list[float]:
     """
     entries = _Entries(schedule)
     entries.add_kept(kept, has_moves=False)
-    _, _, node, at_end, more = entries.ledger()
-    change = np.bincount(2 * node.astype(np.int64) + at_end, more, 2 * schedule.num_actions)
-    bounds = (2 * schedule.facts.columns.first).tolist()
-    # a sum for each row of its own, so that no row's rounding depends on the rows before it
-    return [float(np.cumsum(change[a:b]).max(initial=0.0)) for a, b in pairwise(bounds)]
+    return entries.ledger().most_in_rows(schedule)
+
+
+def most_gathered(schedule: Schedule, by_stage: Sequence[float]) -> list[float]:
+    """For each rank the most bytes of gathered weights that its row holds at once, given those of each stage."""
+    entries = _Entries(schedule)
+    entries.add_gathered(by_stage)
+    return entries.ledger().most_in_rows(schedule)
 
 
 class _Entries:
@@ -229,10 +252,22 @@ class _Entries:
         # a stage that runs no backward keeps nothing behind its forward
         frozen = forward[facts.columns.stage[forward] < facts.first_backward_stage]
         self._add("stage inputs", frozen, True, -each.moved(frozen))
+        if len(kept.caches):
+            self._add_caches(np.asarray(kept.caches, np.float64))
         if has_moves:
             back, out = facts.where(*OUT_OF), facts.where(*LOAD_OF)
             self._add("stage inputs", back, False, each.moved(back))
             self._add("stage inputs", out, True, -each.moved(out))
+
+    def _add_caches(self, each: Bytes) -> None:
+        """What later slices need, until the first one goes back: slices go back in reverse."""
+        facts, columns = self._facts, self._facts.columns
+        takes, gives = facts.where(Kind.FORWARD), facts.where(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        first, last = (takes[columns.part[takes] == number] for number in (0, self._schedule.num_slices - 1))
+        ends = [gives[columns.part[gives] == 0], last[columns.stage[last] < facts.first_backward_stage]]
+        self._add("stage inputs", first, False, each[columns.stage[first]])
+        for nodes in ends:
+            self._add("stage inputs", nodes, True, -each[columns.stage[nodes]])
 
     def add_accepted(self, kept: KeptBytes) -> None:
         """What ranks hold for their partners; nothing where the schedule names no partners."""
@@ -252,30 +287,18 @@ class _Entries:
             self._add("working", node, False, needed)
             self._add("working", node, True, -needed)
 
-    def add_gathered(self, held: HeldBytes) -> None:
-        """Gathered weights, from the start of the gather until they are dropped."""
-        if held.gathered_bytes:
-            gathers, drops = self._facts.where(Kind.UNSHARD), self._facts.where(Kind.RESHARD)
-            self._until("gathered weights", gathers, drops, held.gathered_bytes)
-
-    def add_gradients(self, held: HeldBytes) -> None:
-        """Unreduced gradients, from the first backward that adds to them to the end of their reduction."""
-        if held.gradient_bytes:
-            firsts = self._facts.columns.first.tolist()
-            rows = zip(self._facts.rows, firsts, strict=False)
-            begins = [first + slot for row, first in rows for slot, _ in unreduced_counts(row)]
-            reductions = self._facts.where(Kind.REDUCE_GRAD)
-            self._until("gradients", np.array(begins, np.int32), reductions, held.gradient_bytes)
-
-    def _until(self, part: str, begins: Ints, ends: Ints, by_stage: Sequence[float]) -> None:
-        """From the start of some actions to the end of others on the same stages; what is left, to the step's end."""
+    def add_gathered(self, by_stage: Sequence[float]) -> None:
+        """Gathered weights, from the start of the gather until they are dropped, or to the step's end."""
+        if not len(by_stage):
+            return
+        gathers, drops = self._facts.where(Kind.UNSHARD), self._facts.where(Kind.RESHARD)
         stage, sizes = self._facts.columns.stage, np.asarray(by_stage, np.float64)
-        self._add(part, begins, False, sizes[stage[begins]])
-        self._add(part, ends, True, -sizes[stage[ends]])
-        taken, given = (np.bincount(stage[nodes], minlength=len(sizes)) for nodes in (begins, ends))
+        self._add("gathered weights", gathers, False, sizes[stage[gathers]])
+        self._add("gathered weights", drops, True, -sizes[stage[drops]])
+        taken, given = (np.bincount(stage[nodes], minlength=len(sizes)) for nodes in (gathers, drops))
         left = np.flatnonzero(taken - given)
         step = np.full(len(left), -1, np.int32)
-        self._add(part, step, True, -(sizes * (taken - given))[left], self._facts.owner[left])
+        self._add("gathered weights", step, True, -(sizes * (taken - given))[left], self._facts.owner[left])
 
     def add_resident(self, held: HeldBytes) -> None:
         """Stages on the device, from the start of their swap in to the end of their swap out."""
@@ -313,24 +336,21 @@ class _Each:
 
     def __init__(self, schedule: Schedule, kept: KeptBytes) -> None:
         self._facts: Facts = schedule.facts
-        self._shares = kept.slice_shares(schedule)
-        self._whole = kept.whole_of(range(schedule.num_stages))
-        self._pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else self._whole
+        self._whole = kept.of_slices(schedule, kept.whole)
+        self._pending = kept.of_slices(schedule, kept.pending) if len(kept.pending) else self._whole
         self._moved = kept.moved(schedule) if self._facts.has(Kind.RECOMPUTE) else None
 
     def whole(self, node: Ints) -> Bytes:
         """From the forward, or from where it runs again, to the end of the backward or of its first half."""
-        return self._of_stage(self._whole, node)
+        _, stage, _, part, _ = self._facts.columns
+        return self._whole[stage[node], part[node]]
 
     def pending(self, node: Ints) -> Bytes:
         """Between the halves of the backward."""
-        return self._of_stage(self._pending, node)
+        _, stage, _, part, _ = self._facts.columns
+        return self._pending[stage[node], part[node]]
 
     def moved(self, node: Ints) -> Bytes:
         """From the forward until it runs again, if it does."""
         _, stage, microbatch, part, _ = self._facts.columns
         return self.whole(node) if self._moved is None else self._moved[stage[node], microbatch[node], part[node]]
-
-    def _of_stage(self, each: Bytes, node: Ints) -> Bytes:
-        _, stage, _, part, _ = self._facts.columns
-        return each[stage[node]] * self._shares[part[node]]

@@ -54,7 +54,7 @@ class Peaks(NamedTuple):
 
     def most(self, kept: KeptBytes) -> list[float]:
         """The same as ``most_in_rows``, of whole sequences."""
-        whole = kept.whole_of(range(self.placement.num_stages))
+        whole = np.asarray(kept.whole if len(kept.whole) else [1.0] * self.placement.num_stages, np.float64)
         pending = np.asarray(kept.pending, np.float64) if len(kept.pending) else whole
         own = (list(self.placement.stages_of(rank)) for rank in range(self.placement.num_ranks))
         both = zip(self.whole, self.pending, own, strict=True)

@@ -224,7 +224,7 @@ class Pipeline:
     def _time_moves(self) -> dict[str, Any]:
         if not self._moves_anything:
             return {}
-        whole = saved_bytes(self._config).whole
+        whole = [int(one) for one in saved_bytes(self._config).by_stage(self.schedule.num_stages)]
         every = self._of_pipeline(time_moves(self.schedule, self._place.pipeline, self._wires, self._world, whole))
         found = {
             name: {stage: seconds for one in every for stage, seconds in one[tier].items()}

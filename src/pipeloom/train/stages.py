@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -16,8 +17,7 @@ from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.stages.saved import Parcel
 from pipeloom.execute.stages.stage import split_backward_of
 from pipeloom.execute.stages.weights import master_dtype
-from pipeloom.model import TensorParallel, Transformer, build_stage, stage_pieces
-from pipeloom.model.cross_entropy import summed_cross_entropy
+from pipeloom.model import SplitVocabulary, TensorParallel, Transformer, build_stage, stage_pieces
 from pipeloom.model.deferred import defer
 from pipeloom.model.key_values import KeyValueCache
 from pipeloom.model.tensor_parallel import WHOLE, TensorGroup
@@ -63,10 +63,7 @@ class StageSizes:
 
     def kept(self, schedule: Schedule) -> KeptBytes:
         """What stages keep of micro-batches, and of their halves where backwards are split."""
-        splits = any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows)
-        saved, num_tokens = saved_bytes(self.config, splits=splits), self.config.data.seq_len
-        shares = [length / num_tokens for length in self.config.layout.slice_lengths(num_tokens)]
-        return KeptBytes(saved.whole, saved.pending, saved.inputs, shares)
+        return saved_bytes(self.config, splits=any(row.is_kind(Kind.BACKWARD_INPUT).any() for row in schedule.rows))
 
     def stages(self) -> tuple[Amounts, ...]:
         """Weights, gradient and state of each stage."""
@@ -106,96 +103,108 @@ def _amounts(config: RunConfig, partition: tuple[int, ...]) -> tuple[Amounts, ..
     return tuple(found)
 
 
-class SavedBytes(NamedTuple):
-    """For each stage what it keeps of a micro-batch.
+def saved_bytes(config: RunConfig, *, splits: bool = False) -> KeptBytes:
+    """What stages keep of a micro-batch, or of each of its slices, on the tensor-parallel rank that keeps most.
 
-    Attributes:
-        whole: what autograd saves and nobody else holds, and keys and values for later token slices.
-        inputs: what is left where the forward runs again: the input, and those keys and values.
-        pending: what waits for the second half of a backward that is split; empty where none is.
-    """
+    That is what autograd saves and nobody else holds, the loss's part as well. A stage of each kind runs once on meta
+    tensors, which takes neither memory nor other ranks.
 
-    whole: list[int]
-    inputs: list[int]
-    pending: list[int]
-
-
-def saved_bytes(config: RunConfig, *, splits: bool = False) -> SavedBytes:
-    """What stages keep, on the tensor-parallel rank that keeps most.
-
-    A stage of each kind runs once. What the loss saves is in it. ``splits``: whether backwards run in two halves.
+    Args:
+        config: resolved.
+        splits: whether backwards run in two halves.
     """
     layout, num_layers = config.layout, config.model.num_layers
     assert layout.partition is not None, "the layout is not resolved"
     by_layer = layout.recompute_by_layer(num_layers)
     same = replace(config, schedule=ScheduleConfig())  # runs with other schedules share what was counted
-    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], tuple[int, int, int]] = {}
-    by_stage: list[tuple[int, int, int]] = []
+    alike: dict[tuple[bool, bool, tuple[Recompute, ...]], _Saved] = {}
+    by_stage: list[_Saved] = []
     for pieces in stage_pieces(layout.partition):
         layers = [piece - 1 for piece in pieces if 0 < piece <= num_layers]
         kind = (0 in pieces, num_layers + 1 in pieces, tuple(by_layer[layer] for layer in layers))
         if kind not in alike:
             alike[kind] = _count(same, pieces, by_layer, splits=splits)
         by_stage.append(alike[kind])
-    whole, inputs, pending = zip(*by_stage, strict=True)
-    return SavedBytes(list(whole), list(inputs), list(pending) if splits else [])
+    lengths = layout.slice_lengths(config.data.seq_len)
+    shares = [length / config.data.seq_len for length in lengths]
+    whole, pending, inputs = ([one.of_slices[part] for one in by_stage] for part in range(3))
+    if len(lengths) > 1:
+        return KeptBytes(whole, pending if splits else (), inputs, shares, [one.caches for one in by_stage])
+    whole, pending, inputs = ([sum(one) for one in each] for each in (whole, pending, inputs))
+    return KeptBytes(whole, pending if splits else (), inputs, shares)
+
+
+class _Saved(NamedTuple):
+    """What one stage keeps of each slice: all, between the halves of a backward, its input; and for later slices."""
+
+    of_slices: tuple[list[int], list[int], list[int]]
+    caches: int
 
 
 @lru_cache(maxsize=256)
-def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> tuple[int, int, int]:
-    """One stage's part of ``SavedBytes``."""
+def _count(config: RunConfig, pieces: range, by_layer: tuple[Recompute, ...], *, splits: bool) -> _Saved:
     layout, dtype = config.layout, getattr(torch, config.training.known_dtype)
-    sizes = layout.microbatch_size, config.data.seq_len
     # The last of the tensor-parallel ranks has the largest share.
-    last = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
-    module = stage_of(config, pieces, "meta", parallel=last)
+    parallel = TensorParallel(TensorGroup(layout.tp, layout.tp - 1), layout.sequence_parallel)
+    vocabulary = SplitVocabulary(parallel, config.model.vocab_size or 0)
+    module = stage_of(config, pieces, "meta", parallel=parallel)
     module.set_recompute(by_layer)
     if splits:
         defer(module)
-    tokens = TensorSpec(sizes, torch.int64).empty("meta")
-    given = tokens
-    if not module.has_embedding:
-        own_tokens = sizes[1] // layout.tp  # messages between stages carry a rank's own
-        given = TensorSpec((sizes[0], own_tokens, config.model.hidden_size), dtype).empty("meta").requires_grad_()
-    targets = tokens.flatten()  # the batch's, so that no stage owns them
-    cache = KeyValueCache(config.data.seq_len) if layout.num_slices > 1 else None
-    parcel, pending = Parcel(owns_input=not module.has_embedding), 0
+    lengths = layout.slice_lengths(config.data.seq_len)
+    cache = KeyValueCache(config.data.seq_len) if len(lengths) > 1 else None
+    whole, inputs, gone = list[int](), list[int](), list[tuple[Tensor, Tensor, int]]()
     with _Kernels(is_gpu=config.training.device == "cuda"):
-        with parcel.saving():
-            output = module(given, cache)
-            if module.has_head:
-                output = summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
-        parcel.close(given, output)
-        if splits:
-            pending = split_backward_of(module, given, output, torch.ones_like(output))[1].size
-    earlier = 0 if cache is None else cache.nbytes
-    left = 0 if module.has_embedding else given.nbytes
-    return parcel.nbytes + earlier, left + earlier, pending
+        for length in lengths:
+            tokens = TensorSpec((layout.microbatch_size, length), torch.int64).empty("meta")
+            given = tokens
+            if not module.has_embedding:  # messages between stages carry a rank's own tokens
+                own = (layout.microbatch_size, length // layout.tp, config.model.hidden_size)
+                given = TensorSpec(own, dtype).empty("meta").requires_grad_()
+            targets = tokens.flatten()  # the batch's, so that no stage owns them
+            parcel, begin = Parcel(owns_input=not module.has_embedding), 0 if cache is None else cache.begin
+            with parcel.saving():
+                output = module(given, cache)
+                if module.has_head:
+                    output = vocabulary.summed_cross_entropy(output.flatten(0, 1).to(master_dtype(dtype)), targets)
+            parcel.close(given, output)
+            whole.append(parcel.nbytes)
+            inputs.append(0 if module.has_embedding else given.nbytes)
+            gone.append((given, output, begin))
+        pending: list[int] = []
+        for given, output, begin in reversed(gone) if splits else ():
+            if cache is not None:
+                cache.begin = begin  # of what is recomputed
+            pending.insert(0, split_backward_of(module, given, output, torch.ones_like(output))[1].size)
+    return _Saved((whole, pending, inputs), 0 if cache is None else cache.nbytes)
 
 
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001  has no public name
 
 
-class _FusedNorm(torch.autograd.Function):
-    """Keeps what PyTorch's one kernel of an RMS norm does: its input, and a deviation for each token."""
+class _Norm(torch.autograd.Function):
+    """Keeps what PyTorch's one kernel of a norm does: its input, and a few numbers for each token."""
 
     @staticmethod
     def forward(*args: Any, **_: Any) -> Any:
-        ctx, tensor, weight = args
-        deviation = tensor[..., :1].to(master_dtype(tensor.dtype))
-        ctx.save_for_backward(tensor, deviation.contiguous().clone(), weight)
+        ctx, tensor, deviations, *parameters = args
+        ctx.save_for_backward(tensor, deviations, *parameters)
         return torch.empty_like(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # noqa: ARG004  bytes do not depend on them
-        tensor, _, weight = ctx.saved_tensors
-        return torch.empty_like(tensor), torch.empty_like(weight)
+        tensor, _, *parameters = ctx.saved_tensors
+        return torch.empty_like(tensor), None, *map(torch.empty_like, parameters)
 
 
 class _Kernels(TorchFunctionMode):
     """The kernels of a device in place of those of meta tensors, which write attention and RMS norms out.
 
-    Attention is one kernel on every device, which keeps a number for each row of scores; an RMS norm on GPUs.
+    Attention is one kernel on every device, which keeps a number for each row of scores; LayerNorm too, and an RMS norm
+    on GPUs.
+
+    Args:
+        is_gpu: which devices.
     """
 
     def __init__(self, *, is_gpu: bool) -> None:
@@ -207,8 +216,20 @@ class _Kernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            settings = {name: kwargs[name] for name in ("attn_mask", "is_causal")}  # it takes grouped queries as it is
-            return _ATTENTION(*args, **settings)[0]
+            mask = kwargs["attn_mask"]
+            # On CPUs the kernel takes numbers to add to scores, which PyTorch makes of a matrix of bools; on GPUs the
+            # mask is a value without memory.
+            mask = None if mask is None or self._is_gpu else args[0].new_empty(mask.shape)
+            # It takes grouped queries as they are.
+            return _ATTENTION(*args, is_causal=kwargs["is_causal"], attn_mask=mask)[0]
         if func is functional.rms_norm and self._is_gpu:
-            return _FusedNorm.apply(args[0], kwargs["weight"])
+            return _Norm.apply(args[0], _for_each_token(args[0], 1, master_dtype(args[0].dtype)), kwargs["weight"])
+        if func is functional.layer_norm:
+            # On CPUs mean and deviation have the type of the input, on GPUs a wide one.
+            dtype = master_dtype(args[0].dtype) if self._is_gpu else args[0].dtype
+            return _Norm.apply(args[0], _for_each_token(args[0], 2, dtype), kwargs["weight"], kwargs["bias"])
         return func(*args, **kwargs)
+
+
+def _for_each_token(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    return tensor.new_empty((*tensor.shape[:-1], count), dtype=dtype)

@@ -20,13 +20,13 @@ class Keeper:
         """What takes the tensors that a forward, the first or a second one, saves; ``None`` leaves them to autograd."""
         return None
 
-    def after_forward(self, action: Action) -> None:
+    def after_forward(self, action: Action, stage: Stage) -> None:
         """A portion has gone forward, or forward again."""
 
     def before_backward(self, action: Action) -> None:
         """A portion's backward begins, which lets go of one tensor after the other."""
 
-    def after_backward(self, action: Action) -> None:
+    def after_backward(self, action: Action, stage: Stage) -> None:
         """A portion is done, or what its forward kept is not needed any more."""
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
@@ -119,7 +119,7 @@ class Compute(Part):
         else:
             output = stage.forward(portion, tensor, objective, trains=trains, parcel=parcel)
         if trains:
-            self._keeper.after_forward(action)
+            self._keeper.after_forward(action, stage)
             self._count()
         if index == self._last:
             so_far = row.outputs.get(portion.microbatch)
@@ -133,8 +133,9 @@ class Compute(Part):
         objective = row.objective if action.stage == self._last else None
         # The input of the forward, which the stage has kept, is its own unless it came from the batch.
         parcel = self._keeper.parcel(action, owns_input=action.stage > 0)
-        self.stages[action.stage].recompute(self._portions[slot], objective, parcel)
-        self._keeper.after_forward(action)
+        stage = self.stages[action.stage]
+        stage.recompute(self._portions[slot], objective, parcel)
+        self._keeper.after_forward(action, stage)
         self._count()
 
     def _backward(self, row: RankRow, slot: int) -> None:
@@ -153,14 +154,15 @@ class Compute(Part):
         action = row.actions[slot]
         self._keeper.before_backward(action)
         gradient = run(self._portions[slot], row.input(slot))
-        self._keeper.after_backward(action)
+        self._keeper.after_backward(action, self.stages[action.stage])
         if gradient is not None:
             row.values[action] = gradient
 
     def _backward_weight(self, row: RankRow, slot: int) -> None:
         action = row.actions[slot]
-        self.stages[action.stage].backward_weight(self._portions[slot])
-        self._keeper.after_backward(action)
+        stage = self.stages[action.stage]
+        stage.backward_weight(self._portions[slot])
+        self._keeper.after_backward(action, stage)
 
     def _count(self) -> None:
         """Note what is held now, after a forward that keeps it or after the first half of a backward."""

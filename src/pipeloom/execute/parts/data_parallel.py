@@ -37,9 +37,7 @@ class GradientBuffers:
         self._size = size
         self._like = like
         self._reuses = reuses
-        self._num_made = 0
-        self._free: deque[Tensor] = deque()
-        self._resting: deque[Tensor] = deque()
+        self.forget()
 
     def begin(self) -> None:
         """Before a step, with no reduction under way."""
@@ -47,28 +45,25 @@ class GradientBuffers:
         self._resting.clear()
 
     def forget(self) -> None:
-        """Drop all buffers; they are made when they are first taken."""
-        self._num_made = 0
-        self._free.clear()
-        self._resting.clear()
+        """Make all buffers anew: what failed may still write to the old ones."""
+        # All at once, so that how many there are does not depend on how soon reductions end.
+        self._free = deque(self._like.new_empty(self._size) for _ in range(self._count))
+        self._resting: deque[Tensor] = deque()
 
     @property
     def num_taken(self) -> int:
         """Buffers that were taken and not given back."""
-        return self._num_made - len(self._free) - len(self._resting)
+        return self._count - len(self._free) - len(self._resting)
 
     @property
-    def taken_bytes(self) -> int:
-        """Bytes of these buffers."""
-        return self.num_taken * self._size * self._like.element_size()
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._count * self._size * self._like.element_size()
 
     def take(self) -> Tensor:
         """A buffer; what is in it is not known."""
-        if self._free:
-            return self._free.popleft()
-        assert self._num_made < self._count, "no gradient buffer is free: the schedule did not wait for its reduction"
-        self._num_made += 1
-        return torch.empty(self._size, dtype=self._like.dtype, device=self._like.device)
+        assert self._free, "no gradient buffer is free: the schedule did not wait for its reduction"
+        return self._free.popleft()
 
     def give_back(self, buffer: Tensor) -> None:
         """Free a buffer; the lane's thread calls it."""
@@ -186,7 +181,8 @@ class DataParallel(Part):
         return "its data-parallel ranks"
 
     def held(self) -> Held:
-        """Gathered weights and unreduced gradients."""
+        """Weights and gradients."""
+        self._count()  # the last reduction may have made room for a sum
         return self._most_held
 
     def unshard(self, stage: int) -> UnderWay:
@@ -229,12 +225,13 @@ class DataParallel(Part):
         if weights.reduces_in_place:
             yield self._groups.copies.all_reduce(buffer)
             return
-        part = self._room_for(weights.shard)
+        part = self._room_for(weights.shard) if weights.reduces_again else weights.gradient
         yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
         # As soon as the part of the sum is here: the next gradient may be waiting for the buffer.
         buffers.give_back(buffer)
         yield self._groups.copies.all_reduce(part)
-        weights.gradient.add_(part)
+        if weights.reduces_again:
+            weights.gradient.add_(part)
 
     def _room_for(self, shard: Tensor) -> Tensor:
         """A buffer like the shard; one for all reductions, since the lane runs one at a time."""
@@ -282,14 +279,14 @@ class DataParallel(Part):
     def _count(self) -> None:
         """Note what is held now."""
         # Stages may share their buffers, which must count once.
-        taken = {id(buffers): buffers for buffers in self._buffers.values()}.values()
-        in_place = [self.weights[stage] for stage in self._open if self.weights[stage].reduces_in_place]
+        buffers = {id(one): one for one in self._buffers.values()}.values()
+        weights, scratch = self.weights.values(), 0 if self._scratch is None else self._scratch.nbytes
         now = Held(
             gathered=len(self._gathered),
-            gathered_bytes=sum(self.weights[stage].whole_bytes for stage in self._gathered),
-            gradients=sum(buffers.num_taken for buffers in taken) + len(in_place),
-            gradient_bytes=sum(buffers.taken_bytes for buffers in taken)
-            + sum(w.whole_gradient_bytes for w in in_place),
+            weights_bytes=sum(one.weights_bytes for one in weights),
+            gradients=sum(one.num_taken for one in buffers)
+            + sum(self.weights[stage].reduces_in_place for stage in self._open),
+            gradients_bytes=sum(one.nbytes for one in buffers) + sum(one.gradient.nbytes for one in weights) + scratch,
         )
         self._most_held = self._most_held.most(now)
 
@@ -300,8 +297,15 @@ def _buffers(
     """For each stage where its gradients find a buffer: among a few for all stages, or one of its own for each."""
     if count is None:
         return {
-            stage: GradientBuffers(max(1, num_reductions.get(stage, 0)), one.order.size, one.shard, reuses=False)
+            stage: GradientBuffers(
+                0 if one.reduces_in_place else max(1, num_reductions.get(stage, 0)),
+                one.order.size,
+                one.gradient,
+                reuses=False,
+            )
             for stage, one in weights.items()
         }
     largest = max(weights.values(), key=lambda one: one.order.size)
-    return dict.fromkeys(weights, GradientBuffers(count, largest.order.size, largest.shard, reuses=True))
+    # No stage is reduced early where there are as many as stages.
+    shared = GradientBuffers(min(count, len(weights)), largest.order.size, largest.gradient, reuses=True)
+    return dict.fromkeys(weights, shared)

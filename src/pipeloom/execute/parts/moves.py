@@ -21,6 +21,7 @@ from pipeloom.execute.lanes import Lanes
 from pipeloom.execute.parts.compute import Keeper
 from pipeloom.execute.parts.part import Held, Part, RankRow, Service
 from pipeloom.execute.stages.saved import Packing, Parcel
+from pipeloom.execute.stages.stage import Stage
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, MOVE_KINDS, PARTNER_MOVES
 
@@ -248,7 +249,8 @@ class ActivationMoves(Part, Keeper):
         ]
         self._away = Vault(waits=lanes.waits)
         self._parcels: dict[Key, Parcel] = {}
-        self._held: dict[Key, int] = {}
+        # By portion, and by the number of the stage what its caches take.
+        self._held: dict[Key | int, int] = {}
         self._saved_bytes: dict[tuple[int, int], int] = {}
         self._number_of: dict[Packing, int] = {}
 
@@ -286,29 +288,34 @@ class ActivationMoves(Part, Keeper):
         """Whether what a forward keeps is moved; what a second one makes is not."""
         return action.kind is Kind.FORWARD and _key_of(action) in self._moved
 
-    def after_forward(self, action: Action) -> None:
+    def after_forward(self, action: Action, stage: Stage) -> None:
         """Count what a portion keeps that has gone forward, or forward again."""
         key, place = _key_of(action), (action.stage, action.slice)
         parcel = self._parcels.get(key) if self._moves(action) else self._parcels.pop(key, None)
         nbytes = self._saved_bytes.get(place, 0) if parcel is None else parcel.nbytes
         if parcel is not None and not self._keeps_input(action):
             self._saved_bytes[place] = nbytes
-        self._live.add(nbytes - self._held.get(key, 0))
-        self._held[key] = nbytes
+        self._hold(key, nbytes)
+        self._hold(stage.index, stage.cached_bytes)
 
     def before_backward(self, action: Action) -> None:
         """Let go of a portion's parcel, so that its backward frees one tensor after the other."""
         self._parcels.pop(_key_of(action), None)
 
-    def after_backward(self, action: Action) -> None:
+    def after_backward(self, action: Action, stage: Stage) -> None:
         """Count what a portion does not keep any more."""
-        self._live.add(-self._held.pop(_key_of(action), 0))
+        self._hold(_key_of(action), 0)
+        self._hold(stage.index, stage.cached_bytes)
 
     def after_input_gradient(self, action: Action, pending_bytes: int) -> None:
         """Count what the first half of a portion's backward left for the second one."""
+        self._hold(_key_of(action), pending_bytes)
+
+    def _hold(self, what: Key | int, nbytes: int) -> None:
+        """Count what is held of a portion now, or of the caches of a stage."""
         if self._counts:
-            self._live.add(pending_bytes)
-            self._held[_key_of(action)] = pending_bytes
+            self._live.add(nbytes - self._held.pop(what, 0))
+            self._held[what] = nbytes
 
     def start(self, row: RankRow, slot: int) -> UnderWay:
         """Start a move on its lane."""

@@ -21,9 +21,11 @@ class Held:
 
     Attributes:
         gathered: stages whose whole weights were gathered or being gathered.
-        gathered_bytes: of these weights.
+        weights_bytes: of weights: whole ones while they are here, and shards.
         gradients: stages with a gradient that was not reduced, or being reduced.
-        gradient_bytes: of their buffers.
+        gradients_bytes: of all gradients and the buffers that they are reduced from.
+        lent_bytes: of a tied matrix that was borrowed as a copy.
+        lent_gradient_bytes: of its gradient, where it is collected and where it is received.
         stage_inputs: (stage, part of the batch) that went forward and not yet back, both halves where that is split.
         stage_input_bytes: of the inputs that they kept for a backward.
         pending: (stage, part of the batch) between the halves of their backward.
@@ -34,9 +36,11 @@ class Held:
     """
 
     gathered: int = 0
-    gathered_bytes: int = 0
+    weights_bytes: int = 0
     gradients: int = 0
-    gradient_bytes: int = 0
+    gradients_bytes: int = 0
+    lent_bytes: int = 0
+    lent_gradient_bytes: int = 0
     stage_inputs: int = 0
     stage_input_bytes: int = 0
     pending: int = 0

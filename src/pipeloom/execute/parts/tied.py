@@ -7,6 +7,7 @@ messages of the schedule; on one rank they are handed over here.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from pipeloom.errors import UserError
 from pipeloom.execute.communication.boundary import TensorSpec
 from pipeloom.execute.communication.transport import UnderWay
-from pipeloom.execute.parts.part import MessagePart, RankRow, Service
+from pipeloom.execute.parts.part import Held, MessagePart, RankRow, Service
 from pipeloom.execute.stages.stage_store import StageStore
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.schedule import Kind
@@ -38,6 +39,9 @@ class Head:
     Args:
         module: of the last stage.
         dtype: in which its gradient is added up over micro-batches.
+
+    Attributes:
+        held: what is lent in this step, and its gradient.
     """
 
     def __init__(self, module: Borrower, dtype: torch.dtype) -> None:
@@ -49,10 +53,12 @@ class Head:
         self._module.borrow(None)
         self._trains, self._room = trains, room
         self._gradient: Tensor | None = None
+        self.held = Held()
 
     def take(self, weights: Tensor) -> None:
         """Compute with these weights from now on."""
         weights = weights.detach()
+        self.held = Held(lent_bytes=weights.nbytes, lent_gradient_bytes=weights.numel() * self._dtype.itemsize)
         if self._trains:
             # A leaf of its own: its gradient is the head's part alone, and not yet the parameter's.
             weights.requires_grad_().register_post_accumulate_grad_hook(self._collect)
@@ -197,6 +203,8 @@ class Tied(MessagePart):
         self._handovers: dict[RankRow, Handover] = {}
         self._handover = Handover()
         self._is_returned = False
+        self._received = Held()
+        self._lends_copy = lender is not None and lender.lends_copy
 
     @contextmanager
     def rehearsal(self, device: torch.device) -> Iterator[None]:
@@ -246,6 +254,7 @@ class Tied(MessagePart):
     def begin(self, row: RankRow) -> Sequence[Service]:
         """Before a step, lend nothing yet."""
         now, self._is_returned = self._handovers[row], False
+        self._received = Held()
         self._handover = now
         if now.is_here:
             self._loan.fill(self._given[Kind.SEND_TIED])
@@ -261,6 +270,8 @@ class Tied(MessagePart):
     def take(self, row: RankRow, slot: int, tensor: Tensor | None) -> None:
         """Use what a receive brought."""
         if tensor is not None:
+            if row.actions[slot].kind is Kind.RECV_TIED_GRAD:
+                self._received = Held(lent_gradient_bytes=tensor.nbytes)
             self._use[row.actions[slot].kind](tensor)
 
     def _lend(self) -> None:
@@ -276,6 +287,13 @@ class Tied(MessagePart):
             self._is_returned = True
             with self._loan.collected(self._given[Kind.SEND_TIED_GRAD]) as gradient:
                 self._use[Kind.RECV_TIED_GRAD](gradient)
+
+    def held(self) -> Held:
+        """The borrowed matrix and its gradient on either side, as far as they have memory of their own."""
+        if self._loan.room is not None:
+            return Held()  # the store has counted them
+        lent = self._received if self._head is None else self._head.held
+        return replace(lent, lent_bytes=0) if self._handover.is_here and not self._lends_copy else lent
 
     def end(self, row: RankRow) -> None:  # noqa: ARG002
         """After the row: what was not handed over yet. Nothing is lent any more."""

@@ -124,6 +124,11 @@ class Stage:
         return len(self._kept) + len(self._inputs) + len(self._pending)
 
     @property
+    def cached_bytes(self) -> int:
+        """Of keys and values of earlier slices, in all micro-batches that later ones need."""
+        return sum(cache.nbytes for cache in self._caches.values())
+
+    @property
     def num_pending(self) -> int:
         """Parts of the batch between the two halves of their backward."""
         return len(self._pending)

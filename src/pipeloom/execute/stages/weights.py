@@ -113,7 +113,7 @@ class StageWeights:
     The module computes on views of ``whole``. The optimizer works on ``shard`` and ``gradient``, which without sharding
     are everything. Where the weights are sharded at all times, ``whole`` has memory only between ``hold`` and ``drop``;
     its storage stays the same object, since autograd keeps views of it from forward to backward. ``begin`` is where the
-    shard begins in the flat buffer. ``whole_bytes`` and ``whole_gradient_bytes`` count what may not be here.
+    shard begins in the flat buffer. ``whole_bytes`` counts what may not be here.
 
     Where ``is_swapped``, a ``StageStore`` decides when all of this has memory.
 
@@ -157,12 +157,12 @@ class StageWeights:
         if self._is_mixed:
             self._compute_narrow()
         self.shard = master if level == "none" else master.chunk(num_shards)[index].clone()
+        self.reduces_again = reduces_again
         self.reduces_in_place = level == "none" and not reduces_again
         self.begin = 0 if level == "none" else index * self.shard.numel()
         self.gradient = torch.zeros_like(self.shard)
         self._num_decayed = self._in_shard(self.order.num_decayed)
         self.whole_bytes = self.whole.nbytes
-        self.whole_gradient_bytes = self.order.size * self.shard.element_size()
         self.is_held = True
         self.is_swapped = False
         self.drop()
@@ -181,6 +181,17 @@ class StageWeights:
             total.add_(parameter.grad)
         # The narrow gradient is in the sum: kept, it would be added again with the next one.
         parameter.grad = None
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the whole weights where they are here, and of the shard in the type that computes."""
+        whole = self.whole_bytes if self.is_held else 0
+        return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of the shard where it is in a wider type than that which computes: a part of the optimizer's state."""
+        return self.shard.nbytes if self._is_mixed else 0
 
     def hold(self) -> None:
         """Make room for the whole weights; what they are is not known before they are gathered."""
@@ -209,6 +220,11 @@ class StageWeights:
         """
         weights = self._parameters[name].detach()
         return weights.clone() if self._level == "full" else weights
+
+    @property
+    def lends_copy(self) -> bool:
+        """Whether what ``lend`` returns has memory of its own."""
+        return self._level == "full"
 
     def add_to_gradient(self, name: str, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is open, what was computed outside the stage."""

@@ -1,0 +1,97 @@
+"""All ranks of a run in this process: the pipelines that `pipeloom train` makes, over the in-process transport."""
+
+from collections import defaultdict
+from contextlib import ExitStack
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from in_process import (
+    InProcessLanes,
+    MovePost,
+    Neighborhood,
+    Post,
+    blocking_groups_in_process,
+    groups_in_process,
+    play_in_process,
+)
+
+from pipeloom.execute.communication.collectives import Groups
+from pipeloom.schedule.stage_swaps import defers_updates
+from pipeloom.train import pipeline as module
+from pipeloom.train.optimizer import StageUpdates, make_optimizer
+from pipeloom.train.pipeline import Pipeline
+
+
+class OneProcess:
+    """The pipelines of all ranks of a run, each with its optimizer.
+
+    Args:
+        config: resolved.
+
+    Attributes:
+        config: as given.
+        pipelines, optimizers: by rank.
+    """
+
+    def __init__(self, config):
+        self.config, layout = config, config.layout
+        lanes, posts, wires = Neighborhood(), defaultdict(Post), defaultdict(MovePost)
+        groups = [groups_in_process(one()) for one in (layout.shard_groups, layout.copy_groups, layout.tensor_groups)]
+        teams = blocking_groups_in_process(layout.tensor_groups())
+
+        def place(rank):
+            here = layout.coordinates(rank)
+            return here.data, here.tensor
+
+        def build(rank):
+            connections = {
+                "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
+                "make_tensor_group": lambda *_: teams[rank],
+                "Lanes": lambda *_: InProcessLanes(lanes),
+                "ProcessGroupTransport": lambda own, *_: posts[place(rank)].transport(own),
+                "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
+                "Watch": lambda *_, **__: SimpleNamespace(end=lambda: None, positions=lambda: ""),
+            }
+            world = SimpleNamespace(
+                rank=rank,
+                size=layout.num_ranks,
+                device=torch.device("cpu"),
+                store=None,
+                timeout=timedelta(seconds=10),
+            )
+            with ExitStack() as stack:
+                for name, made in connections.items():
+                    stack.enter_context(patch.object(module, name, made))
+                return Pipeline(config, world)
+
+        self.pipelines = [build(rank) for rank in range(layout.num_ranks)]
+        self.optimizers = [self._optimizer(pipeline) for pipeline in self.pipelines]
+
+    def _optimizer(self, pipeline):
+        """As the trainer makes it."""
+        parts, store = pipeline.data_parallel.optimizer_parts(), pipeline.store
+        optimizer = make_optimizer(self.config.optimizer, *parts, begins=store is None)
+        if store is not None:
+            deferred = defers_updates(pipeline.schedule.rows[0])
+            weights = pipeline.data_parallel.weights
+            pipeline.updates.does = StageUpdates(self.config.optimizer, optimizer, weights, store, is_deferred=deferred)
+        return optimizer
+
+    def step(self):
+        """One step on drawn tokens; the results by rank."""
+        config = self.config
+        draw = np.random.default_rng(0)
+        windows = draw.integers(config.model.vocab_size, size=(config.layout.batch_size, config.data.seq_len + 1))
+        ranks = [self._steps(pipeline, windows) for pipeline in self.pipelines]
+        return play_in_process(ranks, in_turns=config.layout.tp > 1)
+
+    @staticmethod
+    def _steps(pipeline, windows):
+        batch = pipeline.batch(windows)
+        if pipeline._slices is not None:
+            batch = batch.cut(pipeline._slices)
+        executor = pipeline._trainer
+        return executor, executor.steps(batch.inputs, pipeline._loss_of(batch))
