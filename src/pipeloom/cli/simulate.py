@@ -11,8 +11,7 @@ from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_lengths import plan_slices
-from pipeloom.predict.describe import describe
-from pipeloom.predict.moves import why_training_may_differ
+from pipeloom.predict.describe import describe, why_training_may_differ
 from pipeloom.predict.step import SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
 from pipeloom.system.files import write_text
