@@ -26,7 +26,7 @@ def test_what_runs_is_what_was_simulated(chosen, tmp_path):
     config = plan_demo.config_of(chosen.simulate(), tmp_path)
     assert config.layout.num_ranks == plan_demo.PROCESSES
     assert config.layout.batch_size == plan_demo.BATCH
-    assert training_schedule(config) == chosen.schedule
+    assert training_schedule(config) == chosen.simulate().schedule
 
 
 def test_disturbed_steps_count_only_where_there_is_nothing_better():
