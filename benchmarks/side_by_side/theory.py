@@ -64,7 +64,9 @@ def lowered(case: Case, contender: Contender, order: Schedule, receive_buffers: 
     if case.dp == 1:
         return schedule
     residency = contender.loops if contender.runtime == "pipeloom" else min(PYTORCH_RESIDENCY, contender.loops)
-    return add_data_parallel(schedule, "full", residency=residency, prefetch=residency, gradient_buffers=None)
+    return add_data_parallel(
+        schedule, *exchanges("full", residency=residency, prefetch=residency, gradient_buffers=None)
+    )
 
 
 def theory_s(case: Case, contender: Contender, order: Schedule) -> float:

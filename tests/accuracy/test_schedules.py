@@ -9,7 +9,7 @@ from pipeloom.accuracy.schedules import predict as predict_row
 from pipeloom.analysis.summary import longest_rank_s
 from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.costs import StageCosts
-from pipeloom.cost.memory import kept_bytes, layer_pending_bytes
+from pipeloom.cost.memory import kept_bytes, kept_logits, layer_pending_bytes, num_logits
 from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
@@ -41,7 +41,8 @@ def test_between_the_halves_of_a_backward_only_inputs_and_gradients_of_matrix_pr
     assert layer_pending_bytes(replace(run, tp=2, sequence_parallel=True)) == 16 * run.tokens * shape.hidden
     held = predict(run, "zb-h1").memory_by_rank[-1].activations_bytes
     layer = kept_bytes(run, PROGRAM)
-    assert held == pytest.approx(10 * layer * (1 + 3 * pending_share(run, PROGRAM)))
+    of_loss = kept_logits(run, PROGRAM) + 3 * num_logits(run, PROGRAM) * run.element_bytes
+    assert held == pytest.approx(10 * layer * (1 + 3 * pending_share(run, PROGRAM)) + of_loss)
 
 
 def test_more_devices_or_less_recomputation_are_faster_and_memory_says_what_fits():
@@ -97,9 +98,9 @@ def test_programs_whose_schedules_gather_nothing_hold_a_few_layers_of_sharded_we
     whole = RUN.shape.layers * layer + ends
     weights = predict(run).memory.weights_bytes
     assert weights == pytest.approx(2 * (whole / 64 + 2 * layer + ends))
-    assert predict(run, software=load_software("pipeloom")).memory.weights_bytes == pytest.approx(
-        2 * whole * (1 + 1 / 64)
-    )
+    # Its shards are in single precision, a part of the optimizer's state; whole weights have the head's norm as well.
+    weights = predict(run, software=load_software("pipeloom")).memory.weights_bytes
+    assert 2 * (whole + RUN.shape.hidden) <= weights < 2 * (whole + RUN.shape.hidden + 64)
 
 
 def test_a_longer_last_stage_does_not_change_the_searched_order():

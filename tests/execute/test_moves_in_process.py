@@ -186,7 +186,7 @@ def test_a_load_begins_when_its_eviction_has_ended():
     parcel = moves.parcel(forward, owns_input=False)
     stage = Stage(toy.modules()[0], 0, toy.outputs()[0], needs_input_gradient=False)
     stage.forward(Portion(1), toy.inputs()[1], None, trains=True, parcel=parcel)
-    moves.after_forward(forward)
+    moves.after_forward(forward, stage)
     for kind in (Kind.EVICT, Kind.LOAD):
         moves.start(row, row.actions.index(Action(kind, 0, 1)))
     while slow[Kind.LOAD].advance():

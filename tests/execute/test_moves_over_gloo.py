@@ -162,7 +162,7 @@ def _alone(rendezvous, rank, size):
     stage, part = Stage(module, 0, output, needs_input_gradient=False), Portion(1)
     parcel = moves.parcel(Action(Kind.FORWARD, 0, 1), owns_input=True)
     stage.forward(part, toy.inputs()[1], None, trains=True, parcel=parcel)
-    moves.after_forward(Action(Kind.FORWARD, 0, 1))
+    moves.after_forward(Action(Kind.FORWARD, 0, 1), stage)
     found = []
     for kind in (Kind.EVICT, Kind.LOAD):
         collective = moves.start(row, row.actions.index(Action(kind, 0, 1)))

@@ -89,7 +89,7 @@ def run_of(folder, name):
     given = replace(given, data=replace(given.data, seq_len=sum(UNEVEN)))
     config = resolve(given, load_data(given.data, 0))
     if config.schedule.offload:
-        room = str(int(2.5 * max(saved_bytes(config).whole)))
+        room = str(int(2.5 * max(saved_bytes(config).by_stage(config.layout.num_stages))))
         config = replace(config, schedule=replace(config.schedule, activation_budget=room))
     return config
 

@@ -51,7 +51,7 @@ class OneProcess:
                 "make_groups": lambda *_: Groups(*(one[rank] for one in groups)),
                 "make_tensor_group": lambda *_: teams[rank],
                 "Lanes": lambda *_: InProcessLanes(lanes),
-                "ProcessGroupTransport": lambda own, *_: posts[place(rank)].transport(own),
+                "Transport": lambda own, *_: posts[place(rank)].transport(own),
                 "make_wires": lambda schedule, *_: wires[place(rank)].wires(schedule),
                 "Watch": lambda *_, **__: SimpleNamespace(end=lambda: None, positions=lambda: ""),
             }
