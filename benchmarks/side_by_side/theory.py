@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from pipeloom.analysis.summary import summarize
 from pipeloom.passes import add_data_parallel, lower
+from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
 from pipeloom.simulate import Sharing, simulate
