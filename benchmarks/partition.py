@@ -22,7 +22,8 @@ from pipeloom.cost.partition import SAME, Uneven, fastest_partition
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import layers_of_stages
 from pipeloom.families import Choice
-from pipeloom.predict.step import Order, simulate_step
+from pipeloom.predict.step import simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.workload.run import Run
 
@@ -111,7 +112,7 @@ def step_s(run: Run) -> float:
         loops=run.loops,
         placement=run.placement,
     )
-    return simulate_step(Placed(run, CLUSTER, PROGRAM), Order(choice=choice)).prediction.step_time_s
+    return simulate_step(Placed(run, CLUSTER, PROGRAM), Knobs(choice=choice)).prediction.step_time_s
 
 
 def lines() -> list[list[str]]:

@@ -148,14 +148,14 @@ def layouts(asked: Question) -> list[Candidate]:
                     chosen = settle(Leaf(cut, sharding, choice))
                     if chosen is not None:
                         found.setdefault(
-                            (str(lowered(chosen.run, chosen.software, chosen.order)), *label(chosen)[1:]), chosen
+                            (str(lowered(chosen.run, chosen.software, chosen.knobs)), *label(chosen)[1:]), chosen
                         )
     return list(found.values())
 
 
 def label(chosen: Candidate | SimulatedStep) -> tuple[str, ...]:
     """What a layout is, for people."""
-    run, choice = chosen.run, chosen.order.choice
+    run, choice = chosen.run, chosen.knobs.choice
     axes = f"{run.pp} x {run.tp} x {run.dp}"
     placement = f" {run.placement}" if run.placement != "looped" else ""
     return f"{choice.family}{placement}", axes, str(run.loops), str(run.micro_batch), run.shard
@@ -254,7 +254,7 @@ def print_answer(console: Console, entries: Sequence[Entry], first: SimulatedSte
     console.print(table)
     if not all(entry.is_enough for entry in entries):
         console.print(f"* the least disturbed ones: in most, other programs took over {FOREIGN:.0%} of the machine")
-    (chosen,) = (entry for entry in entries if (entry.step.run, entry.step.order) == (first.run, first.order))
+    (chosen,) = (entry for entry in entries if (entry.step.run, entry.step.knobs) == (first.run, first.knobs))
     regret = chosen.median_s / fastest.median_s - 1
     order = rank_correlation([e.predicted_s for e in entries], [e.median_s for e in entries])
     verdict = "met" if regret <= TARGET else "missed"

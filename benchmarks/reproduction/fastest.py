@@ -36,7 +36,7 @@ def bounds_of(candidate: Candidate) -> Sharded:
 
 def may_fit(candidate: Candidate) -> bool:
     """Whether the least that it holds fits a device."""
-    inputs = candidate.order.choice.stage_inputs
+    inputs = candidate.knobs.choice.stage_inputs
     held = bounds_of(candidate).held_bytes(None if inputs is None else np.array(inputs, np.float64))
     return float(held.max()) <= candidate.placed.cluster.device.memory_bytes
 

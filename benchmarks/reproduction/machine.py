@@ -8,7 +8,8 @@ from pipeloom.catalog import load_cluster, load_model, load_software
 from pipeloom.cost.placed import OfPlaced, Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
-from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.predict.step import SimulatedStep, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.workload.run import Run
 
 Row = Mapping[str, str]
@@ -32,11 +33,11 @@ class Candidate(OfPlaced):
         order: the schedule.
     """
 
-    order: Order
+    knobs: Knobs
 
     def simulate(self) -> SimulatedStep:
         """Its step."""
-        return simulate_step(self.placed, self.order)
+        return simulate_step(self.placed, self.knobs)
 
 
 def with_messages(software: Software, messages: str) -> Software:
@@ -58,7 +59,7 @@ def base_run(model: str) -> Run:
 def candidate(run: Run, software: Software, family: str) -> Candidate:
     """A run in a family's schedule; sharded weights and gradients with room for two stages each."""
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return Candidate(Placed(run, CLUSTER, software), Order(choice=choice, residency=2, prefetch=1, gradient_buffers=2))
+    return Candidate(Placed(run, CLUSTER, software), Knobs(choice=choice, residency=2, prefetch=1, gradient_buffers=2))
 
 
 def tflop_per_s(step: SimulatedStep) -> float:
@@ -71,7 +72,7 @@ def described(step: SimulatedStep) -> dict[str, str]:
     run = step.run
     return {
         "program": step.software.name,
-        "family": step.order.choice.family,
+        "family": step.knobs.choice.family,
         "tp": str(run.tp),
         "pp": str(run.pp),
         "dp": str(run.dp),

@@ -21,7 +21,8 @@ from pipeloom.cost.placed import Placed
 from pipeloom.cost.software import Software
 from pipeloom.families import Choice
 from pipeloom.planner.slice_lengths import Latency, LatencyTable, Slicing, best_slices, modelled_table
-from pipeloom.predict.step import Order, simulate_step
+from pipeloom.predict.step import simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.workload.model import ModelShape
 from pipeloom.workload.run import Run
 from reproduction.machine import CLUSTER, OWN, Row
@@ -278,7 +279,7 @@ def simulated_s(setting: Setting, software: Software, cluster: Cluster, lengths:
     """Seconds of a step with slices of some lengths, or with whole sequences if there is one."""
     choice = Choice(family="gpipe", pp=setting.pp, num_microbatches=setting.batch, num_slices=len(lengths))
     run = replace(run_of(setting), slices=lengths if len(lengths) > 1 else ())
-    return simulate_step(Placed(run, cluster, software), Order(choice=choice)).prediction.pipeline_s
+    return simulate_step(Placed(run, cluster, software), Knobs(choice=choice)).prediction.pipeline_s
 
 
 def curve_rows() -> list[Row]:

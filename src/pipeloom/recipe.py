@@ -1,7 +1,8 @@
 """How the schedule of a run is made: a family's rows, then passes in one fixed order.
 
-Training, simulation, planning and ``pipeloom schedule`` all build their schedules here, so that what is simulated is
-what is trained. What passes need to know of bytes and seconds comes in as ``Sizes`` and ``Timing``.
+Training, simulation, planning and ``pipeloom schedule`` choose ``Knobs``, make a ``Recipe`` of them (``run_recipe``)
+and build it here, so that what is simulated is what is trained; ``tests/conformance`` compares their rows. Passes take
+bytes and seconds as ``Sizes`` and ``Timing``.
 """
 
 from collections import OrderedDict
@@ -88,51 +89,61 @@ def shared_state(shard: SharedState, *, dp: int, sequence_parallel: bool) -> Sha
     return "none" if sequence_parallel else None
 
 
-def run_recipe(
-    choice: Choice,
-    *,
-    receive_buffers: int | None,
-    lends_tied: bool,
-    shard: SharedState | None,
-    residency: int,
-    prefetch: int,
-    gradient_buffers: int | None,
-    device_budget: int | None = None,
-    needs_norm: bool = False,
-    moves: Moves | None = None,
-    given: ScheduleFile | None = None,
-) -> Recipe:
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What a configuration, the planner or a table chooses of a run's schedule.
+
+    Attributes:
+        choice: family and sizes.
+        receive_buffers: receives posted ahead, for each directed edge.
+        residency: stages gathered at once where weights are sharded at all times (``exchanges``).
+        prefetch: visits of stages by which a gather starts early.
+        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
+        device_budget: most bytes of stages on the device at once; ``None``: all are there. One rank only.
+        needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
+        moves: what leaves ranks between forward and backward.
+        found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
+            makes it.
+        given: the schedule itself, if it is not made.
+    """
+
+    choice: Choice
+    receive_buffers: int = 2
+    residency: int = 2
+    prefetch: int = 1
+    gradient_buffers: int | None = None
+    device_budget: int | None = None
+    needs_norm: bool = False
+    moves: Moves = field(default_factory=Moves)
+    found: Schedule | None = None
+    given: ScheduleFile | None = None
+
+
+def run_recipe(knobs: Knobs, *, shard: SharedState | None, lends_tied: bool, sends: bool = True) -> Recipe:
     """The recipe of a training run.
 
     Args:
-        choice: the family and its sizes.
-        receive_buffers: see ``Recipe``.
-        lends_tied: see ``Recipe``.
+        knobs: what was chosen.
         shard: what ranks with the same stages share (``shared_state``); ``None``: they exchange nothing.
-        residency: see ``exchanges``.
-        prefetch: see ``exchanges``.
-        gradient_buffers: see ``exchanges``.
-        device_budget: most bytes of stages on the device at once; ``None``: all are there. One rank only.
-        needs_norm: whether an update needs the norm of the whole gradient (``place_of_updates``).
-        moves: see ``Recipe``.
-        given: see ``Recipe``.
+        lends_tied: see ``Recipe``.
+        sends: whether messages between pipeline ranks have lanes.
     """
+    choice, budget = knobs.choice, knobs.device_budget
     unshard, reduce_grad = None, None
     if shard is not None:
         unshard, reduce_grad = exchanges(
-            shard, residency=residency, prefetch=prefetch, gradient_buffers=gradient_buffers
+            shard, residency=knobs.residency, prefetch=knobs.prefetch, gradient_buffers=knobs.gradient_buffers
         )
-    swaps = device_budget is not None
     return Recipe(
-        start=choice,
-        receive_buffers=receive_buffers,
+        start=choice if knobs.found is None else knobs.found,
+        receive_buffers=knobs.receive_buffers if sends else None,
         lends_tied=lends_tied,
         unshard=unshard,
         reduce_grad=reduce_grad,
-        updates=place_of_updates(choice.pp * choice.loops, needs_norm=needs_norm) if swaps else None,
-        residence=None if device_budget is None else Residence(device_budget),
-        moves=moves or Moves(),
-        given=given,
+        updates=None if budget is None else place_of_updates(choice.pp * choice.loops, needs_norm=knobs.needs_norm),
+        residence=None if budget is None else Residence(budget),
+        moves=knobs.moves,
+        given=knobs.given,
     )
 
 

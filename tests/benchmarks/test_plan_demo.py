@@ -18,7 +18,7 @@ def test_the_space_has_every_axis_and_the_planners_first_choice_is_in_it():
     axes = {(one.run.pp, one.run.tp, one.run.dp) for one in FOUND}
     assert axes == {(4, 1, 1), (2, 1, 2), (1, 1, 4), (2, 2, 1), (1, 2, 2)}
     best = search(ASKED).best
-    assert (best.run, best.order) in [(one.run, one.order) for one in FOUND]
+    assert (best.run, best.knobs) in [(one.run, one.knobs) for one in FOUND]
 
 
 @pytest.mark.parametrize("chosen", FOUND, ids=lambda chosen: " ".join(plan_demo.label(chosen)))
@@ -63,6 +63,6 @@ def test_the_search_is_exhaustive_in_effect_where_ranks_share_cores():
     crowded = replace(ASKED.cluster, name="crowded", devices_per_node=4, cores_per_node=2)
     asked = replace(ASKED, cluster=crowded)
     pruned, every = search(asked), search(asked, prunes=False)
-    assert [(step.run, step.order) for step in pruned.steps] == [(step.run, step.order) for step in every.steps]
+    assert [(step.run, step.knobs) for step in pruned.steps] == [(step.run, step.knobs) for step in every.steps]
     alone = search(ASKED).steps[0].prediction.step_time_s
     assert pruned.steps[0].prediction.step_time_s > 1.5 * alone

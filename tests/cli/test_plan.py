@@ -13,7 +13,7 @@ from pipeloom.catalog import load_cluster
 from pipeloom.cli import main
 from pipeloom.cli.plan_progress import PlanProgress
 from pipeloom.cli.run_config import parse_config
-from pipeloom.config import RunConfig, find_problems, recipe_problems, unset
+from pipeloom.config import RunConfig, find_problems, hyperparameter_problems, unset
 from pipeloom.config.file import read_run_file
 
 MODEL = """
@@ -164,7 +164,7 @@ def test_a_planned_run_trains_only_when_its_recipe_is_set(model, tmp_path, capsy
     monkeypatch.chdir(Path(__file__).parents[2])
     flags = [word for name, value in RECIPE.items() for word in (f"--{name}", value)]
     known = parse_config([str(out / "run.toml"), *flags], "train", "", RunConfig(), find_problems)
-    assert recipe_problems(known) == []
+    assert hyperparameter_problems(known) == []
     assert known.optimizer.lr == 0.001
 
 
@@ -174,7 +174,7 @@ def test_a_run_file_with_a_model_of_its_own_keeps_its_recipe(tmp_path, capsys):
     assert main(["plan", str(own), "--out", str(out), "--no-explain", "--families", "1f1b", "--tp", "1"]) == 0
     assert "to set" not in capsys.readouterr().out
     config, problems = read_run_file(out / "run.toml")
-    assert [*problems, *recipe_problems(config)] == []
+    assert [*problems, *hyperparameter_problems(config)] == []
     assert (config.optimizer.lr, config.training.steps) == (0.0007, 7)
 
 

@@ -232,7 +232,7 @@ def test_the_run_of_a_plan_is_a_run_that_simulates_the_same(ask, limits):
 def test_a_schedule_with_two_names_is_one_row(ask, families):
     both = search(ask().limited(families=families, loops=(1,), pp=(2, 4)), 20)
     alone = search(ask().limited(families=families[:1], loops=(1,), pp=(2, 4)), 20)
-    assert {step.order.choice.family for step in both.steps} == {families[0]}
+    assert {step.knobs.choice.family for step in both.steps} == {families[0]}
     assert [step.run for step in both.steps] == [step.run for step in alone.steps]
     assert both.counts.layouts == alone.counts.layouts
     other = search(ask().limited(families=families[1:], loops=(1,), pp=(2, 4)), 20)  # under the name that was asked for

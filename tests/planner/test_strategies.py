@@ -94,10 +94,10 @@ def test_partners_stand_beside_each_other_where_the_network_is_slow(deep):
     cluster = with_memory(2.85)
     slow = replace(cluster, name="slow", devices_per_node=4, inter=replace(cluster.inter, bytes_per_s=16e9))
     step = search(deep(ONE_BY_ONE, cluster=slow), 1).best
-    order = step.run.pipeline_order
+    knobs = step.run.pipeline_order
     partners = step.schedule.partners
-    assert sorted(order) == list(range(8))
-    assert all(order.index(rank) // 4 == order.index(partner) // 4 for rank, partner in enumerate(partners))
+    assert sorted(knobs) == list(range(8))
+    assert all(knobs.index(rank) // 4 == knobs.index(partner) // 4 for rank, partner in enumerate(partners))
 
 
 def test_a_plan_says_what_the_way_is_worth(deep):
@@ -166,11 +166,13 @@ def test_a_model_that_is_larger_than_its_one_device_visits_it(deep):
     amounts = swapped_amounts(best.run, best.software)
     assert sum(one.total for one in amounts) > 1.1 * cluster.device.memory_bytes
     assert best.prediction.fits
-    assert best.order.swapping.budget == best.schedule.max_resident
+    assert best.knobs.device_budget == best.schedule.max_resident
     whole = replace(best.run, loops=1, layers_by_stage=None)
     large = replace(cluster, device=replace(cluster.device, memory_bytes=1e12))
-    choice = replace(best.order.choice, loops=1)
-    with_room = simulate_step(Placed(whole, large, best.software), replace(best.order, choice=choice, swapping=None))
+    choice = replace(best.knobs.choice, loops=1)
+    with_room = simulate_step(
+        Placed(whole, large, best.software), replace(best.knobs, choice=choice, device_budget=None)
+    )
     assert best.prediction.step_time_s > with_room.prediction.step_time_s
 
 

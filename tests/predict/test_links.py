@@ -10,7 +10,8 @@ from pipeloom.cost.hardware import MeasuredPieces
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.predict.places import shared_links
-from pipeloom.predict.step import Order, simulate_step
+from pipeloom.predict.step import simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
 from pipeloom.simulate import simulate
 from pipeloom.workload.run import Run
@@ -109,7 +110,7 @@ def test_ranks_that_share_the_cores_of_a_node_compute_as_much_slower():
 
     def pipeline_s(run, cluster):
         choice = Choice(family="gpipe", pp=run.pp, loops=1, num_microbatches=run.num_microbatches)
-        return simulate_step(Placed(run, cluster, gloo), Order(choice=choice)).prediction.pipeline_s
+        return simulate_step(Placed(run, cluster, gloo), Knobs(choice=choice)).prediction.pipeline_s
 
     alone = replace(SMALL, dp=4, pp=1, global_batch=8)  # two micro-batches of two layers each
     assert pipeline_s(alone, host) == pytest.approx(12, rel=1e-3)

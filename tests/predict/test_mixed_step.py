@@ -12,7 +12,8 @@ from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.predict.places import describe_places, shared_links
-from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.predict.step import memory_that_would_fit, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Action, Placement
 from pipeloom.workload.run import Run
 
@@ -24,14 +25,14 @@ RUN = Run(shape=SHAPE, seq=1024, pp=4, tp=8, loops=2, global_batch=1)
 EVEN = replace(RUN, layers_by_stage=(4,) * 8)
 
 
-def order(run, family="breadth-first", **more):
-    return Order(
+def knobs(run, family="breadth-first", **more):
+    return Knobs(
         choice=Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches, **more)
     )
 
 
 def step_of(run, cluster, software=OURS, family="breadth-first", **more):
-    return simulate_step(Placed(run, cluster, software), order(run, family, **more))
+    return simulate_step(Placed(run, cluster, software), knobs(run, family, **more))
 
 
 def hop_s(run, gb_per_s, latency_s=0.0):

@@ -13,7 +13,8 @@ from pipeloom.families import Choice
 from pipeloom.passes import Moves
 from pipeloom.predict.memory import memory_by_rank
 from pipeloom.predict.places import shared_links
-from pipeloom.predict.step import Order, simulate_step
+from pipeloom.predict.step import simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Action, Kind
 from pipeloom.workload.layout import paired_order
 from pipeloom.workload.run import Run
@@ -29,7 +30,7 @@ RUN = Run(
 
 def step(run=RUN, software=OURS, cluster=A100, family="1f1b", **moving):
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
-    return simulate_step(Placed(run, cluster, software), Order(choice=choice, moving=Moves(**moving)))
+    return simulate_step(Placed(run, cluster, software), Knobs(choice=choice, moves=Moves(**moving)))
 
 
 def activations(found):

@@ -9,13 +9,14 @@ from pipeloom.cost.memory import stage_kept_bytes, working_bytes
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.predict.memory import held_bytes
-from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.predict.step import memory_that_would_fit, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.workload.run import Run
 
 CLUSTER, OURS = load_cluster("dgx-a100"), load_software("pipeloom")
 RUN = Run(shape=replace(load_model("gpt-6.6b"), layers=8), seq=1024, pp=2, loops=2, global_batch=4)
 RUN = replace(RUN, attention="fused-softmax", layers_by_stage=(2, 2, 2, 2))
-ORDER = Order(choice=Choice(family="breadth-first", pp=2, loops=2, num_microbatches=4))
+ORDER = Knobs(choice=Choice(family="breadth-first", pp=2, loops=2, num_microbatches=4))
 KINDS = ("none", "selective", "full")
 
 

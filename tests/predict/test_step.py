@@ -11,7 +11,8 @@ from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import Choice
 from pipeloom.predict.memory import kept_by_stage
-from pipeloom.predict.step import Order, memory_that_would_fit, simulate_step
+from pipeloom.predict.step import memory_that_would_fit, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.schedule.kinds import TIED_RECEIVE_KINDS
 from pipeloom.workload.run import Run
@@ -21,11 +22,11 @@ OURS, MEGATRON = load_software("pipeloom"), load_software("megatron-2021")
 RUN = Run(shape=load_model("llama-13b"), seq=2048, pp=4, loops=2, global_batch=6)
 
 
-def order(run, family="breadth-first", **more):
+def knobs(run, family="breadth-first", **more):
     choice = Choice(family=family, pp=run.pp, loops=run.loops, num_microbatches=run.num_microbatches)
     if "placement" in more:
         choice = replace(choice, placement=more.pop("placement"))
-    return Order(choice=choice, **more)
+    return Knobs(choice=choice, **more)
 
 
 def data_parallel(shard, dp=4, **changes):
@@ -54,13 +55,13 @@ def test_a_step_that_needs_more_than_the_peak_is_no_prediction():
     with pytest.raises(
         UserError, match=r"impossible: a100-sxm-80gb would use 1\d\d\.\d% of the peak .* expected at most 100"
     ):
-        simulate_step(Placed(run, A100, fast), order(run))
-    assert 0 < simulate_step(Placed(run, A100, OURS), order(run)).hfu < 1
+        simulate_step(Placed(run, A100, fast), knobs(run))
+    assert 0 < simulate_step(Placed(run, A100, OURS), knobs(run)).hfu < 1
 
 
 def step_of(title):
     run, software, how = STEPS[title]
-    return simulate_step(Placed(run, A100, software), order(run, **how))
+    return simulate_step(Placed(run, A100, software), knobs(run, **how))
 
 
 @pytest.mark.parametrize("title", STEPS)
@@ -98,7 +99,7 @@ def test_utilization_is_the_published_formula():
 
 def test_the_exchange_of_a_blocking_program_is_no_compute():
     run = data_parallel("optimizer")
-    answer = simulate_step(Placed(run, A100, MEGATRON), order(run, "depth-first"))
+    answer = simulate_step(Placed(run, A100, MEGATRON), knobs(run, "depth-first"))
     assert min(answer.blocked_s) > 0
     for account, blocked_s in zip(answer.accounts, answer.blocked_s, strict=True):
         assert account.pipeline.exposed_p2p_s >= blocked_s
@@ -112,7 +113,7 @@ def test_without_blocking_the_bubble_fraction_is_that_of_the_trace():
 
 def exposed_s(family, run, loops):
     run = replace(run, loops=loops)
-    step = simulate_step(Placed(run, A100, OURS), order(run, family))
+    step = simulate_step(Placed(run, A100, OURS), knobs(run, family))
     account = [rank.pipeline.exposed_data_parallel_s for rank in step.accounts]
     busy = [use.busy_s for use in communication(step.trace) if use.lane.peer is None]
     return sum(account), sum(busy)
@@ -137,7 +138,7 @@ def test_each_stage_is_reduced_once_and_gathered_for_forward_and_backward():
 def test_sharding_more_leaves_less_on_a_device_and_the_rest_of_the_memory_as_it_is():
     levels = ("none", "optimizer", "gradients", "full")
     steps = [
-        simulate_step(Placed(r, A100, OURS), order(r, residency=1, gradient_buffers=1))
+        simulate_step(Placed(r, A100, OURS), knobs(r, residency=1, gradient_buffers=1))
         for r in map(data_parallel, levels)
     ]
     totals = [step.prediction.memory.total_bytes for step in steps]
@@ -151,7 +152,7 @@ def test_sharding_more_leaves_less_on_a_device_and_the_rest_of_the_memory_as_it_
 def test_what_the_loss_keeps_is_kept_for_every_micro_batch_and_its_logits_are_there_for_one():
     last, run = {}, replace(RUN, loops=1)
     for family in ("1f1b", "gpipe"):
-        last[family] = simulate_step(Placed(run, A100, OURS), order(run, family)).prediction.memory_by_rank[-1]
+        last[family] = simulate_step(Placed(run, A100, OURS), knobs(run, family)).prediction.memory_by_rank[-1]
     of_loss = 4 * 2048 * RUN.shape.vocab + 4  # a probability for each logit, and a number of targets
     for memory in last.values():
         assert memory.head_bytes == OURS.logit_bytes * 2048 * RUN.shape.vocab - of_loss
@@ -163,7 +164,7 @@ def test_what_the_loss_keeps_is_kept_for_every_micro_batch_and_its_logits_are_th
 def test_receive_buffers_count_for_each_neighbor():
     run = RUN
     few, many = (
-        simulate_step(Placed(run, A100, OURS), order(run, receive_buffers=n)).prediction.memory for n in (1, 5)
+        simulate_step(Placed(run, A100, OURS), knobs(run, receive_buffers=n)).prediction.memory for n in (1, 5)
     )
     message = run.tokens * run.shape.hidden * run.element_bytes
     assert few.buffers_bytes == 2 * message
@@ -171,21 +172,21 @@ def test_receive_buffers_count_for_each_neighbor():
 
 
 def test_what_would_help_is_what_lowers_the_peak_when_it_is_set():
-    step = simulate_step(Placed(data_parallel("none"), A100, OURS), order(data_parallel("none")))
+    step = simulate_step(Placed(data_parallel("none"), A100, OURS), knobs(data_parallel("none")))
     helps = memory_that_would_fit(step)
     assert set(helps) == {
         "layout.shard optimizer", "layout.shard gradients", "layout.shard full", "layout.recompute selective",
         "layout.recompute full",
     }  # fmt: skip
     run = data_parallel("none", recompute="full")
-    set_so = simulate_step(Placed(run, A100, OURS), order(run)).prediction.memory.total_bytes
+    set_so = simulate_step(Placed(run, A100, OURS), knobs(run)).prediction.memory.total_bytes
     assert helps["layout.recompute full"] == pytest.approx(set_so)
     assert set_so < step.prediction.memory.total_bytes
 
 
 def test_a_single_device_has_no_lanes_and_no_bubble():
     run = Run(shape=load_model("gpt-6.6b"), seq=1024, global_batch=4)
-    step = simulate_step(Placed(run, A100, OURS), order(run, "depth-first"))
+    step = simulate_step(Placed(run, A100, OURS), knobs(run, "depth-first"))
     assert communication(step.trace) == []
     assert step.bubble_fraction == pytest.approx(0, abs=1e-12)
     compute_s = run.num_microbatches * (sum(step.prediction.costs.forward_s) + sum(step.prediction.costs.backward_s))
@@ -196,7 +197,7 @@ TIED = replace(RUN, shape=replace(RUN.shape, tied=True))
 
 
 def test_a_tied_matrix_travels_beside_the_pipeline_and_nothing_follows_it():
-    plain, tied = (simulate_step(Placed(run, A100, OURS), order(run)) for run in (RUN, TIED))
+    plain, tied = (simulate_step(Placed(run, A100, OURS), knobs(run)) for run in (RUN, TIED))
     moved = {str(s.action): s for s in tied.trace.spans if s.action.kind in TIED_RECEIVE_KINDS}
     assert moved.keys() == {"7RECV_TIED", "0RECV_TIED_GRAD"}
     sizes = {name: (span.end_s - span.start_s) for name, span in moved.items()}
@@ -207,7 +208,7 @@ def test_a_tied_matrix_travels_beside_the_pipeline_and_nothing_follows_it():
     assert sizes["0RECV_TIED_GRAD"] == pytest.approx(fixed_s + 4 * matrix / rate)
     assert tied.prediction.terms.tied_s == 0
     assert tied.prediction.pipeline_s == plain.prediction.pipeline_s
-    two_copies = simulate_step(Placed(TIED, A100, replace(OURS, lends_tied=False)), order(TIED))
+    two_copies = simulate_step(Placed(TIED, A100, replace(OURS, lends_tied=False)), knobs(TIED))
     assert two_copies.prediction.terms.tied_s > 0
     assert not any(span.action.kind in TIED_RECEIVE_KINDS for span in two_copies.trace.spans)
     assert two_copies.prediction.step_time_s > tied.prediction.step_time_s
@@ -215,7 +216,7 @@ def test_a_tied_matrix_travels_beside_the_pipeline_and_nothing_follows_it():
 
 def test_the_borrower_of_a_tied_matrix_has_no_optimizer_state_for_it():
     tied, copies = (
-        simulate_step(Placed(TIED, A100, software), order(TIED)).prediction.memory_by_rank
+        simulate_step(Placed(TIED, A100, software), knobs(TIED)).prediction.memory_by_rank
         for software in (OURS, replace(OURS, lends_tied=False))
     )
     matrix = TIED.shape.vocab * TIED.shape.hidden
@@ -230,7 +231,7 @@ def test_on_one_rank_a_tied_matrix_is_borrowed_in_place_unless_it_may_be_dropped
     alone = replace(TIED, pp=1, loops=4)
     weights = {}
     for name, run in {"whole": alone, "full": replace(alone, dp=4, shard="full", global_batch=24)}.items():
-        tied = simulate_step(Placed(run, A100, OURS), order(run)).prediction.memory
-        copies = simulate_step(Placed(run, A100, replace(OURS, lends_tied=False)), order(run)).prediction.memory
+        tied = simulate_step(Placed(run, A100, OURS), knobs(run)).prediction.memory
+        copies = simulate_step(Placed(run, A100, replace(OURS, lends_tied=False)), knobs(run)).prediction.memory
         weights[name] = (tied.weights_bytes - copies.weights_bytes) / (TIED.shape.vocab * TIED.shape.hidden)
     assert weights == {"whole": 0, "full": pytest.approx(2)}

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from pipeloom.catalog import load_model, load_software
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import Choice
-from pipeloom.predict.step import Order, lowered, unsent
+from pipeloom.predict.step import lowered, unsent
+from pipeloom.recipe import Knobs
 from pipeloom.schedule.clock import seconds_of_all
 from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
 from pipeloom.simulate import simulate
@@ -29,11 +30,11 @@ def test_without_messages_nothing_else_changes_and_nothing_takes_longer(named, p
     name, sizes = named
     shape, software = load_model("gpt-6.6b"), load_software("pipeloom")
     choice = Choice(family=name, pp=pp, num_microbatches=count, **sizes)
-    order = Order(choice=choice, residency=rooms[0], prefetch=rooms[1], gradient_buffers=rooms[2])
+    knobs = Knobs(choice=choice, residency=rooms[0], prefetch=rooms[1], gradient_buffers=rooms[2])
     run = Run(
         shape=shape, seq=1024, global_batch=2 * count, pp=pp, dp=2, micro_batch=1, loops=choice.loops, shard=shard
     )
-    schedule, graph = lowered(run, software, order), unsent(run, software, order)
+    schedule, graph = lowered(run, software, knobs), unsent(run, software, knobs)
     assert [row.take(row.is_kind(*WITHOUT_MESSAGES)) for row in schedule.rows] == list(graph.facts.rows)
     costs = UniformCosts(2, 4, transfer_s, unshard_s=3, reduce_s=5)
     _, ends = graph.times(seconds_of_all(graph.facts, costs.seconds))

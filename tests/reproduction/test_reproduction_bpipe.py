@@ -9,7 +9,8 @@ from pipeloom.catalog import load_software
 from pipeloom.cost.placed import Placed
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
-from pipeloom.predict.step import Order, simulate_step
+from pipeloom.predict.step import simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
 from pipeloom.simulate import simulate
 from reproduction import bpipe, bpipe_cases, bpipe_tables, tables
@@ -103,7 +104,7 @@ def test_a_step_without_bpipe_is_what_the_project_predicts():
 def test_a_balanced_step_is_what_the_project_simulates():
     run, software = bpipe.paired(bpipe.run_of(GPT_96B, TWO)), bpipe.program_of(GPT_96B, PROGRAM)
     choice = Choice(family="1f1b", pp=run.pp, num_microbatches=run.num_microbatches)
-    own = simulate_step(Placed(run, bpipe_cases.CLUSTER, software), Order(choice=choice, moving=Moves(balance=True)))
+    own = simulate_step(Placed(run, bpipe_cases.CLUSTER, software), Knobs(choice=choice, moves=Moves(balance=True)))
     step = bpipe.steps(GPT_96B, PROGRAM, TWO)["bpipe"]
     assert step.seconds == pytest.approx(own.prediction.step_time_s)
     assert step.fits

@@ -7,7 +7,6 @@ from families import TRAINING, fitting
 from small_run import small_run
 
 from pipeloom.catalog import load_software
-from pipeloom.cli.simulate import order_of
 from pipeloom.config import ModelConfig, RunConfig, ScheduleConfig
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.stages import replicated_parameters
@@ -51,7 +50,9 @@ def test_sums_over_tensor_parallel_ranks_are_in_the_simulated_schedule():
     layout = Layout(pp=2, loops=2, tp=2, sequence_parallel=True, num_microbatches=4)
     config = RunConfig(model=ModelConfig(num_heads=6).resolve(257), layout=layout)
     described = describe(config)
-    step = simulate_step(Placed(described.run, described.cluster, described.software), order_of(config))
+    step = simulate_step(
+        Placed(described.run, described.cluster, described.software), config.knobs(), moves_by_seconds=False
+    )
     assert step.schedule.rows == training_schedule(config).rows
     assert stages_reduced(step.schedule) == [0, 1, 2, 3]
     assert min(step.prediction.costs.reduce_s) > 0

@@ -13,7 +13,8 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Found, Task, best_schedule
-from pipeloom.predict.step import Order, SimulatedStep, placed_in, simulate_step
+from pipeloom.predict.step import SimulatedStep, placed_in, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.schedule import Placement
 from pipeloom.workload.run import Run
 
@@ -106,10 +107,10 @@ def predict(placed: Placed, schedule: str) -> SimulatedStep:
     """
     run = placed.run
     choice = choice_of(run, schedule)
-    order = Order(choice=choice)
+    knobs = Knobs(choice=choice)
     if choice.family in SEARCHED:
         placed = placed_in(placed, choice)
         ratios, pending = Ratios.of(placed.costs), pending_share(run, placed.software)
         found = found_schedule(choice.family, placed.placement, run.num_microbatches, ratios, pending)
-        order = replace(order, found=found.schedule)
-    return simulate_step(placed, order)
+        knobs = replace(knobs, found=found.schedule)
+    return simulate_step(placed, knobs)

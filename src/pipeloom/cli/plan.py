@@ -152,7 +152,7 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
     if request.config is not None:
         config = _over(request.config, config, has_model=options.model is not None)
     folder = options.out or options.export
-    moves = best.software.has_lanes and best.order.moving.is_any
+    moves = best.software.has_lanes and best.knobs.moves.is_any
     if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
         config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
     if folder is not None and best.software.has_lanes and (moves or options.out is not None):
@@ -327,22 +327,22 @@ _OF_RUN = (
     "tp", "pp", "dp", "loops", "replicate", "shard", "micro_batch", "num_microbatches", "sequence_parallel",
     "recompute", "recompute_layers", "layers_by_stage", "placement", "pipeline_order",
 )  # fmt: skip
-_OF_ORDER = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
+_OF_KNOBS = ("residency", "prefetch", "gradient_buffers", "receive_buffers")
 _OF_STEP = ("tokens_per_s", "mfu", "hfu", "bubble_fraction", "dollars_per_billion_tokens")
 
 
 def step_to_json(step: SimulatedStep) -> dict[str, Any]:
     """One layout with its predictions."""
-    run, order, choice, prediction = step.run, step.order, step.order.choice, step.prediction
+    run, knobs, choice, prediction = step.run, step.knobs, step.knobs.choice, step.prediction
     return {
         **{name: getattr(run, name) for name in _OF_RUN},
         "token_slices": run.slices or None,
         "nodes": [[kind.name, number] for kind, number in step.cluster.kinds(run.num_devices)],
         **{name: getattr(choice, name) for name in ("family", "group_size", "keep")},
-        **{name: getattr(order, name) for name in _OF_ORDER},
-        **{name: getattr(order.moving, name) for name in ("balance", "offload")},
-        "activation_bytes": order.moving.budget_bytes,
-        "device_budget": order.swapping and order.swapping.budget,
+        **{name: getattr(knobs, name) for name in _OF_KNOBS},
+        **{name: getattr(knobs.moves, name) for name in ("balance", "offload")},
+        "activation_bytes": knobs.moves.budget_bytes,
+        "device_budget": knobs.device_budget,
         **{name: getattr(step, name) for name in _OF_STEP},
         "step_time_s": prediction.step_time_s,
         "memory_bytes": prediction.memory.total_bytes,

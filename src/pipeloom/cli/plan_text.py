@@ -83,7 +83,7 @@ def _devices(question: Question) -> str:
 
 def _print_layout(console: Console, best: SimulatedStep) -> None:
     """What the first row does not contain."""
-    run, order = best.run, best.order
+    run, knobs = best.run, best.knobs
     parts = [f"{count(run.num_stages, 'stage')}"]
     if run.layers_by_stage is not None and run.num_stages > 1:
         least, most = min(run.layers_by_stage), max(run.layers_by_stage)
@@ -91,7 +91,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.shard != "none" and run.dp > 1:
         parts.append(f"{run.shard} shared out over {run.shard_size} of {run.dp} data-parallel ranks")
     if run.shard == "full" and run.dp > 1:
-        parts.append(f"{count(order.residency, 'stage')} gathered at once")
+        parts.append(f"{count(knobs.residency, 'stage')} gathered at once")
     if run.recompute_layers is not None:
         again = sum(kind == "full" for kind in run.recompute_layers)
         parts.append(f"{again} of {run.shape.layers} layers recomputed")
@@ -105,18 +105,18 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
 
 def _ways(best: SimulatedStep) -> list[str]:
     """How room is made for activations, and how sequences are cut."""
-    run, order, parts = best.run, best.order, list[str]()
-    if order.choice.keep is not None:
-        kept = ", ".join(map(str, order.choice.keep))
+    run, knobs, parts = best.run, best.knobs, list[str]()
+    if knobs.choice.keep is not None:
+        kept = ", ".join(map(str, knobs.choice.keep))
         parts.append(f"{kept} stage inputs kept whole by rank, the others recomputed")
-    if order.moving.is_any and order.moving.budget_bytes is not None:
-        where = "partners" if order.moving.balance else "the host"
-        unit, name = unit_bytes(order.moving.budget_bytes)
-        room = f"{short(order.moving.budget_bytes / unit)} {name}"
+    if knobs.moves.is_any and knobs.moves.budget_bytes is not None:
+        where = "partners" if knobs.moves.balance else "the host"
+        unit, name = unit_bytes(knobs.moves.budget_bytes)
+        room = f"{short(knobs.moves.budget_bytes / unit)} {name}"
         parts.append(f"what a rank has no room for in {room} waits at {where}")
-    if order.swapping is not None:
+    if knobs.device_budget is not None:
         whole = sum(one.total for one in swapped_amounts(run, best.software))
-        parts.append(f"at most {format_bytes(order.swapping.budget)} on the device, {format_bytes(whole)} at the host")
+        parts.append(f"at most {format_bytes(knobs.device_budget)} on the device, {format_bytes(whole)} at the host")
     if run.pipeline_order is not None:
         parts.append("partners beside each other on the nodes")
     if run.slices:
@@ -163,19 +163,19 @@ def _best_table(plan: Plan) -> Table:
 
 def schedule_of(step: SimulatedStep) -> str:
     """The schedule in a word; without a pipeline it is the order of accumulation."""
-    choice = step.order.choice
+    choice = step.knobs.choice
     if choice.pp == 1 and choice.loops == 1:
         return "none"
     family = choice.family if choice.group_size is None else f"{choice.family} {choice.group_size}"
-    moved = [name for name in ("balance", "offload") if getattr(step.order.moving, name)]
-    moved += ["swap"] if step.order.swapping is not None else []
+    moved = [name for name in ("balance", "offload") if getattr(step.knobs.moves, name)]
+    moved += ["swap"] if step.knobs.device_budget is not None else []
     return ", ".join([family, *moved, *([f"{choice.num_slices} slices"] if choice.num_slices > 1 else [])])
 
 
 def recomputed(step: SimulatedStep) -> str:
     """What is recomputed in a word: nothing, a number of layers, a share of the micro-batches, all."""
     run = step.run
-    if step.order.choice.keep is not None:
+    if step.knobs.choice.keep is not None:
         return f"{step.recomputed_share:.0%}"
     if run.recompute_layers is not None:
         return f"{sum(kind == 'full' for kind in run.recompute_layers)} of {run.shape.layers}"

@@ -11,10 +11,8 @@ from pipeloom.cli.swap_plan import ReportedPlan, make_swap_plan, print_swap_plan
 from pipeloom.config import RunConfig
 from pipeloom.errors import UserError
 from pipeloom.planner.slice_lengths import plan_slices
-from pipeloom.predict.describe import describe
-from pipeloom.predict.moves import why_training_may_differ
-from pipeloom.predict.stage_swaps import Swapping
-from pipeloom.predict.step import Order, SimulatedStep, memory_that_would_fit, simulate_step
+from pipeloom.predict.describe import describe, why_training_may_differ
+from pipeloom.predict.step import SimulatedStep, memory_that_would_fit, simulate_step
 from pipeloom.schedule import Level
 from pipeloom.system.files import write_text
 from pipeloom.terminal.words import unit_s
@@ -52,14 +50,13 @@ class Options(RunConfig):
 def run(words: list[str]) -> int:
     """Parse the configuration, simulate, print; 1 if the step does not fit the devices, whose prediction is printed."""
     options = parse_config(words, "simulate", _SUMMARY, Options(), described_problems)
-    swapping = _swapping(options)
-    if options.swap_plan and swapping is None:
+    if options.swap_plan and options.schedule.device_budget is None:
         raise UserError("--swap-plan has no effect without schedule.device_budget; give both or leave it out")
     if options.by_seconds and not (options.schedule.balance or options.schedule.offload):
         raise UserError("--by-seconds has no effect without schedule.balance or schedule.offload; leave it out")
     if options.by_seconds and options.schedule.file is not None:
         raise UserError("--by-seconds has no effect with schedule.file, whose moves have their places; leave one out")
-    plan = make_swap_plan(options, swapping) if options.swap_plan and swapping is not None else None
+    plan = make_swap_plan(options) if options.swap_plan else None
     try:
         step = simulate_config(options, by_seconds=options.by_seconds)
     # The cut of the run file may be impossible; the plan says which one is not, so it is printed all the same.
@@ -123,29 +120,11 @@ def simulate_config(config: RunConfig, *, by_seconds: bool = False) -> Simulated
         ConfigError: cluster or program are unknown or wrong.
     """
     placed = describe(config)
-    order = order_of(config, by_seconds=by_seconds or not placed.software.has_lanes)
-    return plan_slices(placed, order).step if config.layout.token_slices == "auto" else simulate_step(placed, order)
-
-
-def order_of(config: RunConfig, *, by_seconds: bool = False) -> Order:
-    """Which schedule a configuration runs, and how it is lowered; ``by_seconds`` as in ``Order``."""
-    schedule, recipe = config.schedule, config.recipe()
-    return Order(
-        choice=config.choice(),
-        receive_buffers=schedule.receive_buffers,
-        residency=schedule.known_residency,
-        prefetch=schedule.known_prefetch,
-        gradient_buffers=schedule.gradient_buffers,
-        swapping=_swapping(config),
-        moving=recipe.moves,
-        given=recipe.given,
-        by_seconds=by_seconds,
-    )
-
-
-def _swapping(config: RunConfig) -> Swapping | None:
-    budget = config.schedule.budget_bytes
-    return None if budget is None else Swapping(budget, needs_norm=config.optimizer.clips)
+    # Programs without lanes are simulated only, so no run has to follow with nominal seconds.
+    by_seconds = by_seconds or not placed.software.has_lanes
+    if config.layout.token_slices == "auto":
+        return plan_slices(placed, config.knobs(), moves_by_seconds=by_seconds).step
+    return simulate_step(placed, config.knobs(), moves_by_seconds=by_seconds)
 
 
 def to_json(step: SimulatedStep, *, with_curves: bool = False) -> dict[str, Any]:

@@ -82,19 +82,19 @@ def _recomputation(step: SimulatedStep) -> str:
         kinds = Counter(run.recompute_layers)
         return f", recomputation of layers: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
     if run.recompute == "none":
-        return "" if step.order.choice.keep is not None else ", no recomputation"
+        return "" if step.knobs.choice.keep is not None else ", no recomputation"
     return f", {run.recompute} recomputation"
 
 
 def _print_headline(console: Console, step: SimulatedStep, tree: Mapping[str, Any]) -> None:
-    run, order = step.run, step.order
+    run, knobs = step.run, step.knobs
     kinds = step.cluster.kinds(run.num_devices)
     peaks = dict.fromkeys(kind.device.peak_flops_per_s[run.precision] / 1e12 for kind, _ in kinds)
     shard = "" if run.shard == "none" else f", {run.shard} sharding over {run.shard_size}"
     cut = f" in {count(len(run.slices), 'slice')}" if run.slices else ""
-    passes = passes_of(order.choice.keep, balance=order.moving.balance, offload=order.moving.offload)
+    passes = passes_of(knobs.choice.keep, balance=knobs.moves.balance, offload=knobs.moves.offload)
     console.print(
-        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {order.choice.family}{passes}: "
+        f"{run.shape.name or 'model'}, {amount(run.shape.parameters)} parameters; {knobs.choice.family}{passes}: "
         f"{run.pp} pipeline x {run.dp} data x {run.tp} tensor ranks, {count(run.loops, 'loop')}; "
         f"{count(step.schedule.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq:,} tokens{cut}; "
         f"{dtype_words(run.precision, is_default=tree['has_default_dtype'])}{_recomputation(step)}{shard}"

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeloom.cli.run_config import described_problems, dtype_words, parse_config
-from pipeloom.cli.simulate import order_of
 from pipeloom.config import RunConfig
 from pipeloom.planner.slice_lengths import SlicedStep, SlicePlan, plan_slices
 from pipeloom.predict.describe import describe
@@ -44,7 +43,7 @@ def plan_config(config: RunConfig, unit: int | None = None) -> SlicePlan:
         UserError: the unit does not fit, or cluster or program are unknown or wrong.
     """
     whole = replace(config, layout=replace(config.layout, token_slices=None))
-    return plan_slices(describe(whole), order_of(whole), unit)
+    return plan_slices(describe(whole), whole.knobs(), unit)
 
 
 def to_json(plan: SlicePlan) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def _figures(one: SlicedStep) -> dict[str, float]:
 
 
 def _text(plan: SlicePlan, is_default: bool) -> str:
-    run, choice = plan.step.run, plan.step.order.choice
+    run, choice = plan.step.run, plan.step.knobs.choice
     batch = f"{count(choice.num_microbatches, 'micro-batch')} of {run.micro_batch} x {run.seq} tokens"
     dtype = dtype_words(run.precision, is_default=is_default)
     rows = [(f"{len(one.lengths)} even", _figures(one)) for one in plan.even]

@@ -7,7 +7,7 @@ from typing import Any
 from pipeloom.config import RunConfig
 from pipeloom.planner.stage_swaps import SwapPlan, plan_swaps, question_of
 from pipeloom.predict.describe import describe
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts
+from pipeloom.predict.stage_swaps import swapped_amounts
 
 _MOST_DOUBLINGS = 11
 
@@ -27,12 +27,14 @@ class ReportedPlan:
     is_needed: bool
 
 
-def make_swap_plan(config: RunConfig, swapping: Swapping) -> ReportedPlan:
+def make_swap_plan(config: RunConfig) -> ReportedPlan:
     """The best cut, and the fewest micro-batches, powers of two, with which the device computes most of the time."""
-    described = describe(config)
-    plan = plan_swaps(question_of(described, swapping), [2**power for power in range(_MOST_DOUBLINGS)])
+    described, budget = describe(config), config.schedule.budget_bytes
+    assert budget is not None, "a configuration with schedule.device_budget"
+    question = question_of(described, budget, needs_norm=config.optimizer.clips)
+    plan = plan_swaps(question, [2**power for power in range(_MOST_DOUBLINGS)])
     whole = sum(one.total for one in swapped_amounts(described.run, described.software))
-    return ReportedPlan(plan, swapping.budget, whole > swapping.budget)
+    return ReportedPlan(plan, budget, whole > budget)
 
 
 def swap_plan_to_json(swap_plan: ReportedPlan) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from pipeloom.checkpoint.checkpoint_choice import Choice, choose_checkpoint, refuse_steps
 from pipeloom.checkpoint.checkpoint_folder import FOLDER, TOKENIZER, UNCHECKED, can_be_checked, name_of, read_info
 from pipeloom.cli.run_config import other_axes, parse_config
-from pipeloom.config import RunConfig, find_problems, recipe_problems
-from pipeloom.predict.moves import why_training_may_differ
+from pipeloom.config import RunConfig, find_problems, hyperparameter_problems
+from pipeloom.predict.describe import why_training_may_differ
 from pipeloom.schedule import Kind
 from pipeloom.terminal.words import count, format_bytes, passes_of
 
@@ -29,7 +29,7 @@ def run(words: list[str]) -> int:
     from pipeloom.execute.processes.world import is_first
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.runs.run_start import take_run_folder
-    from pipeloom.train.room import check_memory
+    from pipeloom.train.memory_check import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
     check_processes(config)
@@ -87,7 +87,7 @@ def _run_in(path: Path, config: RunConfig) -> None:
 
 
 def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
-    recipe = recipe_problems(config) if is_model_known else []  # what is unset depends on the model's file
+    recipe = hyperparameter_problems(config) if is_model_known else []  # what is unset depends on the model's file
     return [*find_problems(config, is_model_known=is_model_known), *recipe]
 
 

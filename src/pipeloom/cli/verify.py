@@ -28,7 +28,7 @@ def run(words: list[str]) -> int:
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.data.text import load_data
     from pipeloom.execute.processes.world import is_first
-    from pipeloom.train.room import check_memory
+    from pipeloom.train.memory_check import check_memory
     from pipeloom.train.session import check_processes, run_on_all_ranks
 
     # Swapped stages update and drop their gradients within the step.

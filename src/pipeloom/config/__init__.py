@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses. Files and flags only override them."""
 
+from pipeloom.config.hyperparameters import hyperparameter_problems, unset, usual_values, with_demo_hyperparameters
 from pipeloom.config.problems import find_problems
-from pipeloom.config.recipe import recipe_problems, unset, usual_values, with_demo_recipe
 from pipeloom.config.run import RunConfig, to_dict
 from pipeloom.config.sections import (
     CheckpointConfig,
@@ -25,9 +25,9 @@ __all__ = [
     "ScheduleConfig",
     "TrainingConfig",
     "find_problems",
-    "recipe_problems",
+    "hyperparameter_problems",
     "to_dict",
     "unset",
     "usual_values",
-    "with_demo_recipe",
+    "with_demo_hyperparameters",
 ]

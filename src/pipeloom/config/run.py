@@ -15,7 +15,7 @@ from pipeloom.config.sections import (
 )
 from pipeloom.families import Choice
 from pipeloom.passes import Moves
-from pipeloom.recipe import Recipe, run_recipe, shared_state
+from pipeloom.recipe import Knobs, Recipe, run_recipe, shared_state
 from pipeloom.schedule import read_schedule
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelConfig
@@ -48,18 +48,16 @@ class RunConfig:
             keep=self.schedule.keep,
         )
 
-    def recipe(self) -> Recipe:
-        """How the schedule that the run trains with is made.
+    def knobs(self) -> Knobs:
+        """What the run chooses of its schedule.
 
         Raises:
             UserError: ``schedule.file`` cannot be read.
         """
-        layout, settings = self.layout, self.schedule
-        return run_recipe(
-            self.choice(),
+        settings = self.schedule
+        return Knobs(
+            choice=self.choice(),
             receive_buffers=settings.receive_buffers,
-            lends_tied=self.model.tied,
-            shard=shared_state(layout.shard, dp=layout.dp, sequence_parallel=layout.sequence_parallel),
             residency=settings.known_residency,
             prefetch=settings.known_prefetch,
             gradient_buffers=settings.gradient_buffers,
@@ -68,6 +66,15 @@ class RunConfig:
             given=None if settings.file is None else read_schedule(settings.file),
             moves=Moves(balance=settings.balance, offload=settings.offload, budget_bytes=settings.activation_bytes),
         )
+
+    def recipe(self) -> Recipe:
+        """How the schedule that the run trains with is made.
+
+        Raises:
+            UserError: ``schedule.file`` cannot be read.
+        """
+        shard = shared_state(self.layout.shard, dp=self.layout.dp, sequence_parallel=self.layout.sequence_parallel)
+        return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied)
 
 
 def value_of(config: RunConfig, name: str) -> Any:

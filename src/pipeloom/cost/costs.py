@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from pipeloom.schedule import Action, Kind
-from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES
+from pipeloom.schedule.kinds import HOST_MOVES, PARTNER_MOVES, SEND_KINDS, TIED_SEND_KINDS
 from pipeloom.schedule.stage_swaps import NONE, NOTHING, Amounts, Content
 
 
@@ -39,7 +39,10 @@ _NAMES: dict[Kind, str] = {
     Kind.RECV_TIED_GRAD: "tied_grad_s",
     Kind.UPDATE: "update_s",
 }
-"""Kind -> the attribute of costs that has its seconds; a kind in neither this nor ``_Named.seconds`` takes none."""
+"""Kind -> the attribute of costs that has its seconds."""
+
+# A message's seconds are those of its receive, and gathered weights are dropped in no time.
+_FREE = SEND_KINDS | TIED_SEND_KINDS | {Kind.RESHARD}
 
 
 class _Named(ABC):
@@ -75,8 +78,8 @@ class _Named(ABC):
                 return self.over_s(stage)
             case Kind.SWAP_IN | Kind.SWAP_OUT:
                 return self.move_s(stage, ~NOTHING)
-        name = _NAMES.get(action.kind)
-        return 0.0 if name is None else self._of(name, stage)
+        # A kind without a price is an error, not free: its step would look too short.
+        return 0.0 if action.kind in _FREE else self._of(_NAMES[action.kind], stage)
 
     def _of(self, name: str, stage: int) -> float:
         value: float | tuple[float, ...] = getattr(self, name)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run
-from pipeloom.config.recipe import RECIPE
+from pipeloom.config.hyperparameters import HYPERPARAMETERS
 from pipeloom.export.job import Draft, Job, Target, training_problems
 from pipeloom.export.text import MARK, body, comment, needs_array
 from pipeloom.terminal.words import count
@@ -20,7 +20,7 @@ def _problems(job: Job) -> list[str]:
 
 
 def _make(job: Job) -> Draft:
-    needs = job.needs({name: f"--{name}" for name in RECIPE})
+    needs = job.needs({name: f"--{name}" for name in HYPERPARAMETERS})
     notes = Draft(files={}, start=start_of(job, SCRIPT), differs=_differences(job), needs=needs)
     about = [*about_ranks(job), *([f"These settings may be in {RUN_FILE} as well."] if needs else [])]
     head = comment("torchrun of PyTorch 2.11 or newer", notes, [*about, _about_signals(job)], job.config)

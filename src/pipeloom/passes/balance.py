@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeloom.errors import UserError
 from pipeloom.passes.budget import checked_budget, checked_kept, kept_on, refuse_missing
-from pipeloom.passes.lower import lower
+from pipeloom.passes.lower_messages import lower
 from pipeloom.passes.room import Clock, Move, Plan, RowClock, lane_times, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s, times
 from pipeloom.schedule.facts import Seconds

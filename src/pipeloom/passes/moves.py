@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeloom.errors import UserError
 from pipeloom.passes.balance import balance
 from pipeloom.passes.budget import checked_budget, checked_kept, kept_on, refuse_missing
-from pipeloom.passes.lower import lower
+from pipeloom.passes.lower_messages import lower
 from pipeloom.passes.room import Clock, Plan, make_room, row_clock, settle
 from pipeloom.schedule.clock import SecondsOf, nominal_s
 from pipeloom.schedule.kinds import Kind

@@ -45,7 +45,7 @@ def on_plain(searching: Search, question: Question, best: SimulatedStep, deadlin
         return
     plain = searching.best(1, Limits(ways=("none",)), deadline=deadline).best
     if plain is not None and is_faster(plain, best):
-        run, choice = plain.run, plain.order.choice
+        run, choice = plain.run, plain.knobs.choice
         yield (
             f"A plain layout is faster, which --ways leaves out: without {way} a step takes "
             f"{-_relative(best, plain):.1%} less, with "

@@ -112,7 +112,7 @@ def is_faster(step: SimulatedStep, best: SimulatedStep) -> bool:
 
 def _kinds(question: Question, best: SimulatedStep) -> Iterator[tuple[str, Limits]]:
     """What could be different -> the limits that allow nothing else; some allow nothing at all."""
-    run, limits, family = best.run, question.limits, best.order.choice.family
+    run, limits, family = best.run, question.limits, best.knobs.choice.family
     sizes = divisors(question.num_devices)
     pipelines = tuple(pp for pp in sizes[1:] if limits.allows(pp=pp))
     if run.pp > 1 and limits.allows(pp=1):

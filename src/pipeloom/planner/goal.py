@@ -53,7 +53,7 @@ class Merit(NamedTuple):
         )
         # The text settles what is left, so that the answer does not depend
         # on the order in which layouts were simulated.
-        return cls(step_s, held, step.run.loops, repr((step.run, step.order)))
+        return cls(step_s, held, step.run.loops, repr((step.run, step.knobs)))
 
 
 Node = Arrangement | Cut | Leaf | Candidate

@@ -22,25 +22,25 @@ def run_config(step: SimulatedStep, model: str | None, cluster: str, software: s
         cluster: its name or file.
         software: its name or file.
     """
-    run, order, moving = step.run, step.order, step.order.moving
+    run, knobs, moves = step.run, step.knobs, step.knobs.moves
     is_sharded = run.dp > 1 and run.shard != "none"
     return RunConfig(
         model=_model(run.shape, model, run.seq),
         data=DataConfig(seq_len=run.seq),
         layout=_layout(run),
         schedule=ScheduleConfig(
-            family=order.choice.family,
-            group_size=order.choice.group_size,
-            placement=order.choice.placement_name,
-            keep=order.choice.keep,
-            receive_buffers=order.receive_buffers,
-            residency=order.residency if run.shard == "full" and run.dp > 1 else None,
-            prefetch=order.prefetch if is_sharded else None,
-            gradient_buffers=order.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
-            balance=moving.balance,
-            offload=moving.offload,
-            device_budget=None if order.swapping is None else str(order.swapping.budget),
-            activation_budget=None if moving.budget_bytes is None else f"{moving.budget_bytes:.0f}",
+            family=knobs.choice.family,
+            group_size=knobs.choice.group_size,
+            placement=knobs.choice.placement_name,
+            keep=knobs.choice.keep,
+            receive_buffers=knobs.receive_buffers,
+            residency=knobs.residency if run.shard == "full" and run.dp > 1 else None,
+            prefetch=knobs.prefetch if is_sharded else None,
+            gradient_buffers=knobs.gradient_buffers if run.shard in ("gradients", "full") and run.dp > 1 else None,
+            balance=moves.balance,
+            offload=moves.offload,
+            device_budget=None if knobs.device_budget is None else str(knobs.device_budget),
+            activation_budget=None if moves.budget_bytes is None else f"{moves.budget_bytes:.0f}",
         ),
         training=TrainingConfig(dtype=dtype_of(run.precision), device="cuda" if step.cluster.device.is_gpu else "cpu"),
         machine=MachineConfig(

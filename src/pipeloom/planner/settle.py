@@ -16,7 +16,8 @@ from pipeloom.families import Choice
 from pipeloom.planner.bounds import Sharded
 from pipeloom.planner.space import Leaf
 from pipeloom.predict.memory import Room, memory_with_room
-from pipeloom.predict.step import Order, SimulatedStep, compute_schedule, simulate_step, unsent
+from pipeloom.predict.step import SimulatedStep, compute_schedule, simulate_step, unsent
+from pipeloom.recipe import Knobs
 from pipeloom.schedule.peaks import Peaks
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.run import Run
@@ -31,23 +32,23 @@ class Candidate(OfPlaced):
 
     Attributes:
         placed: what is trained, how it is laid out, where and with what.
-        order: in which schedule.
+        knobs: in which schedule.
         leaf: what is decided.
         is_close: whether the search has its bound from its schedule without messages.
     """
 
-    order: Order
+    knobs: Knobs
     leaf: Leaf
     is_close: bool = False
     count = 1
 
     def of(self, run: Run) -> "Candidate":
-        """Another run in the same place and order."""
+        """Another run in the same place with the same knobs."""
         return replace(self, placed=self.placed.of(run))
 
     def simulate(self) -> SimulatedStep:
         """Its step; the last few whose activations move are kept, since their moves take long to place."""
-        return (_moved if self.order.moving.is_any else simulate_step)(self.placed, self.order)
+        return (_moved if self.knobs.moves.is_any else simulate_step)(self.placed, self.knobs)
 
     @property
     def bound_s(self) -> float:
@@ -57,7 +58,7 @@ class Candidate(OfPlaced):
     @property
     def unsent_s(self) -> float:
         """Seconds of the step at least: those of its schedule with gathers and reductions, but without messages."""
-        return self._bounds.unsent_s(unsent(self.run, self.software, self.order))
+        return self._bounds.unsent_s(unsent(self.run, self.software, self.knobs))
 
     @property
     def _bounds(self) -> Sharded:
@@ -68,12 +69,12 @@ class Candidate(OfPlaced):
     @property
     def free_bytes(self) -> list[float]:
         """For each rank the bytes that are left on a device of it; below 0 what is missing."""
-        order, choice, loops = self.order, self.order.choice, self.run.loops
+        knobs, choice, loops = self.knobs, self.knobs.choice, self.run.loops
         rows = compute_schedule(choice) if choice.keep is not None or choice.num_slices > 1 else peaks_of(choice)
         room = Room(
-            receive_buffers=0 if self.software.is_blocking else order.receive_buffers,
-            gathered=min(order.residency, loops),
-            unreduced=order.gradient_buffers,
+            receive_buffers=0 if self.software.is_blocking else knobs.receive_buffers,
+            gathered=min(knobs.residency, loops),
+            unreduced=knobs.gradient_buffers,
         )
         held = memory_with_room(self.run, self.software, rows, room)
         rooms = self.leaf.cut.memory.rooms.tolist()
@@ -86,8 +87,8 @@ class Candidate(OfPlaced):
 
 
 @lru_cache(maxsize=32)
-def _moved(placed: Placed, order: Order) -> SimulatedStep:
-    return simulate_step(placed, order)
+def _moved(placed: Placed, knobs: Knobs) -> SimulatedStep:
+    return simulate_step(placed, knobs)
 
 
 def settle(leaf: Leaf) -> Candidate | None:
@@ -96,23 +97,23 @@ def settle(leaf: Leaf) -> Candidate | None:
         return _with_some_layers(leaf)
     # The least sharding first, since it exchanges least; with each the most room, since that waits least.
     for shard in leaf.sharding.levels:
-        for order in orders_of(leaf.choice, shard):
-            if _is_hopeless(leaf, shard, order):
+        for knobs in knobs_of(leaf.choice, shard):
+            if _is_hopeless(leaf, shard, knobs):
                 continue
-            chosen = Candidate(leaf.placed(shard), order, leaf)
+            chosen = Candidate(leaf.placed(shard), knobs, leaf)
             if chosen.fits:
                 return chosen
     return None
 
 
-def _is_hopeless(leaf: Leaf, shard: Shard, order: Order) -> bool:
+def _is_hopeless(leaf: Leaf, shard: Shard, knobs: Knobs) -> bool:
     """Whether a bound says that it does not fit, so that no schedule has to be made to see it."""
     memory = leaf.cut.memory.sharded(shard, leaf.sharding.replicate)
-    held = memory.held_bytes(leaf.stage_inputs, order.residency)
+    held = memory.held_bytes(leaf.stage_inputs, knobs.residency)
     return leaf.cut.memory.missing_bytes(held) > 0
 
 
-def orders_of(choice: Choice, shard: Shard) -> list[Order]:
+def knobs_of(choice: Choice, shard: Shard) -> list[Knobs]:
     """A schedule with what a rank may have room for, the most first; gathers start as early as there is room.
 
     With every gradient whole all the time, ``gradients`` would hold as much as ``optimizer`` does, and with every stage
@@ -126,7 +127,7 @@ def orders_of(choice: Choice, shard: Shard) -> list[Order]:
     elif shard == "full":
         sizes = [(half, two), (two, two), (two, 1), (1, 1)]
     return [
-        Order(choice=choice, residency=gathered, prefetch=max(1, gathered - 1), gradient_buffers=unreduced)
+        Knobs(choice=choice, residency=gathered, prefetch=max(1, gathered - 1), gradient_buffers=unreduced)
         for gathered, unreduced in dict.fromkeys(sizes)
     ]
 
@@ -141,12 +142,12 @@ def peaks_of(choice: Choice) -> Peaks:
 def _with_some_layers(leaf: Leaf) -> Candidate | None:
     """With as few layers recomputed on each rank as it takes; ``None`` if that is none or not enough."""
     (shard,) = leaf.sharding.levels
-    orders = orders_of(leaf.choice, shard)
+    tried = knobs_of(leaf.choice, shard)
     # One gradient is reduced while the next one is made; more would take room for which layers are computed again.
-    order = next((order for order in orders if order.gradient_buffers == 2), orders[-1])
-    if _is_hopeless(leaf, shard, order):
+    knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2), tried[-1])
+    if _is_hopeless(leaf, shard, knobs):
         return None
-    plain = Candidate(leaf.placed(shard), order, leaf)
+    plain = Candidate(leaf.placed(shard), knobs, leaf)
     free = plain.free_bytes
     # What fits with nothing recomputed is a leaf of its own, and faster.
     return None if min(free) >= 0 else _recomputing(plain, free)
@@ -190,7 +191,7 @@ def _saved_bytes(chosen: Candidate) -> list[float]:
     """For each rank about what one recomputed layer saves."""
     run, software = chosen.run, chosen.software
     each = kept_bytes(run, software) - kept_bytes(replace(run, recompute="full"), software)
-    peaks = peaks_of(chosen.order.choice).stage_inputs
+    peaks = peaks_of(chosen.knobs.choice).stage_inputs
     # A layer is in one of the rank's stages, which has its share of the inputs that the rank holds at its peak.
     return [each * (1 + software.fragmentation) * peak / run.loops for peak in peaks]
 

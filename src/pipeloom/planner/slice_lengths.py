@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from pipeloom.cost.placed import Placed
 from pipeloom.cost.slices import SliceModel
 from pipeloom.errors import UserError
-from pipeloom.predict.step import Order, SimulatedStep, simulate_step
+from pipeloom.predict.step import SimulatedStep, simulate_step
+from pipeloom.recipe import Knobs
 from pipeloom.workload.layout import even_slices
 
 _MOST_UNITS = 128
@@ -229,13 +230,14 @@ def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
     return LatencyTable(model.seconds, run.seq, unit or default_unit(run.seq, run.tp, _MOST_UNITS), model.through_s)
 
 
-def plan_slices(placed: Placed, order: Order, unit: int | None = None) -> SlicePlan:
+def plan_slices(placed: Placed, knobs: Knobs, unit: int | None = None, *, moves_by_seconds: bool = False) -> SlicePlan:
     """Lengths from the dynamic programme, judged by the simulator for the family that runs.
 
     Args:
         placed: what is trained; its slices do not count.
-        order: which schedule.
+        knobs: with which schedule; the number of its slices does not count.
         unit: as ``modelled_table`` takes it.
+        moves_by_seconds: as ``simulate_step`` takes it.
 
     Raises:
         UserError: the unit does not divide the sequence, or tensor parallelism not the unit; or the run cannot be
@@ -247,13 +249,13 @@ def plan_slices(placed: Placed, order: Order, unit: int | None = None) -> SliceP
             f"the unit must divide data.seq_len {run.seq} and be a multiple of layout.tp {run.tp}, found {unit}"
         )
     table = modelled_table(placed, unit)
-    rounds = order.choice.num_microbatches * order.choice.loops
+    rounds = knobs.choice.num_microbatches * knobs.choice.loops
 
     @cache  # the programme, its judgement and the even ones share some lengths, and each is a whole simulation
     def step_of(lengths: tuple[int, ...]) -> SimulatedStep:
         sliced = replace(run, slices=lengths if len(lengths) > 1 else ())
-        chosen = replace(order, choice=replace(order.choice, num_slices=len(lengths)))
-        return simulate_step(placed.of(sliced), chosen)
+        chosen = replace(knobs, choice=replace(knobs.choice, num_slices=len(lengths)))
+        return simulate_step(placed.of(sliced), chosen, moves_by_seconds=moves_by_seconds)
 
     best, _ = judged_slices(table, run.pp, rounds, lambda lengths: step_of(lengths).prediction.step_time_s)
     even = [table.even(number) for number in _numbers(table.num_units)]

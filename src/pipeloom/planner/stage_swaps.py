@@ -24,7 +24,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_updates
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs
+from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
 from pipeloom.simulate import simulate
@@ -83,7 +83,7 @@ class SwapQuestion:
         return self.pieces[-1].lent_gradient if begin == 0 and end < len(self.pieces) else 0.0
 
 
-def question_of(placed: Placed, swapping: Swapping) -> SwapQuestion:
+def question_of(placed: Placed, budget: int, *, needs_norm: bool) -> SwapQuestion:
     """What the cost model knows of a run on one device; its pieces are embedding, layers and head.
 
     Raises:
@@ -99,9 +99,9 @@ def question_of(placed: Placed, swapping: Swapping) -> SwapQuestion:
         backward_s=costs.backward_s,
         update_s=costs.update_s,
         pieces=swapped_amounts(run, software),
-        budget=swapping.budget,
+        budget=budget,
         bytes_per_s=cluster.host_link.bytes_per_s,
-        needs_norm=swapping.needs_norm,
+        needs_norm=needs_norm,
     )
 
 

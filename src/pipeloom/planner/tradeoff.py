@@ -349,7 +349,7 @@ def _best_scaled(question: Question, steps: Sequence[SimulatedStep]) -> Simulate
     """
     found: dict[tuple[Any, ...], SimulatedStep | None] = {}
     for step in steps:
-        same = layout_limits(step.run, step.order.choice.family)
+        same = layout_limits(step.run, step.knobs.choice.family)
         del same["dp"]  # it grows
         if (layout := tuple(same.values())) not in found:
             found[layout] = search(question.limited(**same), 1).best
@@ -363,7 +363,7 @@ def _point(training: Training, method: str, step: SimulatedStep, reference_mfu: 
     return Point(
         method=method,
         program=step.software.name,
-        family=step.order.choice.family,
+        family=step.knobs.choice.family,
         run=run,
         batch_per_device=run.global_batch / run.num_devices,
         step_time_s=step.prediction.step_time_s,

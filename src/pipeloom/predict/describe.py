@@ -183,3 +183,23 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
         slices=layout.slice_lengths(config.data.seq_len) if layout.num_slices > 1 else (),
         pipeline_order=layout.pipeline_order,
     )
+
+
+def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -> str | None:
+    """Why ``train`` may run something else than ``simulate`` predicts; ``None`` where both do the same.
+
+    Everything else of a schedule comes from the configuration alone (``tests/conformance/test_every_command.py``).
+
+    Args:
+        config: of the run.
+        predicted: the type of its prediction; ``None`` where nothing is predicted.
+    """
+    reasons: list[str] = []
+    if config.layout.token_slices == "auto":
+        reasons.append("with layout.token_slices auto train measures slices, simulate predicts them")
+    trained, device = config.training.known_dtype, config.training.device
+    # Each takes the default of the devices that it is for: train of its own, simulate of the cluster's.
+    if predicted not in (None, trained):
+        default = f"train takes {trained} for training.device {device}, simulate {predicted} for machine.cluster"
+        reasons.append(f"without training.dtype {default}; set it")
+    return f"the trained run may differ from the simulated one: {'; '.join(reasons)}" if reasons else None

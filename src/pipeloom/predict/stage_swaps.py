@@ -1,6 +1,6 @@
 """A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeloom.cost.costs import StageCosts
 from pipeloom.cost.memory import Memory, state_bytes
@@ -11,19 +11,6 @@ from pipeloom.cost.stages import layers_of_pieces, placement_of, stage_layers, s
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_stays
 from pipeloom.workload.run import Run
-
-
-@dataclass(frozen=True)
-class Swapping:
-    """How a run is swapped.
-
-    Attributes:
-        budget: most bytes of stages on the device at once.
-        needs_norm: whether updates need the norm of the whole gradient (``place_of_updates``).
-    """
-
-    budget: int
-    needs_norm: bool
 
 
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:

@@ -1,6 +1,6 @@
 """A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import fmean
 
@@ -17,13 +17,13 @@ from pipeloom.cost.software import Software
 from pipeloom.cost.stages import pieces_of_layers
 from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, Choice
-from pipeloom.passes import Moves
 from pipeloom.predict.memory import held_bytes, memory_by_rank
 from pipeloom.predict.moves import by_seconds, with_moves
 from pipeloom.predict.places import Place, rank_places, shared_links
 from pipeloom.predict.sizes import ClosedSizes
-from pipeloom.predict.stage_swaps import Swapping, swapped_amounts, swapped_costs, swapped_memory
+from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs, swapped_memory
 from pipeloom.recipe import (
+    Knobs,
     Recipe,
     build,
     communicating,
@@ -33,43 +33,12 @@ from pipeloom.recipe import (
     shared_state,
     without_messages,
 )
-from pipeloom.schedule import Kind, Level, Schedule, ScheduleFile
+from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.facts import Graph
 from pipeloom.simulate import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """Which schedule a step runs, and how it is lowered.
-
-    Attributes:
-        choice: family and sizes.
-        receive_buffers: receives posted ahead, for each directed edge.
-        residency: stages gathered at once where weights are sharded at all times.
-        prefetch: visits of stages by which a gather starts early.
-        gradient_buffers: stages whose unreduced gradients a rank has room for; ``None`` for all.
-        swapping: how the model is swapped through one device; ``None`` keeps it there.
-        moving: what leaves ranks between forward and backward.
-        found: the family's schedule, where its order was searched for the seconds of a run; ``None`` as the family
-            makes it.
-        given: the schedule itself, if it is not made.
-        by_seconds: whether what moves is placed by the seconds of the step, which only a schedule file brings to
-            ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
-    """
-
-    choice: Choice
-    receive_buffers: int = 2
-    residency: int = 2
-    prefetch: int = 1
-    gradient_buffers: int | None = None
-    swapping: Swapping | None = None
-    moving: Moves = field(default_factory=Moves)
-    found: Schedule | None = None
-    given: ScheduleFile | None = None
-    by_seconds: bool = True
 
 
 @dataclass(frozen=True)
@@ -149,14 +118,14 @@ class SimulatedStep(OfPlaced):
 
     Attributes:
         placed: what was predicted.
-        order: which schedule.
+        knobs: what was chosen of its schedule.
         schedule: as it was simulated.
         trace: of the pipeline.
         prediction: times and memory.
         drain_s: seconds that the pipeline was observed to fill and drain longer than its schedule explains.
     """
 
-    order: Order
+    knobs: Knobs
     schedule: Schedule
     trace: Trace
     prediction: Prediction
@@ -268,7 +237,7 @@ class SimulatedStep(OfPlaced):
     @property
     def schedule_text(self) -> str:
         """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
-        recipe = recipe_of(self.run, self.software, self.order)
+        recipe = recipe_of(self.run, self.software, self.knobs)
         return schedule_text(recipe, self.schedule, self.sizes)
 
     @property
@@ -280,33 +249,39 @@ class SimulatedStep(OfPlaced):
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """For each pipeline rank the bytes that a device of it holds during the pipeline."""
         held = held_bytes(self.sizes.run, self.software, self.schedule)
-        if self.order.swapping is not None:
+        if self.knobs.device_budget is not None:
             amounts = swapped_amounts(self.run, self.software)
             held = replace(held, always_bytes=(self.software.reserve_bytes,), stages=amounts)
         return memory_over_time(self.schedule, self.trace, held)
 
 
-def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
+def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True) -> SimulatedStep:
     """The step of a run: its schedule with all communication, on the clock of its costs.
 
-    The answer's run has the placement of the order and, where ranks are not equally fast and the program balances them,
-    the layers of each stage.
+    The answer's run has the placement of the family and, where ranks are not equally fast and the program balances
+    them, the layers of each stage.
+
+    Args:
+        placed: what is trained.
+        knobs: with which schedule.
+        moves_by_seconds: whether what moves is placed by the seconds of the step, which only a schedule file brings to
+            ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
 
     Raises:
         UserError: the schedule cannot be made, the cluster has not so many devices, or its file or the program's let
             devices compute more than their peak.
     """
-    placed = placed_in(placed, order.choice)
+    placed = placed_in(placed, knobs.choice)
     run, cluster, software = placed.run, placed.cluster, placed.software
     costs = _with_collectives(placed)
     terms = step_terms(placed, max(costs.backward_s))
     price = partial(SliceModel(placed).costs, lengths=run.slices) if run.slices else _whole
-    how = recipe_of(run, software, order)
+    how = recipe_of(run, software, knobs)
     sizes = ClosedSizes.of(run, software, is_gpu=cluster.device.is_gpu)
-    schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if order.by_seconds else nominal)
+    schedule = build(how, sizes, by_seconds(costs, placed, how.moves, price) if moves_by_seconds else nominal)
     if how.moves.is_any:
         costs = with_moves(costs, placed, how.moves, schedule.partners, sizes.kept(schedule))
-    if order.swapping is not None:
+    if knobs.device_budget is not None:
         costs = swapped_costs(costs, placed, terms.optimizer_s)
         # Updates are actions of the schedule then, and in its time already.
         terms = replace(terms, optimizer_s=0.0)
@@ -315,12 +290,12 @@ def simulate_step(placed: Placed, order: Order) -> SimulatedStep:
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
-    memory = memory_by_rank(sizes.run, software, schedule, _receive_buffers(software, order), trace)
-    if order.swapping is not None:
+    memory = memory_by_rank(sizes.run, software, schedule, _receive_buffers(software, knobs), trace)
+    if knobs.device_budget is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
     prediction = Prediction(pipeline_s + terms.total_s, pipeline_s, terms, costs, memory, placed.device_bytes)
-    step = SimulatedStep(placed, order, schedule, trace, prediction, more_s)
+    step = SimulatedStep(placed, knobs, schedule, trace, prediction, more_s)
     # Faster than the peak of the hardware, so that a number of a file must be wrong.
     if step.hfu > 1:
         raise UserError(_impossible(step))
@@ -356,9 +331,9 @@ def _whole(costs: StageCosts) -> Costs:
     return costs
 
 
-def _receive_buffers(software: Software, order: Order) -> int:
+def _receive_buffers(software: Software, knobs: Knobs) -> int:
     """Receives posted ahead; programs that block post none."""
-    return 0 if software.is_blocking else order.receive_buffers
+    return 0 if software.is_blocking else knobs.receive_buffers
 
 
 def _with_collectives(placed: Placed) -> StageCosts:
@@ -372,47 +347,38 @@ def _shared_state(run: Run) -> Shard | None:
     return shared_state(run.shard, dp=run.dp, sequence_parallel=run.sequence_parallel)
 
 
-def recipe_of(run: Run, software: Software, order: Order) -> Recipe:
-    """How a program makes the schedule of a run.
+def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
+    """How a program makes the schedule of a run; for this program that of the run's configuration.
 
     Args:
         run: what is trained.
         software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
-        order: family and knobs.
+        knobs: what was chosen.
     """
-    swapping = order.swapping
-    how = run_recipe(
-        order.choice,
-        receive_buffers=None if software.is_blocking else order.receive_buffers,
-        lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
+    return run_recipe(
+        knobs,
         shard=_shared_state(run) if software.has_lanes else None,
-        residency=order.residency,
-        prefetch=order.prefetch,
-        gradient_buffers=order.gradient_buffers,
-        device_budget=None if swapping is None else swapping.budget,
-        needs_norm=swapping is not None and swapping.needs_norm,
-        moves=order.moving,
-        given=order.given,
+        lends_tied=run.shape.tied and software.lends_tied and not software.is_blocking,
+        sends=not software.is_blocking,
     )
-    return how if order.found is None else replace(how, start=order.found)
 
 
-def lowered(run: Run, software: Software, order: Order) -> Schedule:
+def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
     """The schedule with what the program runs on other lanes than compute, but without moves and swaps.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    return communicating(recipe_of(run, software, order))
+    return communicating(recipe_of(run, software, knobs))
 
 
-def unsent(run: Run, software: Software, order: Order) -> Graph:
+def unsent(run: Run, software: Software, knobs: Knobs) -> Graph:
     """What ``lowered`` makes without its messages: it takes no longer, and is made in a fraction of the time.
 
     Raises:
         UserError: the schedule cannot be made.
     """
-    return without_messages(recipe_of(run, software, order))
+    return without_messages(recipe_of(run, software, knobs))
 
 
 def compute_schedule(choice: Choice) -> Schedule:
@@ -448,10 +414,10 @@ def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
 
 
 def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
-    is_same = run.shard == step.run.shard or step.order.moving.is_any  # what moves was placed with these gathers
-    schedule = step.schedule if is_same else lowered(run, step.software, step.order)
+    is_same = run.shard == step.run.shard or step.knobs.moves.is_any  # what moves was placed with these gathers
+    schedule = step.schedule if is_same else lowered(run, step.software, step.knobs)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
-    buffers = _receive_buffers(step.software, step.order)
+    buffers = _receive_buffers(step.software, step.knobs)
     run = ClosedSizes.of(run, step.software, is_gpu=step.cluster.device.is_gpu).run
     held = memory_by_rank(run, step.software, schedule, buffers, step.trace if is_same else None)
     return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

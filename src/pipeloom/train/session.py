@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pipeloom.checkpoint.checkpoint_folder import find_checkpoint, read_tokenizer
-from pipeloom.config import RunConfig, with_demo_recipe
+from pipeloom.config import RunConfig, with_demo_hyperparameters
 from pipeloom.config.problems import vocabulary_problems
 from pipeloom.cost.partition import default_partition, fastest_partition
 from pipeloom.data.text import Data, load_data
@@ -117,7 +117,7 @@ def resolve(config: RunConfig, data: Data) -> RunConfig:
     needed = data.tokenizer.vocab_size
     for problem in vocabulary_problems(config, needed):
         raise UserError(problem)
-    config = with_demo_recipe(config)
+    config = with_demo_hyperparameters(config)
     model = config.model.resolve(needed)
     layout, schedule = config.layout, config.schedule
     recompute = layout.recompute_by_layer(model.num_layers)

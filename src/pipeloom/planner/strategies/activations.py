@@ -18,7 +18,7 @@ from pipeloom.errors import UserError
 from pipeloom.passes import Moves
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.planner.bounds import Floats
-from pipeloom.planner.settle import TRIES, Candidate, orders_of
+from pipeloom.planner.settle import TRIES, Candidate, knobs_of
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
 from pipeloom.predict.memory import held_for_backwards, kept_by_stage
@@ -105,10 +105,10 @@ def _way_s(leaf: Leaf) -> Floats:
 def _plain(leaf: Leaf) -> Candidate | None:
     """The leaf without room made, with what hides exchanges; ``None`` if it fits like that."""
     (shard,) = leaf.sharding.levels
-    orders = orders_of(leaf.choice, shard)
+    tried = knobs_of(leaf.choice, shard)
     # Two gradients whole at once, and two stages gathered, hide exchanges; where memory is short, no more.
-    order = next((order for order in orders if order.gradient_buffers == 2 and order.residency <= 2), orders[-1])
-    chosen = Candidate(leaf.placed(shard), order, leaf)
+    knobs = next((knobs for knobs in tried if knobs.gradient_buffers == 2 and knobs.residency <= 2), tried[-1])
+    chosen = Candidate(leaf.placed(shard), knobs, leaf)
     return None if chosen.fits else chosen
 
 
@@ -116,7 +116,7 @@ def _keep(leaf: Leaf) -> Candidate | None:
     """With as many stage inputs kept whole on each rank as it has room for."""
     if (plain := _plain(leaf)) is None:
         return None
-    run, choice, schedule = plain.run, plain.order.choice, compute_schedule(plain.order.choice)
+    run, choice, schedule = plain.run, plain.knobs.choice, compute_schedule(plain.knobs.choice)
     kept, left = kept_by_stage(run, plain.software), stage_recomputed_bytes(run, plain.software)
     most, keep = list(schedule.peak_stage_inputs), list[int]()
     for rank, room in enumerate(_activation_room(plain)):
@@ -127,7 +127,7 @@ def _keep(leaf: Leaf) -> Candidate | None:
     for _ in range(TRIES):
         if min(keep) < 1:
             return None
-        chosen = replace(plain, order=replace(plain.order, choice=replace(choice, keep=tuple(keep))))
+        chosen = replace(plain, knobs=replace(plain.knobs, choice=replace(choice, keep=tuple(keep))))
         free = chosen.free_bytes
         if min(free) >= 0:
             return chosen
@@ -142,8 +142,8 @@ def _move(leaf: Leaf) -> Candidate | None:
     room = int(min(_activation_room(plain)))  # whole bytes, as a run file has them
     if room <= 0:
         return None
-    moving = Moves(balance=leaf.way == "balance", offload=leaf.way == "offload", budget_bytes=room)
-    chosen = replace(plain, order=replace(plain.order, moving=moving))
+    moves = Moves(balance=leaf.way == "balance", offload=leaf.way == "offload", budget_bytes=room)
+    chosen = replace(plain, knobs=replace(plain.knobs, moves=moves))
     # Partners beside each other put pipeline neighbors apart, so neither order is always the faster one.
     candidates = [chosen, *_paired(chosen)]
     seconds = [_step_s(one) for one in candidates]
@@ -155,7 +155,7 @@ def _paired(chosen: Candidate) -> Iterator[Candidate]:
     run, in_node = chosen.run, chosen.cluster.devices_per_node
     # Else partners reach over nodes however pipeline ranks are ordered.
     if chosen.leaf.way == "balance" and run.num_devices > in_node >= 2 * run.dp * run.tp:
-        partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.order.choice)))
+        partners = pair_ranks(held_for_backwards(run, chosen.software, compute_schedule(chosen.knobs.choice)))
         yield chosen.of(replace(run, pipeline_order=paired_order(partners)))
 
 
@@ -170,7 +170,7 @@ def _step_s(chosen: Candidate) -> float:
 
 def _activation_room(chosen: Candidate) -> list[float]:
     """For each rank the bytes that it has for what backwards need, with what the allocator loses taken off."""
-    schedule, loss = compute_schedule(chosen.order.choice), 1 + chosen.software.fragmentation
+    schedule, loss = compute_schedule(chosen.knobs.choice), 1 + chosen.software.fragmentation
     held = held_for_backwards(chosen.run, chosen.software, schedule)
     # ``free_bytes`` already counts what the plain schedule holds; that may be moved.
     return [free / loss + own for free, own in zip(chosen.free_bytes, held, strict=True)]
@@ -184,7 +184,7 @@ STRATEGIES.add(
         applies=partial(_too_large, way="keep"),
         estimate=_estimate_s,
         build=_keep,
-        is_in=lambda step: step.order.choice.keep is not None,
+        is_in=lambda step: step.knobs.choice.keep is not None,
     ),
 )
 STRATEGIES.add(
@@ -195,7 +195,7 @@ STRATEGIES.add(
         applies=partial(_too_large, way="balance"),
         estimate=_estimate_s,
         build=_move,
-        is_in=lambda step: step.order.moving.balance,
+        is_in=lambda step: step.knobs.moves.balance,
     ),
 )
 STRATEGIES.add(
@@ -206,6 +206,6 @@ STRATEGIES.add(
         applies=partial(_too_large, way="offload"),
         estimate=_estimate_s,
         build=_move,
-        is_in=lambda step: step.order.moving.offload and not step.order.moving.balance,
+        is_in=lambda step: step.knobs.moves.offload and not step.knobs.moves.balance,
     ),
 )

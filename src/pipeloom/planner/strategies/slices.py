@@ -45,7 +45,7 @@ def _build(leaf: Leaf) -> Candidate | None:
 
 
 def _cut(whole: Candidate, number: int) -> Candidate:
-    return replace(whole, order=replace(whole.order, choice=replace(whole.order.choice, num_slices=number)))
+    return replace(whole, knobs=replace(whole.knobs, choice=replace(whole.knobs.choice, num_slices=number)))
 
 
 def _cut_by_programme(chosen: Candidate) -> Iterator[SimulatedStep]:
@@ -80,7 +80,7 @@ STRATEGIES.add(
         applies=_few_microbatches,
         estimate=_estimate_s,
         build=_build,
-        is_in=lambda step: step.order.choice.num_slices > 1,
+        is_in=lambda step: step.knobs.choice.num_slices > 1,
         refine=_cut_by_programme,
     ),
 )

@@ -19,8 +19,7 @@ from pipeloom.planner.settle import Candidate
 from pipeloom.planner.space import Leaf
 from pipeloom.planner.stage_swaps import SwapQuestion, plan_swaps, question_of
 from pipeloom.planner.strategies.strategy import STRATEGIES, Left, Strategy
-from pipeloom.predict.stage_swaps import Swapping
-from pipeloom.predict.step import Order
+from pipeloom.recipe import Knobs
 from pipeloom.schedule.stage_swaps import NOTHING, Content
 
 FAMILY = "breadth-first"
@@ -69,7 +68,7 @@ def _estimate_s(leaf: Leaf) -> float:
 
 def _question(leaf: Leaf) -> SwapQuestion:
     """What is known of the pieces; the budget is not."""
-    return question_of(leaf.cut.placed, Swapping(0, needs_norm=OptimizerConfig().clips))
+    return question_of(leaf.cut.placed, 0, needs_norm=OptimizerConfig().clips)
 
 
 def _room(leaf: Leaf, asked: SwapQuestion) -> float:
@@ -112,7 +111,8 @@ def _within(leaf: Leaf, asked: SwapQuestion) -> Candidate:
     assert room is not None, "stages are swapped"
     choice = replace(leaf.choice, loops=len(partition))
     run = replace(run, loops=len(partition), layers_by_stage=layers_of_pieces(partition))
-    return Candidate(leaf.placed("none").of(run), Order(choice=choice, swapping=Swapping(room, asked.needs_norm)), leaf)
+    knobs = Knobs(choice=choice, device_budget=room, needs_norm=asked.needs_norm)
+    return Candidate(leaf.placed("none").of(run), knobs, leaf)
 
 
 def _hint(question: Question) -> str | None:
@@ -144,7 +144,7 @@ STRATEGIES.add(
         applies=_swappable,
         estimate=_estimate_s,
         build=_build,
-        is_in=lambda step: step.order.swapping is not None,
+        is_in=lambda step: step.knobs.device_budget is not None,
         hint=_hint,
         limit=_limit,
     ),

@@ -11,8 +11,8 @@ from pipeloom.config import DataConfig, ModelConfig, RunConfig
 from pipeloom.errors import HostError
 from pipeloom.predict.need import need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available
-from pipeloom.train import room
-from pipeloom.train.room import check_memory, processes_here
+from pipeloom.train import memory_check
+from pipeloom.train.memory_check import check_memory, processes_here
 from pipeloom.train.stages import piece_bytes, stage_of
 from pipeloom.workload.layout import Layout
 
@@ -35,8 +35,8 @@ def least(config, **how):
 
 
 def there(monkeypatch, size_bytes, addresses=math.inf):
-    monkeypatch.setattr(room, "available_memory", lambda: Available(size_bytes, "free on this host"))
-    monkeypatch.setattr(room, "address_space", lambda: Available(addresses, "left of the limit of addresses"))
+    monkeypatch.setattr(memory_check, "available_memory", lambda: Available(size_bytes, "free on this host"))
+    monkeypatch.setattr(memory_check, "address_space", lambda: Available(addresses, "left of the limit of addresses"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -1,7 +1,7 @@
-"""The recipe of a training: the settings that belong to a model and its text, whose defaults are those of the demo.
+"""Hyperparameters that belong to a model and its text: which have no default, and the values of the demo.
 
 A run that states the sizes of its model is the demo, or a variation of it. A model from ``model.preset`` or
-``model.file`` has a recipe of its own, which nobody but the user has: no default is taken for it.
+``model.file`` was trained with hyperparameters of its own, which only the user has: no default is taken for them.
 """
 
 from dataclasses import replace
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pipeloom.config.run import RunConfig, value_of
 from pipeloom.workload.model_families import MODELS
 
-RECIPE = {
+HYPERPARAMETERS = {
     "model.norm_eps": "added to the variance in normalization, as the model was designed",
     "model.rope_theta": "base of the rotary position frequencies, as the model was designed",
     "data.path": "a text file, or a folder of them",
@@ -32,13 +32,13 @@ def unset(config: RunConfig) -> dict[str, str]:
     is_rotary = MODELS[config.model.family].is_rotary
     return {
         name: what
-        for name, what in RECIPE.items()
+        for name, what in HYPERPARAMETERS.items()
         if value_of(config, name) is None and (is_rotary or name != "model.rope_theta")
     }
 
 
-def recipe_problems(config: RunConfig) -> list[str]:
-    """Why the run cannot train yet: one sentence with all settings of the recipe that are missing, or nothing."""
+def hyperparameter_problems(config: RunConfig) -> list[str]:
+    """Why the run cannot train yet: one sentence with all hyperparameters that are missing, or nothing."""
     missing = unset(config)
     if not missing:
         return []
@@ -59,8 +59,8 @@ def usual_values(config: RunConfig) -> str | None:
     return f"{values}: usual values, which are not from a recipe of this model."
 
 
-def with_demo_recipe(config: RunConfig) -> RunConfig:
-    """The run with the demo's value for each setting of the recipe that is unset, but ``data.path``."""
+def with_demo_hyperparameters(config: RunConfig) -> RunConfig:
+    """The run with the demo's value for each hyperparameter that is unset, but ``data.path``."""
     model, data, optimizer, training = config.model, config.data, config.optimizer, config.training
     return replace(
         config,
