@@ -98,8 +98,8 @@ def _own_state(run: Run, parameters: float, optimizer: float, shard: Shard) -> S
     # Without sharding, and in single precision, the optimizer works on the weights themselves.
     has_own = is_narrow or shard != "none"
     weights = 0.0 if shard == "full" else parameters * run.element_bytes
-    # What ``optimizer`` reduces to shares has a whole buffer for each stage all the time.
-    gradients = share + (parameters * _WIDE_BYTES if shard == "optimizer" else 0.0)
+    # What ``optimizer`` reduces to shares is whole in each stage all the time, with the share in its place.
+    gradients = parameters * _WIDE_BYTES if shard == "optimizer" else share
     moments = parameters * (optimizer - _WIDE_BYTES) / among  # the file counts the copy in single precision
     return State(
         weights + (share if has_own and not is_narrow else 0.0), gradients, moments + (share if is_narrow else 0.0)

@@ -25,7 +25,7 @@ from pipeloom.cost.memory import (
 )
 from pipeloom.cost.software import Software
 from pipeloom.cost.stages import gathered_parameters, layers_by_recompute, stage_layers, stage_parameters
-from pipeloom.schedule import Kind, Level, Placement, Schedule
+from pipeloom.schedule import Level, Placement, Schedule
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import MOVE_KINDS
@@ -63,13 +63,9 @@ def _held_beside(run: Run, software: Software, schedule: Schedule, receive_buffe
     else:
         # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
         most = [max(gathered[stage] for stage in placement.stages_of(rank)) for rank in range(run.pp)]
-    row = schedule.facts.row
-    reductions = np.bincount(row.stage[row.is_kind(Kind.REDUCE_GRAD)], minlength=run.num_stages)
     found: list[_Beside] = []
     for rank, bytes_gathered in enumerate(most):
-        stages = placement.stages_of(rank)
-        again = [stage for stage in stages if reductions[stage] > 1]
-        buffers = _buffer_bytes(run, software, stages, schedule.gradient_buffers, again)
+        buffers = _buffer_bytes(run, software, placement.stages_of(rank), schedule.gradient_buffers)
         found.append(_Beside(bytes_gathered, buffers, receive_buffers))
     return found
 
@@ -111,9 +107,7 @@ def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, r
     beside: list[_Beside] = []
     for rank in range(placement.num_ranks):
         stages = placement.stages_of(rank)
-        # Which stages are reduced more than once, is known when the reductions are there.
-        again = [] if room.unreduced is None or room.unreduced >= len(stages) else stages
-        buffers = _buffer_bytes(run, software, stages, room.unreduced, again)
+        buffers = _buffer_bytes(run, software, stages, room.unreduced)
         largest = sorted((gathered[stage] for stage in stages), reverse=True)[:count]
         beside.append(_Beside(sum(largest), buffers, room.receive_buffers))
     return _memory(run, software, beside, placement, most_held)
@@ -243,28 +237,23 @@ def _gathered_bytes(run: Run, software: Software) -> list[float]:
     return [each * parameters for parameters in held]
 
 
-def _buffer_bytes(
-    run: Run, software: Software, stages: Sequence[int], buffers: int | None, again: Sequence[int]
-) -> float:
-    """Bytes of a rank's buffers for gradients that are reduced to shares, which are there all the time.
+def _buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
+    """Bytes of a rank's whole gradients that are reduced to shares, beside these, which are there all the time.
 
     Args:
         run: what is trained.
         software: with what.
         stages: of the rank.
-        buffers: for whole gradients, each as large as the largest; ``None`` for one of each stage.
-        again: stages that are reduced more than once, whose shares are added up.
+        buffers: for whole gradients, each as large as the largest; ``None``: each stage has its own, with its share.
     """
-    if not (_is_sharded(run) and software.has_reduction_lane):
+    # With the optimizer's state alone, ``state_bytes`` has the whole gradients.
+    if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
         return 0.0
     each = state_bytes(replace(run, shard="none"), 1.0, software).gradients_bytes
     held = _held_parameters(run, software)
-    found = max((held[stage] for stage in again), default=0.0) / run.shard_size
-    # With the optimizer's state alone, ``state_bytes`` has the whole gradients.
-    if run.shard != "optimizer":
-        own = [held[stage] for stage in stages]
-        found += sum(own) if buffers is None else min(buffers, len(own)) * max(own)
-    return each * found
+    own = [held[stage] for stage in stages]
+    whole = sum(own) * (1 - 1 / run.shard_size) if buffers is None else min(buffers, len(own)) * max(own)
+    return each * whole
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:

@@ -113,7 +113,8 @@ class DataParallel(Part):
                 level,
                 groups.shard.size,
                 groups.shard.index,
-                reduces_again=reduced.count(index) > 1,
+                # With room for few gradients, stages share it.
+                reduces_in_place=reduced.count(index) <= 1 and (level == "none" or schedule.gradient_buffers is None),
                 replicated=replicated(module),
                 dtype=dtype,
             )
@@ -122,7 +123,6 @@ class DataParallel(Part):
         self._buffers = _buffers(self.weights, schedule.gradient_buffers, Counter(reduced))
         self._gathered: set[int] = set()
         self._open: dict[int, Tensor] = {}
-        self._scratch: Tensor | None = None
         self._most_held = Held()
         self._start_of = {Kind.UNSHARD: self.unshard, Kind.RESHARD: self.reshard, Kind.REDUCE_GRAD: self.reduce}
 
@@ -182,7 +182,6 @@ class DataParallel(Part):
 
     def held(self) -> Held:
         """Weights and gradients."""
-        self._count()  # the last reduction may have made room for a sum
         return self._most_held
 
     def unshard(self, stage: int) -> UnderWay:
@@ -208,7 +207,7 @@ class DataParallel(Part):
         if stage in self._open:
             return
         weights = self.weights[stage]
-        buffer = weights.gradient if weights.reduces_in_place else self._buffers[stage].take()
+        buffer = self._buffers[stage].take() if weights.whole_gradient is None else weights.whole_gradient
         self._open[stage] = buffer
         weights.open_gradient(buffer[: weights.order.size])
         self._count()
@@ -217,27 +216,19 @@ class DataParallel(Part):
         """Start adding up over the ranks what the backwards since the last reduction have added."""
         weights, buffer = self.weights[stage], self._open.pop(stage)
         weights.close_gradient()
-        return self._lane.start(self._reduction(weights, buffer, self._buffers[stage]))
+        return self._lane.start(self._reduction(weights, buffer, self._buffers.get(stage)))
 
-    def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers) -> Job:
+    def _reduction(self, weights: StageWeights, buffer: Tensor, buffers: GradientBuffers | None) -> Job:
         if self._sums_replicated:
             yield self._groups.tensor.all_reduce(buffer[weights.order.replicated])
-        if weights.reduces_in_place:
-            yield self._groups.copies.all_reduce(buffer)
-            return
-        part = self._room_for(weights.shard) if weights.reduces_again else weights.gradient
-        yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
-        # As soon as the part of the sum is here: the next gradient may be waiting for the buffer.
-        buffers.give_back(buffer)
+        # In place, which NCCL takes and Megatron-LM does too: a second tensor would add a share of all gradients.
+        part = buffer[weights.begin : weights.begin + weights.shard.numel()]
+        if self._groups.shard.size > 1:
+            yield self._groups.shard.reduce_scatter(part, buffer[: weights.order.size])
         yield self._groups.copies.all_reduce(part)
-        if weights.reduces_again:
+        if buffers is not None:
             weights.gradient.add_(part)
-
-    def _room_for(self, shard: Tensor) -> Tensor:
-        """A buffer like the shard; one for all reductions, since the lane runs one at a time."""
-        if self._scratch is None or self._scratch.numel() < shard.numel():
-            self._scratch = torch.empty_like(shard)
-        return self._scratch[: shard.numel()]
+            buffers.give_back(buffer)
 
     def gather_gradient(self, stage: int, timeout_s: float) -> dict[str, Tensor]:
         """After a step, a stage's whole gradient by parameter name. All ranks of the group call it for the same stages.
@@ -280,13 +271,13 @@ class DataParallel(Part):
         """Note what is held now."""
         # Stages may share their buffers, which must count once.
         buffers = {id(one): one for one in self._buffers.values()}.values()
-        weights, scratch = self.weights.values(), 0 if self._scratch is None else self._scratch.nbytes
+        weights = self.weights.values()
         now = Held(
             gathered=len(self._gathered),
             weights_bytes=sum(one.weights_bytes for one in weights),
             gradients=sum(one.num_taken for one in buffers)
-            + sum(self.weights[stage].reduces_in_place for stage in self._open),
-            gradients_bytes=sum(one.nbytes for one in buffers) + sum(one.gradient.nbytes for one in weights) + scratch,
+            + sum(self.weights[stage].whole_gradient is not None for stage in self._open),
+            gradients_bytes=sum(one.nbytes for one in buffers) + sum(one.gradients_bytes for one in weights),
         )
         self._most_held = self._most_held.most(now)
 
@@ -294,18 +285,14 @@ class DataParallel(Part):
 def _buffers(
     weights: Mapping[int, StageWeights], count: int | None, num_reductions: Mapping[int, int]
 ) -> dict[int, GradientBuffers]:
-    """For each stage where its gradients find a buffer: among a few for all stages, or one of its own for each."""
+    """For each stage that has no whole gradient where it finds a buffer: among a few for all, or its own ones."""
     if count is None:
         return {
-            stage: GradientBuffers(
-                0 if one.reduces_in_place else max(1, num_reductions.get(stage, 0)),
-                one.order.size,
-                one.gradient,
-                reuses=False,
-            )
+            stage: GradientBuffers(max(1, num_reductions[stage]), one.order.size, one.gradient, reuses=False)
             for stage, one in weights.items()
+            if one.whole_gradient is None
         }
     largest = max(weights.values(), key=lambda one: one.order.size)
     # No stage is reduced early where there are as many as stages.
     shared = GradientBuffers(min(count, len(weights)), largest.order.size, largest.gradient, reuses=True)
-    return dict.fromkeys(weights, shared)
+    return {stage: shared for stage, one in weights.items() if one.whole_gradient is None}

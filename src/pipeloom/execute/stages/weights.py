@@ -125,7 +125,8 @@ class StageWeights:
         level: what data-parallel ranks share.
         num_shards: over how many ranks.
         index: which shard is this rank's.
-        reduces_again: whether a gradient is reduced more than once a step, so that reductions have to add up.
+        reduces_in_place: whether backwards add to a whole gradient that the stage has, of which a reduction leaves this
+            rank's sum in its shard's place; else to buffers, from which reductions add to ``gradient``.
         replicated: parameters that every tensor-parallel rank holds whole.
         dtype: that the module computes in. ``None``: the one it has.
     """
@@ -137,7 +138,7 @@ class StageWeights:
         num_shards: int,
         index: int,
         *,
-        reduces_again: bool = False,
+        reduces_in_place: bool = True,
         replicated: Collection[str] = (),
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -157,10 +158,10 @@ class StageWeights:
         if self._is_mixed:
             self._compute_narrow()
         self.shard = master if level == "none" else master.chunk(num_shards)[index].clone()
-        self.reduces_again = reduces_again
-        self.reduces_in_place = level == "none" and not reduces_again
         self.begin = 0 if level == "none" else index * self.shard.numel()
-        self.gradient = torch.zeros_like(self.shard)
+        self.whole_gradient = torch.zeros_like(master) if reduces_in_place else None
+        own = slice(self.begin, self.begin + self.shard.numel())
+        self.gradient = torch.zeros_like(self.shard) if self.whole_gradient is None else self.whole_gradient[own]
         self._num_decayed = self._in_shard(self.order.num_decayed)
         self.whole_bytes = self.whole.nbytes
         self.is_held = True
@@ -187,6 +188,11 @@ class StageWeights:
         """Bytes of the whole weights where they are here, and of the shard in the type that computes."""
         whole = self.whole_bytes if self.is_held else 0
         return whole + (0 if self._is_mixed or self._level == "none" else self.shard.nbytes)
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Bytes of the gradient, whole where the stage has it so."""
+        return (self.gradient if self.whole_gradient is None else self.whole_gradient).nbytes
 
     @property
     def copy_bytes(self) -> int:
