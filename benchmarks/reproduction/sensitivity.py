@@ -15,7 +15,6 @@ PUBLISHED_GAIN = 0.43
 MODEL = "gpt-52b"
 SMALLEST = 8
 LARGEST = 384
-"""At which breadth-first fits. At 512 it is 0.2 GB too large: the head keeps its norm for each micro-batch."""
 BASELINES = ("depth-first", "1F1B")
 
 

@@ -78,7 +78,7 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
     if software.has_lanes:
-        return _own_state(run, parameters, optimizer, shard if run.dp > 1 else "none")
+        return _own_state(run, parameters, software, shard if run.dp > 1 else "none")
     # Programs hold weights and gradients in half precision (2 + 2 bytes), or gradients in single precision (2 + 4):
     # weights are never the larger part.
     weights = min(run.element_bytes, kept / 2)
@@ -91,16 +91,20 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
     return State(parameters * weights, parameters * gradients, parameters * optimizer)
 
 
-def _own_state(run: Run, parameters: float, optimizer: float, shard: Shard) -> State:
+def _own_state(run: Run, parameters: float, software: Software, shard: Shard) -> State:
     """The same of this program, whose optimizer and sums of gradients work on shares in single precision."""
     among = 1 if shard == "none" else run.shard_size
-    is_narrow, share = run.element_bytes < _WIDE_BYTES, parameters * _WIDE_BYTES / among
+    is_narrow = run.element_bytes < _WIDE_BYTES
+    # A study of another program may set gradients of two bytes; without mixed precision they are as wide as weights.
+    gradient = software.weight_state_bytes - run.element_bytes if is_narrow else _WIDE_BYTES
+    share = parameters * _WIDE_BYTES / among  # of the copy that the optimizer works on
     # Without sharding, and in single precision, the optimizer works on the weights themselves.
     has_own = is_narrow or shard != "none"
     weights = 0.0 if shard == "full" else parameters * run.element_bytes
     # What ``optimizer`` reduces to shares is whole in each stage all the time, with the share in its place.
-    gradients = parameters * _WIDE_BYTES if shard == "optimizer" else share
-    moments = parameters * (optimizer - _WIDE_BYTES) / among  # the file counts the copy in single precision
+    gradients = parameters * gradient / (1 if shard == "optimizer" else among)
+    # The file counts the copy in single precision as the optimizer's.
+    moments = parameters * (software.optimizer_state_bytes - _WIDE_BYTES) / among
     return State(
         weights + (share if has_own and not is_narrow else 0.0), gradients, moments + (share if is_narrow else 0.0)
     )
