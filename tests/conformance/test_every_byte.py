@@ -1,16 +1,11 @@
 """The bytes that are predicted for a rank are those that its executor counts: state, and what is kept for backwards."""
 
-import random
-from functools import cache
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from any_runs import any_run, with_sharding
+from any_runs import DATA, runs
 from one_process import OneProcess
 
 from pipeloom.analysis.matching import match_spans
-from pipeloom.config import find_problems
 from pipeloom.cost.memory import working_bytes
 from pipeloom.errors import UserError
 from pipeloom.predict.memory import memory_by_rank, moves_anything
@@ -21,19 +16,7 @@ from pipeloom.schedule.ledger import Ledger, most_in_rows
 from pipeloom.trace import merge
 from pipeloom.train.session import resolve
 
-DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
-COUNT, CHUNKS = 200, 8
-
-
-@cache
-def runs():
-    """The runs that ``test_every_command`` draws, of which some are refused."""
-    draw, found = random.Random(0), []
-    while len(found) < COUNT:
-        config = with_sharding(draw, any_run(draw))
-        if not find_problems(config, trains=False):
-            found.append(config)
-    return found
+CHUNKS = 8
 
 
 def counted(ranks, results, config):

@@ -1,17 +1,14 @@
 """What is simulated, planned and printed is what is trained: the same rows, byte for byte, or the same refusal."""
 
-import random
 import re
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
-from any_runs import TRAINED, any_run, with_sharding
+from any_runs import COUNT, DATA, TRAINED, runs
 
 from pipeloom.cli import main
 from pipeloom.cli.simulate import simulate_config
-from pipeloom.config import find_problems
 from pipeloom.config.file import format_run, parse_run, read_run_file
 from pipeloom.errors import UserError
 from pipeloom.planner.run_file import run_config
@@ -22,20 +19,6 @@ from pipeloom.system.files import parse_toml
 from pipeloom.train.pipeline import training_schedule
 from pipeloom.train.session import resolve
 from pipeloom.train.stages import StageSizes
-
-DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
-COUNT = 200
-
-
-@cache
-def runs():
-    """Runs without problems."""
-    draw, found = random.Random(0), []
-    while len(found) < COUNT:
-        config = with_sharding(draw, any_run(draw))
-        if not find_problems(config, trains=False):
-            found.append(config)
-    return found
 
 
 def trained(config):

@@ -1,5 +1,9 @@
 """Run files drawn at random over every knob of their schedule."""
 
+import random
+from functools import cache
+from types import SimpleNamespace
+
 from pipeloom.config import (
     DataConfig,
     MachineConfig,
@@ -8,12 +12,27 @@ from pipeloom.config import (
     RunConfig,
     ScheduleConfig,
     TrainingConfig,
+    find_problems,
 )
 from pipeloom.families import FAMILIES
 from pipeloom.workload.layout import Layout
 
 LAYERS = 6
 TRAINED = [name for name, one in FAMILIES.items() if one.has_backward]
+DATA = SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=257))
+"""What resolving a run takes of its data."""
+COUNT = 200
+
+
+@cache
+def runs():
+    """Runs without problems, the same for every test; a schedule may still be refused."""
+    draw, found = random.Random(0), []
+    while len(found) < COUNT:
+        config = with_sharding(draw, any_run(draw))
+        if not find_problems(config, trains=False):
+            found.append(config)
+    return found
 
 
 def any_run(draw):

@@ -15,7 +15,7 @@ from pipeloom.config import RunConfig
 from pipeloom.config.file import format_run, read_run_file
 from pipeloom.config.problems import model_problems, optimizer_problems
 from pipeloom.cost.software import with_optimizer
-from pipeloom.errors import ConfigError, UserError
+from pipeloom.errors import ConfigError
 from pipeloom.planner.comparison import causes
 from pipeloom.planner.plan import Plan, make_plan
 from pipeloom.planner.question import Limits, Question
@@ -24,6 +24,7 @@ from pipeloom.planner.strategies import with_strategies
 from pipeloom.predict.describe import asked_precision, load_or_note, with_model_sizes
 from pipeloom.predict.step import SimulatedStep
 from pipeloom.runs.run_folder import SCHEDULE
+from pipeloom.system.files import write_text
 from pipeloom.workload.dtypes import Dtype, dtype_of
 from pipeloom.workload.layout import Recompute, Shard
 from pipeloom.workload.model import shape_of
@@ -156,9 +157,9 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
     if folder is not None and moves:  # places of moves follow from seconds that `pipeloom train` does not have
         config = replace(config, schedule=replace(config.schedule, file=folder / SCHEDULE))
     if folder is not None and best.software.has_lanes and (moves or options.out is not None):
-        _write_text(folder / SCHEDULE, best.schedule_text)
+        write_text(folder / SCHEDULE, best.schedule_text, parents=True)
     if options.out is not None:
-        _write_text(options.out / RUN_FILE, format_run(config))
+        write_text(options.out / RUN_FILE, format_run(config), parents=True)
         if not options.json:
             from pipeloom.cli.launch import print_run
 
@@ -175,14 +176,6 @@ def _write(options: Options, request: Request, best: SimulatedStep) -> None:
             print_handed_over(done)
 
 
-def _write_text(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from error
-
-
 def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> str:
     """The cluster's name or file; beside the run a file of its own where its groups are taken in another order."""
     # A run file names a cluster by name; groups in another order need a file of their own.
@@ -192,7 +185,7 @@ def _cluster_file(options: Options, request: Request, best: SimulatedStep) -> st
     note = (
         f"{request.cluster} with its groups in the order that `pipeloom plan` chose: the first ranks are on the first."
     )
-    _write_text(file, cluster_to_toml(best.cluster, {"": [note]}))
+    write_text(file, cluster_to_toml(best.cluster, {"": [note]}), parents=True)
     if not options.json:
         print(f"\nwritten: {file}, with the groups of nodes in the order that was chosen")
     return str(file)

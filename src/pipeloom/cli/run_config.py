@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeloom.cli.flags import parse_flags
-from pipeloom.config import RunConfig, find_problems
+from pipeloom.config import RunConfig, find_problems, run_part
 from pipeloom.config.file import RETIRED, read_run_file
 from pipeloom.config.paths import with_home
 from pipeloom.errors import ConfigError
@@ -54,10 +54,8 @@ def parse_config(
     problems: list[str] = []
     # A file comes first: behind a flag, a word may be the value of that flag.
     if words and not words[0].startswith("-"):
-        # The options of a command are a RunConfig with more fields, which a run file must not have.
-        names = [item.name for item in fields(RunConfig)]
-        run, problems = read_run_file(Path(words[0]), RunConfig(**{name: getattr(config, name) for name in names}))
-        config = replace(config, **{name: getattr(run, name) for name in names})
+        run, problems = read_run_file(Path(words[0]), run_part(config))
+        config = replace(config, **{item.name: getattr(run, item.name) for item in fields(run)})
         words, source = words[1:], words[0]
     # Path(".") is also how an empty path reads; a shell's "here" gets its name.
     words = [_named(word) for word in words]

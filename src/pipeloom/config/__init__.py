@@ -2,7 +2,7 @@
 
 from pipeloom.config.hyperparameters import hyperparameter_problems, unset, usual_values, with_demo_hyperparameters
 from pipeloom.config.problems import find_problems
-from pipeloom.config.run import RunConfig, to_dict
+from pipeloom.config.run import RunConfig, run_part, to_dict
 from pipeloom.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -26,6 +26,7 @@ __all__ = [
     "TrainingConfig",
     "find_problems",
     "hyperparameter_problems",
+    "run_part",
     "to_dict",
     "unset",
     "usual_values",

@@ -77,6 +77,11 @@ class RunConfig:
         return run_recipe(self.knobs(), shard=shard, lends_tied=self.model.tied)
 
 
+def run_part(options: RunConfig) -> RunConfig:
+    """The run of a command's options, which are a ``RunConfig`` with more fields; a run file has none of these."""
+    return RunConfig(**{item.name: getattr(options, item.name) for item in fields(RunConfig)})
+
+
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of a setting, such as ``layout.pp``."""
     section, key = name.split(".")

@@ -1,8 +1,8 @@
 """Seconds of what ranks exchange beside the messages between stages, and of what follows the pipeline.
 
-Ranks of one data-parallel group are ``tp`` apart. With ``replicate`` copies of what is sharded, the ranks of one copy
-are neighbors on the data axis; gradients are reduced inside a copy first, and each shard then between the copies
-(hybrid sharding, arXiv 2304.11277, section 3.2.2).
+Global ranks of one data-parallel group differ by multiples of ``tp``. With ``replicate`` copies of what is sharded,
+the ranks of one copy are neighbors on the data axis; gradients are reduced inside a copy first, and each shard then
+between the copies (hybrid sharding, arXiv 2304.11277, section 3.2.2).
 """
 
 from collections.abc import Sequence

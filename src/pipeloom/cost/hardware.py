@@ -209,7 +209,7 @@ class MeasuredPieces:
         embedding, layer, head: seconds for one micro-batch, with tensor-parallel exchanges.
         stage: seconds of a stage beside its pieces.
         message_s: seconds of a core that a message between two stages takes at both ends together; 0 where cores are
-            not shared, so that the link tells.
+            not shared, so that the seconds are the link's.
     """
 
     run: Run

@@ -1,9 +1,9 @@
 """A run as those see it who start it: processes on nodes, layers in stages; and what a target makes of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
-from pipeloom.config import ModelConfig, RunConfig, find_problems, unset
+from pipeloom.config import ModelConfig, RunConfig, find_problems, run_part, unset
 from pipeloom.cost.hardware import Cluster
 from pipeloom.cost.stages import stage_layers
 from pipeloom.errors import ConfigError
@@ -214,9 +214,7 @@ def make_job(config: RunConfig, cluster: Cluster, time_limit: str) -> Job:
     Raises:
         ConfigError: the configuration is wrong; all problems together.
     """
-    # The options of a command are a RunConfig with more fields, which a run file must not have.
-    plain = RunConfig(**{item.name: getattr(config, item.name) for item in fields(RunConfig)})
-    config, problems = with_model_sizes(plain)
+    config, problems = with_model_sizes(run_part(config))
     problems += find_problems(config, trains=False, is_model_known=not problems)
     if problems:
         raise ConfigError(problems)

@@ -290,7 +290,7 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     links = shared_links(placed, schedule.placement, schedule.partners) if has_shared else None
     trace = simulate(schedule, price(costs), links)
     more_s = drain_s(run, software, costs)
-    memory = memory_by_rank(sizes.run, software, schedule, _receive_buffers(software, knobs), trace)
+    memory = memory_by_rank(sizes.run, software, schedule, knobs.receive_buffers, trace)
     if knobs.device_budget is not None:
         memory = (swapped_memory(memory[0], run, software, schedule),)
     pipeline_s = (longest_rank_s(trace) if software.overlaps_steps else trace.end_s) + more_s
@@ -329,11 +329,6 @@ def _impossible(step: SimulatedStep) -> str:
 def _whole(costs: StageCosts) -> Costs:
     """Of whole sequences."""
     return costs
-
-
-def _receive_buffers(software: Software, knobs: Knobs) -> int:
-    """Receives posted ahead; programs that block post none."""
-    return 0 if software.is_blocking else knobs.receive_buffers
 
 
 def _with_collectives(placed: Placed) -> StageCosts:
@@ -417,7 +412,7 @@ def _fullest_bytes(run: Run, step: SimulatedStep) -> float:
     is_same = run.shard == step.run.shard or step.knobs.moves.is_any  # what moves was placed with these gathers
     schedule = step.schedule if is_same else lowered(run, step.software, step.knobs)
     now, device_bytes = step.prediction.fullest_rank, step.prediction.device_bytes
-    buffers = _receive_buffers(step.software, step.knobs)
     run = ClosedSizes.of(run, step.software, is_gpu=step.cluster.device.is_gpu).run
-    held = memory_by_rank(run, step.software, schedule, buffers, step.trace if is_same else None)
+    trace = step.trace if is_same else None
+    held = memory_by_rank(run, step.software, schedule, step.knobs.receive_buffers, trace)
     return max(memory.total_bytes + (device_bytes[now] - room) for memory, room in zip(held, device_bytes, strict=True))

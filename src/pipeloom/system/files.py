@@ -54,7 +54,7 @@ def read_text(file: Path, what: str = "", most_bytes: int = MOST_BYTES) -> str:
         ) from error
 
 
-def write_text(file: Path, text: str, what: str = "", advice: str = "") -> None:
+def write_text(file: Path, text: str, what: str = "", advice: str = "", *, parents: bool = False) -> None:
     """Write a file for the user.
 
     Args:
@@ -62,11 +62,14 @@ def write_text(file: Path, text: str, what: str = "", advice: str = "") -> None:
         text: of the file.
         what: stands before the file in messages, such as ``the trace``.
         advice: stands behind the reason.
+        parents: whether folders that are missing are made.
 
     Raises:
         UserError: it cannot be written.
     """
     try:
+        if parents:
+            file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         name = f"{what} {file}".strip()

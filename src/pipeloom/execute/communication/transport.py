@@ -39,9 +39,9 @@ class UnderWay:
     """What runs beside compute: a message, a collective, or a move.
 
     Attributes:
-        begin: when it began, once it is done: a message in seconds of the host, from when it was asked for (it moves
-            later, when both sides are ready and the edge is free), others as a mark of their lane's clock.
-        end: when it was done, likewise.
+        begin: start time, set when it is done. Of a message the host's seconds at which it was posted (the transfer
+            starts later, when both sides are ready and the edge is free); of others a mark of their lane's clock.
+        end: time of completion, in the same unit.
     """
 
     begin: Mark = None
@@ -229,7 +229,7 @@ class _StreamTransfer(UnderWay):
 class _Lane:
     """One direction of one edge: transfers in their order.
 
-    Gloo tells that a transfer is done to whoever waits for it, and to nobody else, so somebody has to wait for each.
+    Gloo reports that a transfer is done only to a thread that waits for it, so each transfer needs one that waits.
     A rank that needs a tensor waits for it itself. What nobody has begun to wait for is left to a thread of the lane,
     so that the end of a transfer is noted, and a sent tensor dropped, while the rank computes. The thread is woken by
     the transport's ``_Rounds``, a moment later: at each transfer it would cost more than the transfer.

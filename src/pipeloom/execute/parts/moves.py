@@ -131,8 +131,8 @@ class Vault:
         if event is not None:
             torch.cuda.current_stream(device).wait_event(event)
             if memory.is_cuda:
-                # The allocator knows the stream that made the memory; without this it
-                # could give it out again while this one reads.
+                # The allocator reuses memory in the order of the stream that made it; without this
+                # it could hand it out while the current stream still reads.
                 memory.record_stream(torch.cuda.current_stream(device))
         return memory
 
