@@ -39,7 +39,7 @@ from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace, merge
 from side_by_side.results import Target, load_noted, machine, wide_console
 from side_by_side.stages import EmulatedStage, OwnCost, loss, sleep_precisely

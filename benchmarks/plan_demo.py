@@ -41,8 +41,8 @@ from pipeloom.planner.settle import Candidate, settle
 from pipeloom.planner.space import Leaf, arrangements
 from pipeloom.predict.step import SimulatedStep, lowered
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.train.session import run_on_all_ranks
-from pipeloom.train.trainer import Trainer
+from pipeloom.training.session import run_on_all_ranks
+from pipeloom.training.trainer import Trainer
 from pipeloom.workload.model import shape_of
 
 PROCESSES, BATCH, SEQ = 4, 16, 128

@@ -16,8 +16,8 @@ from pipeloom.config import RunConfig, ScheduleConfig, TrainingConfig
 from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.train.session import run_on_all_ranks
-from pipeloom.train.trainer import RunSummary, Trainer
+from pipeloom.training.session import run_on_all_ranks
+from pipeloom.training.trainer import RunSummary, Trainer
 from pipeloom.workload.layout import Layout
 
 LAYOUTS = [

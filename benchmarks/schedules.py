@@ -8,8 +8,8 @@ from rich.console import Console
 
 from pipeloom import families
 from pipeloom.cli.families import COLUMNS, lines
-from pipeloom.plot.draw import plot_timeline
-from pipeloom.simulate import simulate
+from pipeloom.plotting.draw import plot_timeline
+from pipeloom.simulation import simulate
 from pipeloom.terminal.console import cells_of
 from reproduction.tables import fill
 from schedule_pictures import PICTURES

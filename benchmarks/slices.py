@@ -36,7 +36,7 @@ from pipeloom.model import KeyValueCache
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, Slicing, best_slices
 from pipeloom.schedule import Schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from side_by_side.stages import sleep_precisely
 
 RANKS, TOKENS, WIDTH, UNIT = 4, 2048, 4, 16

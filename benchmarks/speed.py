@@ -15,7 +15,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import Choice
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 
 COSTS = UniformCosts(1.0, 2.0, 0.25, 0.5, 1.5)

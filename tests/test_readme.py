@@ -19,7 +19,7 @@ from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 COMMANDS = re.findall(r"^    pipeloom (schedule .*)$", README, flags=re.M)

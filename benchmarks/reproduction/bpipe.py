@@ -20,7 +20,7 @@ from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.predict.memory import held_bytes
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.ledger import HeldBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import paired_order
 from pipeloom.workload.run import Run

@@ -13,7 +13,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from reproduction.machine import Row
 
 TITLES = {

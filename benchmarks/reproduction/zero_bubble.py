@@ -26,7 +26,7 @@ from pipeloom.families import make_schedule
 from pipeloom.families.greedy import INPUTS_BY_RANKS, Task, best_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Placement, Schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 from reproduction.machine import Row
 from reproduction.tables import FOLDER, percent, table

@@ -8,7 +8,7 @@ from pipeloom.passes import add_data_parallel, lower
 from pipeloom.passes.lower_sharding import exchanges
 from pipeloom.schedule import Action, Kind, Schedule
 from pipeloom.schedule.kinds import SEND_KINDS
-from pipeloom.simulate import Sharing, simulate
+from pipeloom.simulation import Sharing, simulate
 from side_by_side.case import Case, Contender
 
 PYTORCH_RESIDENCY = 3

@@ -15,7 +15,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
 A100 = load_cluster("dgx-a100")

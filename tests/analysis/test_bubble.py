@@ -13,7 +13,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind, parse_schedule
-from pipeloom.simulate import Sharing, simulate
+from pipeloom.simulation import Sharing, simulate
 from pipeloom.trace import Trace
 
 EIGHTHS = st.integers(1, 80).map(lambda number: number / 8)  # sums of them are exact

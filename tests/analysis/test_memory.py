@@ -7,7 +7,7 @@ from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_slices, add_unshard, balance, lower
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 
 def held(ranks, stages, **sizes):

@@ -8,7 +8,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
 from pipeloom.schedule.lanes import COMPUTE_LANE, Lane
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Span, Trace
 
 

@@ -10,7 +10,7 @@ import pytest
 LIGHT = [
     "pipeloom.schedule",
     "pipeloom.families",
-    "pipeloom.simulate",
+    "pipeloom.simulation",
     "pipeloom.config",
     "pipeloom.config.file",
     "pipeloom.checkpoint.checkpoint_folder",
@@ -18,7 +18,7 @@ LIGHT = [
     "pipeloom.analysis.bubble",
     "pipeloom.runs.run_folder",
     "pipeloom.report",
-    "pipeloom.plot.draw",
+    "pipeloom.plotting.draw",
     "pipeloom.cli",
     "pipeloom.catalog",
     "pipeloom.predict.describe",

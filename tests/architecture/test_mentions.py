@@ -89,7 +89,7 @@ def test_the_newest_kind_touches_few_files():
     assert "schedule/kinds.py" in files
 
 
-@pytest.mark.parametrize("module", ["execute/executor.py", "simulate.py", "schedule/row.py"])
+@pytest.mark.parametrize("module", ["execute/executor.py", "simulation.py", "schedule/row.py"])
 def test_what_runs_every_kind_names_none(module):
     assert (SOURCE / module).exists()
     assert [kind.name for kind in Kind if module in files_that_name()[kind.name]] == []

@@ -15,9 +15,9 @@ from small_run import write_text
 
 from pipeloom.checkpoint.checkpoint_folder import list_checkpoints, read_info
 from pipeloom.cli import train
-from pipeloom.train.checkpoints import checkpoint
-from pipeloom.train.checkpoints.saving import Saving
-from pipeloom.train.trainer import Trainer
+from pipeloom.training.checkpoints import checkpoint
+from pipeloom.training.checkpoints.saving import Saving
+from pipeloom.training.trainer import Trainer
 
 MODEL = ["--model.num-layers", "2", "--model.hidden-size", "16", "--model.num-heads", "2", "--data.seq-len", "8"]
 LAYOUT = ["--layout.pp", "2", "--layout.num-microbatches", "2"]

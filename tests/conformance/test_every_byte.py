@@ -14,7 +14,7 @@ from pipeloom.predict.stage_swaps import swapped_memory
 from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import Ledger, most_in_rows
 from pipeloom.trace import merge
-from pipeloom.train.session import resolve
+from pipeloom.training.session import resolve
 
 CHUNKS = 8
 

@@ -16,9 +16,9 @@ from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Kind
 from pipeloom.system.files import parse_toml
-from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.session import resolve
-from pipeloom.train.stages import StageSizes
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.session import resolve
+from pipeloom.training.stages import StageSizes
 
 
 def trained(config):

@@ -18,9 +18,9 @@ from pipeloom.families import make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
-from pipeloom.train.equivalence import Gradients, compare, reference_gradients
-from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.session import resolve
+from pipeloom.training.equivalence import Gradients, compare, reference_gradients
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 
 SIZES = [(1, 1, 1), (1, 3, 4), (2, 2, 3), (4, 2, 9), (3, 1, 2)]

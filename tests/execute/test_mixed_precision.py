@@ -13,7 +13,7 @@ from toy import WIDTH, objective
 
 from pipeloom.config import ModelConfig, ScheduleConfig, TrainingConfig
 from pipeloom.execute.stages.weights import StageWeights
-from pipeloom.train.equivalence import TOLERANCES
+from pipeloom.training.equivalence import TOLERANCES
 from pipeloom.workload.layout import Layout
 
 LEVELS = [("none", None), ("optimizer", None), ("gradients", None), ("full", None), ("full", 2)]

@@ -34,7 +34,7 @@ from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.trace import merge
-from pipeloom.train.pipeline import training_schedule
+from pipeloom.training.pipeline import training_schedule
 from pipeloom.workload.layout import Layout
 
 FAMILIES = [("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("hybrid", 2)]
@@ -94,7 +94,7 @@ MOVED = [
 @pytest.mark.parametrize("kind", [Kind.EVICT, Kind.OFFLOAD])
 def test_runs_that_keep_one_part_each_equal_the_single_process(tmp_path, monkeypatch, kind, tied):
     monkeypatch.setattr(
-        "pipeloom.train.pipeline.training_schedule", lambda config: move_newest(training_schedule(config), 1, kind)
+        "pipeloom.training.pipeline.training_schedule", lambda config: move_newest(training_schedule(config), 1, kind)
     )
     configs = [
         small_run(tmp_path, model=replace(MODEL, tied=tied), layout=layout, schedule=ScheduleConfig(family=family))

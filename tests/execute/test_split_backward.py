@@ -24,9 +24,9 @@ from pipeloom.runs import run_folder
 from pipeloom.runs.run_reading import read_run
 from pipeloom.schedule import Kind
 from pipeloom.trace import from_chrome
-from pipeloom.train.equivalence import TOLERANCES
-from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.session import resolve
+from pipeloom.training.equivalence import TOLERANCES
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 
 FAMILY_NAMES = ["1f1b", "breadth-first", "depth-first", "gpipe", "hybrid"]
@@ -204,7 +204,7 @@ def test_with_slices_recomputation_of_some_and_what_moves_over_gloo(tmp_path, mo
         schedule, kind = training_schedule(config), kind_of[_key(config.layout, config.schedule)]
         return schedule if kind is None else move_newest(schedule, 1, kind)
 
-    monkeypatch.setattr("pipeloom.train.pipeline.training_schedule", moving)
+    monkeypatch.setattr("pipeloom.training.pipeline.training_schedule", moving)
     configs = []
     for layout, order, kind in WITH_PASSES:
         configs.append(small_run(tmp_path, model=model, layout=layout, schedule=ScheduleConfig(**order)))

@@ -14,10 +14,10 @@ from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.model import build_stage
-from pipeloom.train.equivalence import Gradients, _joined, compare
-from pipeloom.train.optimizer import make_optimizer
-from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.session import resolve
+from pipeloom.training.equivalence import Gradients, _joined, compare
+from pipeloom.training.optimizer import make_optimizer
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 
 STEPS = 4

@@ -10,8 +10,8 @@ from small_run import small_run
 from pipeloom.config import ModelConfig
 from pipeloom.data.text import load_data
 from pipeloom.errors import WorkerError
-from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.session import run_on_all_ranks
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.session import run_on_all_ranks
 from pipeloom.workload.layout import Layout
 
 SHAPES = {

@@ -21,9 +21,9 @@ from pipeloom.families import FAMILIES, make_schedule
 from pipeloom.model import build_stage, stage_pieces
 from pipeloom.passes import balance, lower, offload
 from pipeloom.schedule.kinds import MOVE_KINDS
-from pipeloom.train.equivalence import Gradients, compare, reference_gradients
-from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.session import resolve
+from pipeloom.training.equivalence import Gradients, compare, reference_gradients
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.session import resolve
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)

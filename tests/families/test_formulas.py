@@ -11,7 +11,7 @@ from pipeloom.analysis.summary import summarize
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)
 quick = settings(max_examples=40, deadline=None)

@@ -14,7 +14,7 @@ from pipeloom.families.weave import of_inputs, weave
 from pipeloom.passes import lower
 from pipeloom.schedule import PLACEMENTS, Placement
 from pipeloom.schedule.ledger import KeptBytes, most_in_rows
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 SECONDS = st.integers(1, 6).map(float)
 

@@ -12,7 +12,7 @@ from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.families import FAMILIES, Choice, make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Placement
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 UNIT = UniformCosts(forward_s=1, backward_s=2)
 SPLIT = [name for name, known in FAMILIES.items() if known.splits_backward]

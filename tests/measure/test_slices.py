@@ -10,9 +10,9 @@ from small_run import small_run
 from pipeloom.config import ModelConfig, TrainingConfig
 from pipeloom.data.text import load_data
 from pipeloom.measure.slices import fitted
-from pipeloom.train import session
-from pipeloom.train.session import resolve
-from pipeloom.train.slices import measured_points, with_known_slices
+from pipeloom.training import session
+from pipeloom.training.session import resolve
+from pipeloom.training.slices import measured_points, with_known_slices
 from pipeloom.workload.layout import Layout
 
 

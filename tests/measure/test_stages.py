@@ -20,10 +20,10 @@ from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Action, Kind
 from pipeloom.schedule.kinds import MOVE_KINDS
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.train.pipeline import Pipeline, training_schedule
-from pipeloom.train.session import resolve
-from pipeloom.train.stages import saved_bytes
-from pipeloom.train.trainer import simulate_profile
+from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.session import resolve
+from pipeloom.training.stages import saved_bytes
+from pipeloom.training.trainer import simulate_profile
 from pipeloom.workload.layout import Layout
 
 UNEVEN = (9, 7, 5, 3)

@@ -15,7 +15,7 @@ from pipeloom.passes import add_unshard, balance, lower
 from pipeloom.passes.balance import pair_ranks
 from pipeloom.schedule import Kind, Level, parse_schedule
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 
 def one_f_one_b(pp, count):

@@ -15,7 +15,7 @@ from pipeloom.passes.balance import find_partners
 from pipeloom.passes.moves import Moves, add_moves
 from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 BREADTH_FIRST = make_schedule("breadth-first", pp=4, loops=2, num_microbatches=8)
 ONE_F_ONE_B = make_schedule("1f1b", pp=4, num_microbatches=16)

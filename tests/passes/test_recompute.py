@@ -16,7 +16,7 @@ from pipeloom.passes import lower
 from pipeloom.passes.recompute import recompute_beyond
 from pipeloom.schedule import Kind, parse_schedule
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 FAMILIES = st.sampled_from([("gpipe", 1), ("1f1b", 1), ("depth-first", 2), ("breadth-first", 2), ("breadth-first", 3)])
 

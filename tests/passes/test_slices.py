@@ -13,7 +13,7 @@ from pipeloom.passes import add_data_parallel, add_slices, exchanges, lower
 from pipeloom.schedule import Kind, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import COMPUTE_KINDS
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 TRAINING = [name for name, family in FAMILIES.items() if family.has_backward]
 

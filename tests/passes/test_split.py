@@ -10,7 +10,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_unshard, lower, split_backward
 from pipeloom.schedule import Kind, parse_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 
 def texts(schedule, rank=0):

@@ -18,7 +18,7 @@ from pipeloom.planner.comparison import with_memory
 from pipeloom.planner.question import Question
 from pipeloom.planner.settle import settle
 from pipeloom.planner.space import arrangements
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
 SHARES = st.sampled_from([1.0, 0.6, 0.4, 0.25])

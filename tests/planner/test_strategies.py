@@ -20,8 +20,8 @@ from pipeloom.predict.describe import describe
 from pipeloom.predict.stage_swaps import swapped_amounts
 from pipeloom.predict.step import simulate_step
 from pipeloom.schedule import Kind
-from pipeloom.train.pipeline import training_schedule
-from pipeloom.train.stages import stage_amounts
+from pipeloom.training.pipeline import training_schedule
+from pipeloom.training.stages import stage_amounts
 from pipeloom.workload.layout import Layout
 from pipeloom.workload.model import ModelShape
 

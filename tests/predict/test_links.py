@@ -13,7 +13,7 @@ from pipeloom.predict.places import shared_links
 from pipeloom.predict.step import simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Action, Kind, Placement, parse_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
 CLUSTER = load_cluster("dgx-a100")

@@ -11,7 +11,7 @@ from pipeloom.predict.step import lowered, unsent
 from pipeloom.recipe import Knobs
 from pipeloom.schedule.clock import seconds_of_all
 from pipeloom.schedule.kinds import COMPUTE_KINDS, Kind
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.workload.run import Run
 
 WITHOUT_MESSAGES = (*COMPUTE_KINDS, Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)

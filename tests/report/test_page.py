@@ -17,7 +17,7 @@ from pipeloom.report import format_page, write_report
 from pipeloom.report.contents import CAUSES, page_contents
 from pipeloom.runs.run_folder import METRICS, PREDICTED_TRACE, SAMPLE, SCHEDULE, SUMMARY, TRACE, other_trace
 from pipeloom.runs.run_reading import read_run
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.system.folder_lock import lock_folder
 from pipeloom.trace import to_chrome
 from pipeloom.workload.layout import Coordinates

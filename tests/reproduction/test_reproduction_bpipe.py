@@ -12,7 +12,7 @@ from pipeloom.passes import Moves
 from pipeloom.predict.step import simulate_step
 from pipeloom.recipe import Knobs
 from pipeloom.schedule import Kind
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from reproduction import bpipe, bpipe_cases, bpipe_tables, tables
 from reproduction.bpipe_cases import COUNTED, FUSED, GPT_96B, LLAMA_65B, OTHER, PROGRAM, PROGRAMS, SMALL, Setting
 from reproduction.bpipe_links import link_rows

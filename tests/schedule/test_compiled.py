@@ -16,7 +16,7 @@ from pipeloom.passes import add_reduce_grad, add_stage_swaps, add_tied, add_unsh
 from pipeloom.schedule import Action, Kind, compiled, parse_schedule
 from pipeloom.schedule.kinds import STAGE_KINDS
 from pipeloom.schedule.rules import RULES, rule_name
-from pipeloom.simulate import Host, Sharing, simulate
+from pipeloom.simulation import Host, Sharing, simulate
 
 KINDS = list(Kind)
 PLACES = ["at once", "at the end", "in the next step"]

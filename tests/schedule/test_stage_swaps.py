@@ -18,7 +18,7 @@ from pipeloom.passes.lower_stage_swaps import UpdatePlace
 from pipeloom.schedule import Action, Kind, Level, Placement, Schedule, format_schedule, parse_schedule
 from pipeloom.schedule.kinds import USES_STAGE
 from pipeloom.schedule.stage_swaps import Amounts, Content, defers_updates, stage_moves, stage_stays
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 quick = settings(max_examples=60, deadline=None)
 places = st.sampled_from(get_args(UpdatePlace))

@@ -13,7 +13,7 @@ from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action, Kind, parse_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 quick = settings(max_examples=60, deadline=None)
 

@@ -12,7 +12,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import parse_schedule
 from pipeloom.schedule.lanes import HOST_LANE
-from pipeloom.simulate import Host, Sharing, simulate
+from pipeloom.simulation import Host, Sharing, simulate
 from pipeloom.trace import from_chrome, to_chrome
 
 

@@ -10,7 +10,7 @@ from pipeloom.errors import ScheduleError, ScheduleTextError
 from pipeloom.export.torch_csv import format_torch_csv
 from pipeloom.schedule import format_schedule, parse_schedule
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 EARLY = "0F0 0EVICT0 0F1 0F2 0LOAD0 0B2 0B1 0B0"
 LATE = "0F0 0EVICT0 0F1 0F2 0B2 0B1 0LOAD0 0B0"

@@ -18,7 +18,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, lower
 from pipeloom.schedule import parse_schedule
 from pipeloom.schedule.lanes import DATA_PARALLEL_LANE
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 SIZES = [(1, 4, 8), (2, 3, 4), (4, 4, 8), (4, 2, 16), (4, 4, 4)]  # ranks, loops, micro-batches
 

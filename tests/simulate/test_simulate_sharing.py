@@ -10,7 +10,7 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Kind, parse_schedule
-from pipeloom.simulate import Sharing, simulate
+from pipeloom.simulation import Sharing, simulate
 
 
 def on_one_host(capacity):

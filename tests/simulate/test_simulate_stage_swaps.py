@@ -11,7 +11,7 @@ from pipeloom.passes import add_stage_swaps, add_updates, lower
 from pipeloom.schedule import Action, Kind, parse_schedule
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import Amounts
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 SIZES = [(8, 8), (4, 3), (5, 16)]
 

@@ -7,7 +7,7 @@ from pipeloom.analysis.summary import communication
 from pipeloom.cost.costs import StageCosts, UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_tied, lower
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 FORWARD, BACKWARD = 1.0, 2.0
 SIZES = [(3, 1, 3), (4, 1, 8), (3, 2, 3), (4, 2, 8), (4, 2, 11), (4, 4, 8), (5, 3, 6)]

@@ -5,8 +5,8 @@ from functools import partial
 from pipeloom.data.text import load_data
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
-from pipeloom.train.equivalence import compare_with_reference
-from pipeloom.train.session import resolve
+from pipeloom.training.equivalence import compare_with_reference
+from pipeloom.training.session import resolve
 
 
 def differences_over_gloo(configs, num_ranks, timeout_s=60):

@@ -3,7 +3,7 @@
 from pipeloom.analysis.memory import memory_over_time
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 
 def compute_rows(schedule):

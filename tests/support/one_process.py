@@ -20,9 +20,9 @@ from in_process import (
 
 from pipeloom.execute.communication.collectives import Groups
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.train import pipeline as module
-from pipeloom.train.optimizer import StageUpdates, make_optimizer
-from pipeloom.train.pipeline import Pipeline
+from pipeloom.training import pipeline as module
+from pipeloom.training.optimizer import StageUpdates, make_optimizer
+from pipeloom.training.pipeline import Pipeline
 
 
 class OneProcess:

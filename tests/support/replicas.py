@@ -14,7 +14,7 @@ from pipeloom.execute.parts.messages import Messages
 from pipeloom.execute.stages.stage import Stage
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_data_parallel, exchanges, lower
-from pipeloom.train.optimizer import make_optimizer
+from pipeloom.training.optimizer import make_optimizer
 
 
 class Cluster:

@@ -11,7 +11,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.runs import run_folder
 from pipeloom.schedule import format_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import to_chrome
 from pipeloom.workload.layout import Layout
 

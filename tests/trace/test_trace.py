@@ -15,7 +15,7 @@ from pipeloom.families import make_schedule
 from pipeloom.passes import lower
 from pipeloom.schedule import Action
 from pipeloom.schedule.lanes import COMPUTE_LANE, Lane, other_end
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Span, Trace, from_chrome, merge, to_chrome
 
 COSTS = [UniformCosts(1, 2, 0.5), UniformCosts(1, 2), UniformCosts(1e-3 / 3, 2e-3 / 3, 1e-4 / 7)]

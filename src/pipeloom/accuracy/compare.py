@@ -20,7 +20,7 @@ from pipeloom.cost.software import Software
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.families import Choice
 from pipeloom.recipe import Recipe, build
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 
 
 @dataclass(frozen=True)

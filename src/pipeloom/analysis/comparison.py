@@ -8,7 +8,7 @@ from pipeloom.passes import add_unshard, lower
 from pipeloom.schedule import Kind, Schedule
 from pipeloom.schedule.kinds import LOAD_OF, SEND_KINDS
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 from pipeloom.trace.spans import Spans
 

@@ -40,7 +40,7 @@ def run(words: list[str]) -> int:
     checkpoint = find_checkpoint(options.checkpoint)
     import torch
 
-    from pipeloom.train.export import export
+    from pipeloom.training.export import export
 
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     files = export(checkpoint, options.output, dtype=dtype, file_bytes=round(options.file_gb * 1e9))

@@ -30,7 +30,7 @@ from pipeloom.recipe import PlacedBy, Recipe, Residence, Sizes, build, nominal, 
 from pipeloom.schedule import Kind, Schedule, format_schedule, read_schedule
 from pipeloom.schedule.ledger import KeptBytes, Ledger
 from pipeloom.schedule.stage_swaps import Amounts
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.system.files import MOST_SCHEDULE_BYTES, read_text
 from pipeloom.terminal.words import and_finite, count, passes_of
 from pipeloom.trace import Trace
@@ -123,7 +123,7 @@ def run(words: list[str]) -> int:
     trace = simulate(schedule, costs)
     title = _title(options, schedule)
     if options.plot is not None:
-        from pipeloom.plot.draw import plot_timeline
+        from pipeloom.plotting.draw import plot_timeline
 
         plot_timeline(trace, [options.plot], title=title, unit="units of cost")
     form = "json" if options.json else options.format

@@ -75,7 +75,7 @@ def run(words: list[str]) -> int:
             raise UserError(f"a schedule file is for pipeloom alone, and {step.software.name} has its own order")
         write_text(options.schedule_out, step.schedule_text, "the schedule")
     if options.plot is not None:
-        from pipeloom.plot.draw import excerpt, plot_timeline
+        from pipeloom.plotting.draw import excerpt, plot_timeline
 
         part, note = excerpt(step.trace)
         unit, name = unit_s(part.end_s - part.start_s)

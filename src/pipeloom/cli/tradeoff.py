@@ -91,7 +91,7 @@ def run(words: list[str]) -> int:
     refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "tradeoff")
     options = parse_flags(Options, words, "tradeoff", Options.__doc__ or "")
     if options.plot is not None:
-        from pipeloom.plot.draw import check_formats
+        from pipeloom.plotting.draw import check_formats
 
         check_formats([options.plot])
     inputs = inputs_of(options)
@@ -327,7 +327,7 @@ def _print_notes(console: Console, curves: Curves) -> None:
 
 
 def _draw(curves: Curves, file: Path) -> None:
-    from pipeloom.plot.draw import plot_tradeoff
+    from pipeloom.plotting.draw import plot_tradeoff
 
     inputs = curves.inputs
     plot_tradeoff(

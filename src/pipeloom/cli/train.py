@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pipeloom.data.text import Data
     from pipeloom.execute.processes.world import World
     from pipeloom.runs.run_folder import RunFolder
-    from pipeloom.train.trainer import RunResult, RunSummary
+    from pipeloom.training.trainer import RunResult, RunSummary
 
 _SUMMARY = "Train a language model with a pipeline of processes."
 
@@ -29,8 +29,8 @@ def run(words: list[str]) -> int:
     from pipeloom.execute.processes.world import is_first
     from pipeloom.runs.run_folder import RunFolder
     from pipeloom.runs.run_start import take_run_folder
-    from pipeloom.train.memory_check import check_memory
-    from pipeloom.train.session import check_processes, run_on_all_ranks
+    from pipeloom.training.memory_check import check_memory
+    from pipeloom.training.session import check_processes, run_on_all_ranks
 
     check_processes(config)
     # Before a folder is made and processes start: a run that cannot fit should leave nothing behind.
@@ -52,8 +52,8 @@ def _run_in(path: Path, config: RunConfig) -> None:
     from pipeloom.execute.processes.signals import raised_signals
     from pipeloom.runs.run_start import draft_start
     from pipeloom.terminal.progress import restore_terminal
-    from pipeloom.train.checkpoints.saving import safe_steps
-    from pipeloom.train.session import load_text, long_start, resolve, run_on_all_ranks
+    from pipeloom.training.checkpoints.saving import safe_steps
+    from pipeloom.training.session import load_text, long_start, resolve, run_on_all_ranks
 
     choice = None if config.checkpoint.resume is None else choose_checkpoint(config.checkpoint.resume)
     if choice is not None:
@@ -94,7 +94,7 @@ def _problems(config: RunConfig, *, is_model_known: bool) -> list[str]:
 def _write_end(config: RunConfig, folder: Path, result: "RunResult") -> None:
     """What one process writes when all ranks are done."""
     from pipeloom.report import write_report
-    from pipeloom.train.export import export
+    from pipeloom.training.export import export
 
     _draw(config, folder, result)
     if config.checkpoint.final == "safetensors":
@@ -106,7 +106,7 @@ def _check_checkpoint(config: RunConfig, data: "Data", choice: Choice | None) ->
     """Refuse a checkpoint of another model; else lines about how the run goes on, empty without checkpoint."""
     if choice is None:
         return ""
-    from pipeloom.train.checkpoints.checkpoint import check_resumable, new_order
+    from pipeloom.training.checkpoints.checkpoint import check_resumable, new_order
 
     check_resumable(config)
     info = read_info(choice.path)
@@ -149,7 +149,7 @@ def _check_schedule(config: RunConfig) -> str:
     if not may_move or config.layout.token_slices == "auto":
         config.choice().make()
         return ""
-    from pipeloom.train.pipeline import training_schedule
+    from pipeloom.training.pipeline import training_schedule
 
     rows = training_schedule(config).rows
     counts = {name: [int(row.is_kind(kind).sum()) for row in rows] for name, kind in _MOVED.items()}
@@ -158,7 +158,7 @@ def _check_schedule(config: RunConfig) -> str:
 
 
 def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
-    from pipeloom.plot.draw import plot_timelines
+    from pipeloom.plotting.draw import plot_timelines
     from pipeloom.runs.run_folder import TIMELINE
 
     if result.measured is None:
@@ -177,7 +177,7 @@ def _draw(config: RunConfig, folder: Path, result: "RunResult") -> None:
 
 def _train(folder: "RunFolder", config: RunConfig, world: "World", data: "Data") -> "RunResult":
     """What each rank does."""
-    from pipeloom.train.trainer import Trainer
+    from pipeloom.training.trainer import Trainer
 
     return Trainer(config, world, data, folder).run()
 

@@ -28,8 +28,8 @@ def run(words: list[str]) -> int:
     config = parse_run_config(words, "verify", _SUMMARY, default)
     from pipeloom.data.text import load_data
     from pipeloom.execute.processes.world import is_first
-    from pipeloom.train.memory_check import check_memory
-    from pipeloom.train.session import check_processes, run_on_all_ranks
+    from pipeloom.training.memory_check import check_memory
+    from pipeloom.training.session import check_processes, run_on_all_ranks
 
     # Swapped stages update and drop their gradients within the step.
     if config.schedule.device_budget is not None:
@@ -55,13 +55,13 @@ def run(words: list[str]) -> int:
 
 def _compare(num_batches: int, config: RunConfig, world: "World", data: "Data") -> dict[str, float] | None:
     """What each rank does."""
-    from pipeloom.train.equivalence import compare_with_reference
+    from pipeloom.training.equivalence import compare_with_reference
 
     return compare_with_reference(config, world, data, num_batches)
 
 
 def _report(differences: dict[str, float], dtype: str) -> int:
-    from pipeloom.train.equivalence import TOLERANCES
+    from pipeloom.training.equivalence import TOLERANCES
 
     tolerance = TOLERANCES[dtype]
     width = max(map(len, differences))

@@ -18,7 +18,7 @@ micro-batch, t tensor-parallel ranks, m = n / t with sequence parallelism and n 
 
 A layer that is recomputed as a whole keeps its input, e H m. Between the halves of a split backward a stage keeps, for
 each matrix, its input and the gradient of its output, and the gradients of all that is no matrix.
-``tests/train/test_kept_bytes.py`` compares all of it with stages on meta tensors.
+``tests/training/test_kept_bytes.py`` compares all of it with stages on meta tensors.
 """
 
 from collections.abc import Sequence

@@ -68,7 +68,7 @@ def offload(
     Where a rank would hold too much, that is offloaded which is needed last. It leaves and comes back as late as it
     can, where its lane of the two between device and host is free, so that no backward waits for it on the clock of
     ``seconds_of``. Only where that is not enough, things come back late, and the step takes longer by what is exposed;
-    ``pipeloom.simulate`` says by how much.
+    ``pipeloom.simulation`` says by how much.
 
     Args:
         schedule: at any level, without offloads; compute actions alone are lowered first. One that is balanced stays

@@ -27,7 +27,7 @@ from pipeloom.passes import add_stage_swaps, add_updates, lower, place_of_update
 from pipeloom.predict.stage_swaps import swapped_amounts, swapped_costs
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.stage_swaps import Amounts, Content, stage_sizes
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.terminal.words import format_bytes
 from pipeloom.trace import Trace
 

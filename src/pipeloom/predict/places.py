@@ -10,7 +10,7 @@ from pipeloom.cost.placed import Placed
 from pipeloom.schedule import Action, Kind, Placement
 from pipeloom.schedule.kinds import COMPUTE_KINDS, PARTNER_MOVES, RECEIVE_KINDS, TIED_RECEIVE_KINDS
 from pipeloom.schedule.lanes import other_end
-from pipeloom.simulate import Sharing
+from pipeloom.simulation import Sharing
 from pipeloom.workload.run import Run
 
 

@@ -35,7 +35,7 @@ from pipeloom.recipe import (
 )
 from pipeloom.schedule import Kind, Level, Schedule
 from pipeloom.schedule.facts import Graph
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 from pipeloom.workload.layout import Shard, even_slices
 from pipeloom.workload.run import Run

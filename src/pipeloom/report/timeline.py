@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeloom.analysis.summary import summarize
-from pipeloom.plot.draw import box_colors
+from pipeloom.plotting.draw import box_colors
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.kinds import COMPUTE_KINDS, KINDS, STAGE_KINDS
 from pipeloom.trace import Span, Trace

@@ -55,7 +55,7 @@ class Run:
         other_traces: the same of the others, by their names; empty without.
         predicted: the same as predicted; ``None`` without prediction.
         metrics: a dictionary for each step that is done, with at least ``step``, ``loss`` and ``step_time_s``.
-        summary: the results; ``pipeloom.train.trainer.RunSummary`` describes the keys. ``None`` before the end.
+        summary: the results; ``pipeloom.training.trainer.RunSummary`` describes the keys. ``None`` before the end.
         sample: text from the model; ``None`` without.
         checkpoints: the complete ones, oldest step first.
     """

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from pipeloom.errors import UserError
-from pipeloom.train.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DTYPES = sorted({name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)})

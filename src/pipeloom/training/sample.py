@@ -5,7 +5,7 @@ import torch
 from pipeloom.config import RunConfig
 from pipeloom.data.text import Data
 from pipeloom.execute.processes.world import World
-from pipeloom.train.pipeline import Pipeline
+from pipeloom.training.pipeline import Pipeline
 
 # Below 1: fewer unlikely tokens, so that a short sample shows what was learned.
 _TEMPERATURE = 0.8

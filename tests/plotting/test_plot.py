@@ -12,9 +12,9 @@ from pipeloom.cost.costs import UniformCosts
 from pipeloom.errors import UserError
 from pipeloom.families import make_schedule
 from pipeloom.passes import add_reduce_grad, add_unshard, balance, lower
-from pipeloom.plot.draw import _timelines_figure, _tradeoff_figure, box_colors, plot_accuracy, plot_timeline
+from pipeloom.plotting.draw import _timelines_figure, _tradeoff_figure, box_colors, plot_accuracy, plot_timeline
 from pipeloom.schedule import parse_schedule
-from pipeloom.simulate import simulate
+from pipeloom.simulation import simulate
 from pipeloom.trace import Trace
 
 BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -139,14 +139,14 @@ def test_a_picture_of_shapes_has_pixels_where_shapes_are_too_many(tmp_path, monk
     file = tmp_path / "large.svg"
     plot_timeline(example(), [file], title="shapes")
     assert "<image" not in file.read_text(encoding="utf-8")
-    monkeypatch.setattr("pipeloom.plot.draw._MOST_SHAPES", 10)
+    monkeypatch.setattr("pipeloom.plotting.draw._MOST_SHAPES", 10)
     plot_timeline(example(), [file], title="pixels")
     assert "<image" in file.read_text(encoding="utf-8")
 
 
 def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, monkeypatch):
     sizes = []
-    monkeypatch.setattr("pipeloom.plot.draw._save", lambda figure, _: sizes.append(figure))
+    monkeypatch.setattr("pipeloom.plotting.draw._save", lambda figure, _: sizes.append(figure))
     plot_timeline(Trace((), 3000), [tmp_path / "many.png"], title="many")
     (figure,) = sizes
     assert figure.get_size_inches()[1] < 50
@@ -157,7 +157,7 @@ def test_rows_of_very_many_ranks_share_a_height_that_a_picture_has(tmp_path, mon
 
 def test_a_box_has_the_place_and_the_color_of_its_action(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr("pipeloom.plot.draw._save", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr("pipeloom.plotting.draw._save", lambda figure, _: figures.append(figure))
     trace = simulate(parse_schedule("0F0 0B0\n1F0 1B0"), UniformCosts(1, 2))
     plot_timeline(trace, [tmp_path / "few.png"], title="few", scale=10)
     (boxes_,) = (part for part in figures[0].axes[0].collections if isinstance(part, PolyCollection))

@@ -26,8 +26,8 @@ from pipeloom.checkpoint.checkpoint_choice import refusal
 from pipeloom.checkpoint.checkpoint_folder import TOKENIZER, damage, read_info, read_tokenizer
 from pipeloom.errors import RunError, UserError
 from pipeloom.runs.run_folder import WEIGHTS, WEIGHTS_INDEX, weight_files
-from pipeloom.train.checkpoints.checkpoint import MODEL
-from pipeloom.train.checkpoints.storage import CheckpointReader
+from pipeloom.training.checkpoints.checkpoint import MODEL
+from pipeloom.training.checkpoints.storage import CheckpointReader
 
 _DRAFTS = ".weights.part"
 FILE_BYTES = 5_000_000_000

@@ -26,11 +26,11 @@ from pipeloom.runs.run_folder import RunFolder
 from pipeloom.schedule import Kind
 from pipeloom.schedule.ledger import HeldBytes, KeptBytes
 from pipeloom.schedule.stage_swaps import stage_sizes, stage_stays
-from pipeloom.train.export import export
-from pipeloom.train.pipeline import forward_schedule, training_schedule
-from pipeloom.train.session import resolve
-from pipeloom.train.stages import piece_bytes, stage_amounts
-from pipeloom.train.trainer import Trainer
+from pipeloom.training.export import export
+from pipeloom.training.pipeline import forward_schedule, training_schedule
+from pipeloom.training.session import resolve
+from pipeloom.training.stages import piece_bytes, stage_amounts
+from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
 STEPS = 3

@@ -25,10 +25,10 @@ from pipeloom.errors import RunError, UserError, WorkerError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.train.checkpoints import checkpoint as checkpoint_module
-from pipeloom.train.checkpoints.checkpoint import Checkpoints, expected_shapes
-from pipeloom.train.session import load_text, resolve
-from pipeloom.train.trainer import Trainer
+from pipeloom.training.checkpoints import checkpoint as checkpoint_module
+from pipeloom.training.checkpoints.checkpoint import Checkpoints, expected_shapes
+from pipeloom.training.session import load_text, resolve
+from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
 LAYOUTS = {

@@ -14,9 +14,9 @@ from pipeloom.passes.budget import kept_on
 from pipeloom.schedule import Kind
 from pipeloom.schedule.clock import nominal_s, times
 from pipeloom.schedule.ledger import KeptBytes
-from pipeloom.train.pipeline import Pipeline, training_schedule
-from pipeloom.train.session import resolve
-from pipeloom.train.stages import saved_bytes
+from pipeloom.training.pipeline import Pipeline, training_schedule
+from pipeloom.training.session import resolve
+from pipeloom.training.stages import saved_bytes
 from pipeloom.workload.layout import Layout
 
 LAYOUT = {"pp": 2, "loops": 1, "num_microbatches": 4}

@@ -19,8 +19,8 @@ from pipeloom.errors import UserError
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import World, is_launched, join_forked, join_launched, launched_size
 from pipeloom.families import FAMILIES
-from pipeloom.train.slices import with_known_slices
-from pipeloom.train.stages import piece_bytes
+from pipeloom.training.slices import with_known_slices
+from pipeloom.training.stages import piece_bytes
 
 Job = Callable[[RunConfig, World, Data], Any]
 """What every rank does; the configuration has its model resolved."""

@@ -11,9 +11,9 @@ from pipeloom.config import DataConfig, ModelConfig, RunConfig
 from pipeloom.errors import HostError
 from pipeloom.predict.need import need_by_pipeline_rank, reference_bytes
 from pipeloom.system.host_memory import Available
-from pipeloom.train import memory_check
-from pipeloom.train.memory_check import check_memory, processes_here
-from pipeloom.train.stages import piece_bytes, stage_of
+from pipeloom.training import memory_check
+from pipeloom.training.memory_check import check_memory, processes_here
+from pipeloom.training.stages import piece_bytes, stage_of
 from pipeloom.workload.layout import Layout
 
 SMALL = RunConfig(

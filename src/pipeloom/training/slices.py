@@ -13,8 +13,8 @@ from pipeloom.measure.slices import Point, fitted, measured
 from pipeloom.model import stage_pieces
 from pipeloom.passes import lower
 from pipeloom.planner.slice_lengths import LatencyTable, default_unit, judged_slices
-from pipeloom.simulate import simulate
-from pipeloom.train.stages import stage_of
+from pipeloom.simulation import simulate
+from pipeloom.training.stages import stage_of
 
 _MOST_UNITS = 64
 

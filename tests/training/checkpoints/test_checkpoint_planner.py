@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipeloom.errors import UserError
-from pipeloom.train.checkpoints.boxes import Elements
-from pipeloom.train.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
+from pipeloom.training.checkpoints.boxes import Elements
+from pipeloom.training.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
 
 
 def save(path, ranks):

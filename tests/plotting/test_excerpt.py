@@ -3,8 +3,8 @@
 from pipeloom.cost.costs import UniformCosts
 from pipeloom.families import make_schedule
 from pipeloom.passes import lower
-from pipeloom.plot.draw import excerpt
-from pipeloom.simulate import simulate
+from pipeloom.plotting.draw import excerpt
+from pipeloom.simulation import simulate
 
 TRACE = simulate(lower(make_schedule("breadth-first", pp=4, loops=2, num_microbatches=6)), UniformCosts(1.0, 2.0, 0.1))
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.train.checkpoints.boxes import Box, Elements, boxes_of
+from pipeloom.training.checkpoints.boxes import Box, Elements, boxes_of
 
 
 @st.composite

@@ -12,9 +12,9 @@ from pipeloom.data.text import load_data
 from pipeloom.execute.processes.workers import run_workers
 from pipeloom.execute.processes.world import join_forked
 from pipeloom.runs.run_folder import RunFolder
-from pipeloom.train.export import export
-from pipeloom.train.session import resolve
-from pipeloom.train.trainer import Trainer
+from pipeloom.training.export import export
+from pipeloom.training.session import resolve
+from pipeloom.training.trainer import Trainer
 from pipeloom.workload.layout import Layout
 
 WITH_TIMES = {"metrics.jsonl", "summary.json", "trace.json", "trace-replica-001-tensor-0.json"}

@@ -46,11 +46,11 @@ from pipeloom.errors import PeerLostError, PipeloomError, RunError, UserError
 from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.weights import StageWeights
 from pipeloom.runs.run_folder import CONFIG
-from pipeloom.train.checkpoints.boxes import Elements
-from pipeloom.train.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
-from pipeloom.train.checkpoints.storage import CheckpointReader, CheckpointWriter
-from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.stages import stage_of
+from pipeloom.training.checkpoints.boxes import Elements
+from pipeloom.training.checkpoints.planner import ElementsLoadPlanner, ElementsSavePlanner, differences
+from pipeloom.training.checkpoints.storage import CheckpointReader, CheckpointWriter
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.stages import stage_of
 
 MODEL = "model."
 """What keys of parameters begin with."""

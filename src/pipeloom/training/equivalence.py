@@ -13,8 +13,8 @@ from pipeloom.execute.processes.world import World
 from pipeloom.execute.stages.batch import Batch
 from pipeloom.execute.stages.weights import master_dtype
 from pipeloom.model import TensorSlice
-from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.stages import stage_of
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.stages import stage_of
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
 """Largest relative difference that rounding explains, by the type that stages compute in. bfloat16 has 8 bits: over

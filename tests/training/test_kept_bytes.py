@@ -12,7 +12,7 @@ from pipeloom.execute.stages.saved import Parcel
 from pipeloom.model import stage_pieces
 from pipeloom.predict.sizes import sizes_in_training
 from pipeloom.recipe import build
-from pipeloom.train.stages import StageSizes, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, saved_bytes, stage_of
 from pipeloom.workload.layout import Layout
 
 KINDS = ("none", "selective", "full")

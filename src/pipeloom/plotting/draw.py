@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeloom.errors import UserError
-from pipeloom.plot.labels import Label, place_labels
+from pipeloom.plotting.labels import Label, place_labels
 from pipeloom.schedule.action import Action
 from pipeloom.schedule.facts import Seconds
 from pipeloom.schedule.kinds import COMPUTE_LANE_KINDS, KINDS, LOAD_OF, OUT_OF, Kind, Shade

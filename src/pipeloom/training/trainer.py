@@ -23,15 +23,15 @@ from pipeloom.schedule import Action, Schedule
 from pipeloom.schedule.kinds import COMPUTE_KINDS
 from pipeloom.schedule.lanes import FROM_HOST_LANE, TO_HOST_LANE
 from pipeloom.schedule.stage_swaps import defers_updates
-from pipeloom.simulate import Sharing, simulate
+from pipeloom.simulation import Sharing, simulate
 from pipeloom.trace import Trace, merge, to_chrome
-from pipeloom.train.checkpoints.checkpoint import Checkpoints, checkpoint_info
-from pipeloom.train.checkpoints.saving import Saving
-from pipeloom.train.earlier import Measured, read_earlier
-from pipeloom.train.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
-from pipeloom.train.pipeline import Pipeline
-from pipeloom.train.progress import StepProgress
-from pipeloom.train.sample import sample_text
+from pipeloom.training.checkpoints.checkpoint import Checkpoints, checkpoint_info
+from pipeloom.training.checkpoints.saving import Saving
+from pipeloom.training.earlier import Measured, read_earlier
+from pipeloom.training.optimizer import StageUpdates, WholeUpdates, learning_rate, make_optimizer
+from pipeloom.training.pipeline import Pipeline
+from pipeloom.training.progress import StepProgress
+from pipeloom.training.sample import sample_text
 
 
 @dataclass(frozen=True)

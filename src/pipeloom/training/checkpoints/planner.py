@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from pipeloom.errors import UserError
-from pipeloom.train.checkpoints.boxes import Box, Elements
+from pipeloom.training.checkpoints.boxes import Box, Elements
 
 _MOST_NAMED = 5
 """Wrong keys of one sort that a message names; of another model thousands are wrong, all for the same few reasons."""

@@ -9,7 +9,7 @@ from torch import nn
 from pipeloom.config import OptimizerConfig
 from pipeloom.execute.stages.clipping import clip_gradients, squared_gradient_norm
 from pipeloom.execute.stages.weights import StageWeights
-from pipeloom.train.optimizer import learning_rate, make_optimizer
+from pipeloom.training.optimizer import learning_rate, make_optimizer
 from pipeloom.workload.optimizers import OPTIMIZERS
 
 

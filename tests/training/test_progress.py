@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeloom.train import progress
-from pipeloom.train.progress import StepProgress
+from pipeloom.training import progress
+from pipeloom.training.progress import StepProgress
 
 
 class Terminal(io.StringIO):

@@ -51,7 +51,7 @@ from pipeloom.model.compile import as_written, compile_pieces
 from pipeloom.passes import Moves
 from pipeloom.recipe import build, schedule_text
 from pipeloom.schedule import Schedule
-from pipeloom.train.stages import StageSizes, saved_bytes, stage_of
+from pipeloom.training.stages import StageSizes, saved_bytes, stage_of
 
 _Own = TypeVar("_Own")
 
