@@ -34,7 +34,7 @@ def balance(
     that is under way, halved, in whole inputs: at most ``ceil((P + 2) / 2)`` micro-batches with 1F1B, as BPipe does. It
     keeps more where its partner would otherwise be the fuller one, or where a transfer would be late.
 
-    The order of compute is untouched. An eviction stands as late as it is in time for what needs its room, a load one
+    The order of compute is untouched. An eviction is as late as it is in time for what needs its room, a load one
     compute action before its backward (in a pause right before it, if there is no other time). Everything is in
     time on the clock of ``seconds_of``; with another machine, loads may be late and evictions take longer, which costs
     time or memory, never correctness.

@@ -45,7 +45,7 @@ def split_backward(schedule: Schedule, delay: int | None = 0) -> Schedule:
     """Split every whole backward into its halves (arXiv 2401.10241, section 2).
 
     The half for the input stands where the backward stood, so that nobody waits longer for its result. That for the
-    weights stands behind the rank's ``delay``-th half for an input after it, or at the end of the row. A delay keeps
+    weights follows the rank's ``delay``-th half for an input after it, or at the end of the row. A delay keeps
     stage inputs longer, so that the schedule's promise of how many there are falls.
 
     Args:

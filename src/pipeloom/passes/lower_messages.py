@@ -13,7 +13,7 @@ from pipeloom.schedule.schedule import Level, Schedule
 def lower(schedule: Schedule, receive_buffers: int = 2) -> Schedule:
     """Make a compute-only schedule ready to run: add a send and a receive for every tensor that changes rank.
 
-    A send follows the compute action whose result it sends. A receive stands as early as its rank has a
+    A send follows the compute action whose result it sends. A receive is as early as its rank has a
     free buffer for the directed edge, in the order in which the other side sends: a buffer is taken when
     the receive is posted and is free again when the compute action that uses it has run. Where the order
     of the sends forces a receive earlier than the buffers allow, the order wins, since anything else

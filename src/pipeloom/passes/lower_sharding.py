@@ -58,7 +58,7 @@ def exchanges(
 
 
 def add_data_parallel(schedule: Schedule, unshard: Unshard | None, reduce_grad: ReduceGrad | None) -> Schedule:
-    """Add gathers, and then reductions, which stand behind the gathers at the same place; ``None`` for neither."""
+    """Add gathers, and then reductions, which follow the gathers at the same place; ``None`` for neither."""
     if unshard is not None:
         schedule = add_unshard(schedule, unshard.residency, unshard.prefetch)
     return schedule if reduce_grad is None else add_reduce_grad(schedule, reduce_grad.gradient_buffers)
@@ -81,7 +81,7 @@ def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Sch
     the order of the visits for which they are.
 
     Run it before ``add_reduce_grad``, which places each reduction with regard to the gathers; a reduction that is there
-    already stands behind the gathers at the same place.
+    already follows the gathers at the same place.
 
     Args:
         schedule: with all communication but gathers.
@@ -131,7 +131,7 @@ def add_reduce_grad(schedule: Schedule, gradient_buffers: int | None = None) -> 
     furthest ahead; that is right after its last backward before that, and what later backwards add is reduced
     again. The first backward of a gradient then waits for the reduction that frees its buffer (``facts.Graph``).
 
-    A reduction stands behind gathers at the same place of the row that are needed before its buffer is.
+    A reduction follows gathers at the same place of the row that are needed before its buffer is.
 
     Args:
         schedule: with its other communication.

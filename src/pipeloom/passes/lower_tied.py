@@ -14,7 +14,7 @@ def add_tied(schedule: Schedule) -> Schedule:
 
     The weights are sent before the first forward of all, to which nothing on their edge comes first, and their receive
     opens the row of the last stage's rank. The gradient is sent right after the last backward that adds to it, behind
-    the gradient of that backward's input, for which a whole pipeline waits. Its receive stands behind the last action
+    the gradient of that backward's input, for which a whole pipeline waits. Its receive follows the last action
     of the first stage's rank that has to end before that backward anyway, so that it is posted in time and its buffer
     is not taken longer than needed; where the order of the edge forces it elsewhere, the order wins.
 

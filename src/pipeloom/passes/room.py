@@ -377,7 +377,7 @@ def lane_times(clock: RowClock, moves: Sequence[Move], kind: Kind) -> list[tuple
 
 
 def _with_moves(row: Row, moves: Sequence[Move], out: Kind) -> Row:
-    """A row with what its plan moves; each action stands before the next compute action."""
+    """A row with what its plan moves; each action precedes the next compute action."""
     if not moves:
         return row
     slots = [*np.flatnonzero(row.is_kind(*COMPUTE_KINDS)).tolist(), len(row)]
