@@ -74,7 +74,7 @@ def row_with_exchanges(row: Row, unshard: Unshard | None, reduce_grad: ReduceGra
 def add_unshard(schedule: Schedule, residency: int | None, prefetch: int) -> Schedule:
     """Gather each stage's weights for the visits to it, and drop them in between, with the fewest gathers.
 
-    A *visit* is a run of a rank's actions that compute on one stage's weights; the second half of a split backward,
+    A *visit* is a run of a rank's actions that compute on one stage's weights; the weight gradient of a split backward,
     which does not, neither makes a visit nor ends one. A gather stands in the row as early as a place for it
     is free, but not more than ``prefetch`` visits before its own. A stage is dropped right after the last visit before
     its place is needed by another whose next visit is nearer, or after its last visit of the step. Gathers keep
