@@ -12,7 +12,7 @@ from pipeloom.cli.simulate import simulate_config
 from pipeloom.config import find_problems
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.planner.comparison import causes, with_bandwidth, with_memory
-from pipeloom.planner.no_answer import near_devices
+from pipeloom.planner.infeasible import near_devices
 from pipeloom.planner.plan import make_plan
 from pipeloom.planner.question import Limits, Question
 from pipeloom.planner.run_file import run_config

@@ -80,7 +80,7 @@ class Options:
     """What data parallelism shares out."""
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
-    ways: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
     """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
     ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
     host), or sequences are cut (slices); or strategies of other distributions (docs/extending.md). none: layouts

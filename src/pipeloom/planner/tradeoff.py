@@ -38,7 +38,7 @@ def method_limits(name: str, shape: ModelShape) -> dict[str, Any]:
         name: one of ``METHODS``; none of them moves activations or cuts sequences.
         shape: the model; no pipeline has more ranks or loops than pieces.
     """
-    several, plain = tuple(range(2, shape.layers + 3)), {"ways": ("none",)}
+    several, plain = tuple(range(2, shape.layers + 3)), {"strategies": ("none",)}
     if name == "no-pipeline":
         return {"pp": (1,), **plain}
     is_looped = name in ("breadth-first", "depth-first")

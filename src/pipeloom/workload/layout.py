@@ -9,7 +9,7 @@ from pipeloom.workload.limits import Count
 
 Shard = Literal["none", "optimizer", "gradients", "full"]
 Recompute = Literal["none", "selective", "full"]
-Way = Literal["keep", "balance", "offload", "swap", "slices"]
+StrategyName = Literal["keep", "balance", "offload", "swap", "slices"]
 """What may be done to a schedule: recompute what its ranks have no room for, move that to partners or to the host, let
 whole stages visit the device, and cut sequences."""
 
