@@ -185,7 +185,7 @@ class Ledger(NamedTuple):
             end_s: the same.
             span_s: when the step begins and ends.
         """
-        # The step itself stands behind all actions, where -1 finds it.
+        # The step itself follows all actions, where -1 finds it.
         starts, ends = np.append(start_s, span_s[0]), np.append(end_s, span_s[1])
         times = np.where(self.at_end, ends[self.node], starts[self.node])
         order = np.lexsort((self.more, times, self.rank))
