@@ -149,7 +149,7 @@ def test_a_plan_of_a_million_devices_ends_in_time_whatever_takes_long(ask, monke
     name = {
         "enumeration": "search.Arrangement.count",
         "bounds": "space.Cut.leaves",
-        "simulation": "settle.Candidate.simulate",
+        "simulation": "candidate.Candidate.simulate",
         "what a lack would need": "plan.closest",
     }[phase]
     changes = MILLION | {"global_batch": 1_000_000}

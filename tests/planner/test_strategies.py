@@ -57,24 +57,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_the_search_finds_the_way_that_is_fastest(deep, way):
-    limits, changes = CASES[way]
+@pytest.mark.parametrize("strategy", CASES)
+def test_the_search_finds_the_strategy_that_is_fastest(deep, strategy):
+    limits, changes = CASES[strategy]
     question = deep(limits, **changes)
     best, without = search(question, 1).best, search(question.limited(strategies=("none",)), 1).best
-    assert strategy_of(best) == way
+    assert strategy_of(best) == strategy
     assert strategy_of(without) == "none"
     assert best.prediction.step_time_s < 0.97 * without.prediction.step_time_s
     assert best.prediction.fits
 
 
-@pytest.mark.parametrize("way", CASES)
-def test_the_run_of_a_way_simulates_the_same(deep, way):
-    limits, changes = CASES[way]
+@pytest.mark.parametrize("strategy", CASES)
+def test_the_run_of_a_strategy_simulates_the_same(deep, strategy):
+    limits, changes = CASES[strategy]
     step = search(deep(limits, **changes), 1).best
     config = run_config(step, None, "dgx-1-v100", "pipeloom")
     assert find_problems(config, trains=False) == []
-    if way == "offload":  # the catalog's host is slower than the question's
+    if strategy == "offload":  # the catalog's host is slower than the question's
         assert config.schedule.offload
         return
     again = simulate_config(config).prediction
@@ -122,13 +122,13 @@ def test_only_a_way_may_be_asked_for(deep):
     assert {strategy_of(step) for step in steps} == {"balance"}
 
 
-@pytest.mark.parametrize("way", ["keep", "balance", "slices"])
-def test_layouts_without_a_way_are_told_where_nothing_needs_it(deep, way):
-    limits = ONE_BY_ONE | {"strategies": (way,)}
+@pytest.mark.parametrize("strategy", ["keep", "balance", "slices"])
+def test_layouts_without_a_strategy_are_told_where_nothing_needs_it(deep, strategy):
+    limits = ONE_BY_ONE | {"strategies": (strategy,)}
     plan = make_plan(deep(limits), budget_s=60)
     assert strategy_of(plan.best) == "none"
     assert plan.closest is None
-    assert any(f"None of these layouts has {way}" in sentence for sentence in plan.advice)
+    assert any(f"None of these layouts has {strategy}" in sentence for sentence in plan.advice)
     assert plan.best == search(deep(ONE_BY_ONE | {"strategies": ("none",)}), 1).best
 
 
@@ -224,8 +224,8 @@ def test_more_memory_never_makes_a_swapped_model_slower(deep):
     [
         ({"host": None}, r"a table \[host\] with latency_us and gb_per_s"),
         ({"memory": 1.6}, "Stages that visit the device one after the other do not fit either"),
-        ({"families": ("1f1b",)}, "with the way swap and the family breadth-first"),
-        ({"strategies": ("none",)}, "with the way swap and the family breadth-first"),
+        ({"families": ("1f1b",)}, "with the strategy swap and the family breadth-first"),
+        ({"strategies": ("none",)}, "with the strategy swap and the family breadth-first"),
     ],
 )
 def test_where_nothing_can_be_swapped_the_plan_says_why(deep, changes, words):

@@ -81,10 +81,9 @@ class Options:
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
     strategies: tuple[str, ...] = ()
-    """How room is made for activations (keep: recompute the micro-batches that a rank has no room for; balance: move to
-    ranks that have room; offload: move to the host) or for whole stages (swap: on one device, the others wait at the
-    host), or sequences are cut (slices); or strategies of other distributions (docs/extending.md). none: layouts
-    without, printed as well where the others lead to no layout."""
+    """For activations that do not fit: keep (recompute some micro-batches), balance (move to other ranks), offload (move
+    to the host); for a model larger than one device: swap; for few micro-batches: slices (cut sequences); or strategies
+    of other distributions (docs/extending.md). none: plain layouts, printed as well where no strategy helps."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
@@ -123,7 +122,8 @@ class Request:
 
 def run(words: list[str]) -> int:
     """Parse the arguments, plan, print what there is; 1 if nothing fits, 130 at Ctrl-C."""
-    refuse_retired(words, {"--precision": "use --dtype float32, bfloat16 or float16"}, "plan")
+    retired = {"--precision": "use --dtype float32, bfloat16 or float16", "--ways": "use --strategies"}
+    refuse_retired(words, retired, "plan")
     options = parse_flags(Options, words, "plan", Options.__doc__ or "")
     request = _request(options)
     from pipeloom.cli.plan_progress import PlanProgress

@@ -95,7 +95,7 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
     if run.recompute_layers is not None:
         again = sum(kind == "full" for kind in run.recompute_layers)
         parts.append(f"{again} of {run.shape.layers} layers recomputed")
-    parts += _ways(best)
+    parts += _strategies(best)
     if run.placement != "looped":
         parts.append(f"stages placed as a {run.placement}")
     console.print(f"the first: {', '.join(parts)}")
@@ -103,8 +103,8 @@ def _print_layout(console: Console, best: SimulatedStep) -> None:
         console.print(f"pipeline ranks {'; '.join(describe_places(best.places))}")
 
 
-def _ways(best: SimulatedStep) -> list[str]:
-    """How room is made for activations, and how sequences are cut."""
+def _strategies(best: SimulatedStep) -> list[str]:
+    """The settings of the layout's strategy."""
     run, knobs, parts = best.run, best.knobs, list[str]()
     if knobs.choice.keep is not None:
         kept = ", ".join(map(str, knobs.choice.keep))

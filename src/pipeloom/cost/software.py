@@ -122,7 +122,7 @@ class Software:
         attentions: the attention kernels of those; empty for all.
         families: schedules that it runs; empty for all.
         shards: what its data parallelism can share out; empty for every level.
-        strategies: in which it makes room for activations, or cuts sequences; empty for none.
+        strategies: of the planner that it runs; empty for none.
     """
 
     name: str
