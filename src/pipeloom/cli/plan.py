@@ -81,9 +81,9 @@ class Options:
     recompute: tuple[Recompute, ...] = ()
     """What is recomputed; none and full together allow some of the layers, too."""
     strategies: tuple[str, ...] = ()
-    """For activations that do not fit: keep (recompute some micro-batches), balance (move to other ranks), offload (move
-    to the host); for a model larger than one device: swap; for few micro-batches: slices (cut sequences); or strategies
-    of other distributions (docs/extending.md). none: plain layouts, printed as well where no strategy helps."""
+    """For activations that do not fit: keep (recompute some micro-batches), balance (move to other ranks), offload (to
+    the host); for a model larger than one device: swap; for few micro-batches: slices (cut sequences); or strategies of
+    other distributions (docs/extending.md). none: plain layouts, printed as well where no strategy helps."""
     sequence_parallel: Literal["any", "on", "off"] = "any"
     """Whether what tensor parallelism leaves whole is split over the sequence."""
     best: int = 10
