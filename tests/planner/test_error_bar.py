@@ -26,7 +26,7 @@ KNOWN = Accuracy(
 def test_a_calibrated_program_has_its_error_on_held_out_rows():
     bar = error_bar(A100, CALIBRATED, KNOWN)
     assert bar.errors == FEW
-    assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb that the calibration")
+    assert bar.rests_on.startswith("3 measured steps of zero-bubble on a100-sxm-80gb, held out of the calibration")
     assert "mine.csv, 2026-01-02" in bar.rests_on
     assert bar.text.startswith("step times were 5.0% off on average, 9 of 10 within 8.0% (bias -2.0%); compared with")
     assert (
