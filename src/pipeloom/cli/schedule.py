@@ -17,10 +17,11 @@ from pipeloom.analysis.summary import summarize
 from pipeloom.cli.flags import parse_flags
 from pipeloom.config import find_problems
 from pipeloom.config.file import read_run_file
-from pipeloom.cost.costs import UniformCosts
+from pipeloom.cost.costs import Costs
 from pipeloom.errors import ConfigError, UserError
 from pipeloom.export.torch_csv import format_torch_csv, parse_torch_csv
 from pipeloom.families import FAMILIES, Choice
+from pipeloom.families.family import default_loops
 from pipeloom.passes import Moves, add_slices
 from pipeloom.passes.lower_sharding import ReduceGrad, Unshard
 from pipeloom.passes.lower_stage_swaps import UpdatePlace
@@ -148,7 +149,7 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def _costs(options: Options, num_slices: int) -> UniformCosts:
+def _costs(options: Options, num_slices: int) -> Costs:
     """Seconds of the options, which are of whole micro-batches."""
     # Slices are equal here, and attention's growth along a sequence is left out.
     forward, backward, transfer, move = (
@@ -157,7 +158,7 @@ def _costs(options: Options, num_slices: int) -> UniformCosts:
     tied = options.tied or 0.0
     swap = Amounts(weights=1, gradient=1, state=2).times(options.stage_swap)
     exchanges = {"evict_s": move, "offload_s": move, "tied_s": tied, "tied_grad_s": tied, "move": swap}
-    return UniformCosts(forward, backward, transfer, options.gather, options.reduce, **exchanges)
+    return Costs(forward, backward, transfer, options.gather, options.reduce, **exchanges)
 
 
 _PLACES: dict[str, UpdatePlace] = {place.replace(" ", "-"): place for place in get_args(UpdatePlace)}
@@ -214,13 +215,11 @@ def _start(options: Options) -> Choice | Schedule:
         raise ConfigError(problems, "the command line")
     file = Path(options.family)
     is_family = options.family in FAMILIES or not (os.sep in options.family or file.suffix or _is_file(file))
-    # By default the loops of a family that takes one number of them alone.
-    own = FAMILIES[options.family].loops if options.family in FAMILIES else None
     choice = Choice(
         family=options.family,
         pp=options.pp,
         num_microbatches=options.microbatches,
-        loops=options.loops if options.loops is not None else own or 1,
+        loops=options.loops if options.loops is not None else default_loops(options.family),
         group_size=options.group_size,
         placement=options.placement,
         keep=options.keep,

@@ -11,7 +11,7 @@ from pipeloom.schedule.kinds import KINDS, STAGE_KINDS
 from pipeloom.schedule.schedule import Schedule
 
 SecondsOf = Callable[[Action], float]
-"""Seconds that an action keeps its lane busy; the same for all micro-batches. ``Costs.seconds`` is one."""
+"""Seconds that an action keeps its lane busy; the same for all micro-batches. ``ActionCosts.seconds`` is one."""
 
 
 def nominal_s(action: Action) -> float:
