@@ -61,8 +61,8 @@ class Host:
 def simulate(schedule: Schedule, costs: ActionCosts, sharing: Sharing | None = None, host: Host | None = None) -> Trace:
     """Simulate a step: start and end of every action of a schedule. Deterministic.
 
-    An action starts when all actions that it waits for have ended: those whose results it uses, the one before it on its
-    lane, and, for communication, the compute action before it in its row (``pipeloom.schedule.facts``).
+    An action starts when all actions that it waits for have ended: those whose results it uses, the one before it on
+    its lane, and, for communication, the compute action before it in its row (``pipeloom.schedule.facts``).
 
     Examples:
         >>> from pipeloom import Costs, make_schedule, simulate, summarize
