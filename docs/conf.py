@@ -1,5 +1,6 @@
 """How Sphinx builds the site: ``make docs``. Nothing is loaded from a network, neither here nor by the pages."""
 
+import re
 import sys
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -28,6 +29,7 @@ autodoc_typehints_description_target = "documented"
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # in the text of a class, where they are no second entry for a field that has its own
 
 html_theme = "furo"
 html_title = "pipeloom"
@@ -45,3 +47,9 @@ copybutton_prompt_text = "$ "
 def setup(app):
     """Fill in what is generated while the pages are read."""
     app.connect("source-read", generated.fill_in)
+    app.connect("autodoc-process-docstring", end_literals)
+
+
+def end_literals(app, what, name, obj, options, lines):
+    """Write "``Row``s" as reStructuredText does, where a letter may not follow a literal."""
+    lines[:] = [re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", line) for line in lines]
