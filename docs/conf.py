@@ -26,9 +26,10 @@ myst_links_external_new_tab = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
-autodoc_class_signature = "separated"
+toc_object_entries_show_parents = "hide"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_rtype = False
 napoleon_use_ivar = True  # in the text of a class, where they are no second entry for a field that has its own
 
 html_theme = "furo"
@@ -50,6 +51,10 @@ def setup(app):
     app.connect("autodoc-process-docstring", end_literals)
 
 
-def end_literals(app, what, name, obj, options, lines):
-    """Write "``Row``s" as reStructuredText does, where a letter may not follow a literal."""
-    lines[:] = [re.sub(r"(``[^`]+``)(?=\w)", r"\1\\ ", line) for line in lines]
+def end_literals(*event):
+    """Write "``Row``s" as reStructuredText wants it, where a letter may not follow a literal."""
+    lines = event[-1]
+    text = re.sub(
+        r"(``[^`]+``)(\w?)", lambda found: f"{found[1]}\\ {found[2]}" if found[2] else found[1], "\n".join(lines)
+    )
+    lines[:] = text.split("\n")

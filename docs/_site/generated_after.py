@@ -90,7 +90,7 @@ def api() -> str:
     parts = []
     for title, members in groups.items():
         parts += [f"## {title}\n"] if members else []
-        parts += [f"### {name}\n\n```{{eval-rst}}\n{_directive(name)}\n```\n" for name in members]
+        parts += [f"```{{eval-rst}}\n{_directive(name)}\n```\n" for name in members]
     return "\n".join(parts)
 
 
