@@ -23,7 +23,7 @@ class ActionCosts(Protocol):
         ...
 
     def move_s(self, stage: int, content: Content) -> float:
-        """Seconds of moving some of what there is of a stage between device and host, in either direction."""
+        """Seconds of moving contents of a stage between device and host, in either direction."""
         ...
 
 

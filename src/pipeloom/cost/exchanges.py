@@ -1,4 +1,4 @@
-"""Seconds of what ranks exchange beside the messages between stages, and of what follows the pipeline.
+"""Seconds of collectives, of moves of activations, and of the step after the pipeline.
 
 Global ranks of one data-parallel group differ by multiples of ``tp``. With ``replicate`` copies of what is sharded,
 the ranks of one copy are neighbors on the data axis; gradients are reduced inside a copy first, and each shard then
@@ -17,19 +17,19 @@ from pipeloom.workload.run import Run
 
 
 def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of reducing the gradients of ``parameters``, those that one device holds of a stage or of its rank.
+    """Seconds of the data-parallel reduction of gradients.
 
     Args:
-        run: what is trained.
+        run: model and layout.
         cluster: the rank's part of it (``Placed.parts``).
-        software: with what.
-        parameters: how many.
+        software: the training program.
+        parameters: number that one device holds of a stage, or of its rank.
     """
     use, message = software.efficiency.data_bus, parameters * software.gradient_bytes
     inner = _shard_group(run, cluster)
     kind: Collective = "all_reduce" if run.shard == "none" or software.reduces_whole else "reduce_scatter"
     seconds = cluster.collective_s(kind, message, inner, use)
-    # A shard each: what a copy has already added up among its ranks.
+    # Between the copies each rank reduces its shard alone.
     if run.replicate > 1:
         outer = Group.strided(run.replicate, run.tp * run.shard_size, cluster.devices_per_node)
         seconds += cluster.collective_s("all_reduce", message / run.shard_size, outer, use)
@@ -37,7 +37,7 @@ def reduce_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
 
 
 def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds of gathering the sharded weights of ``parameters``, as ``reduce_s``; 0 where nothing is sharded."""
+    """Seconds of gathering sharded weights, with the arguments of ``reduce_s``; 0 where nothing is sharded."""
     if run.shard == "none":
         return 0.0
     # Programs that gather in 16 bits have nothing narrower to send when they compute in 32.
@@ -46,15 +46,15 @@ def gather_s(run: Run, cluster: Cluster, software: Software, parameters: float) 
 
 
 def sum_replicated_s(run: Run, cluster: Cluster, software: Software, parameters: float) -> float:
-    """Seconds in which tensor-parallel ranks add up gradients of what each of them holds whole.
+    """Seconds of the tensor-parallel reduction of gradients of replicated parameters.
 
-    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have the same ones.
+    With sequence parallelism each rank has the gradients of its own tokens; without, all ranks have equal ones.
 
     Args:
-        run: what is trained.
+        run: model and layout.
         cluster: the rank's part of it.
-        software: with what.
-        parameters: how many each rank holds whole.
+        software: the training program.
+        parameters: number that each rank holds whole.
     """
     if not run.sequence_parallel:
         return 0.0
@@ -69,10 +69,10 @@ def _shard_group(run: Run, cluster: Cluster) -> Group:
 
 
 def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """For each stage the seconds of gathering its weights, and of reducing its gradient, where its rank stands.
+    """For each stage the seconds of gathering its weights, and of reducing its gradient, on its rank's nodes.
 
     Raises:
-        UserError: the cluster has not so many devices.
+        UserError: the cluster has too few devices.
     """
     run, software = placed.run, placed.software
     parts = [placed.parts[rank] for rank in placed.placement.rank_by_stage]
@@ -86,15 +86,15 @@ def stage_collectives_s(placed: Placed) -> tuple[tuple[float, ...], tuple[float,
 
 
 def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence[float]) -> tuple[float, ...]:
-    """For each stage the seconds of evicting what it keeps for a micro-batch, or of loading it, over the link there is.
+    """For each stage the seconds of evicting a micro-batch's activations, or of loading them.
 
     Args:
-        placed: what is trained.
-        partners: for each pipeline rank the one to which it evicts; 0 seconds for its own.
-        input_bytes: for each stage what it keeps of a micro-batch on one device.
+        placed: the run, its cluster and its program.
+        partners: for each pipeline rank the one to which it evicts; itself for none, which takes 0 seconds.
+        input_bytes: for each stage the bytes that it keeps of a micro-batch on one device.
 
     Raises:
-        UserError: the cluster has not so many devices.
+        UserError: the cluster has too few devices.
     """
     found: list[float] = []
     use, num_senders = placed.software.efficiency, placed.run.tp * placed.run.dp
@@ -102,20 +102,19 @@ def evict_seconds(placed: Placed, partners: Sequence[int], input_bytes: Sequence
         other = partners[rank]
         route, is_inside = placed.route(rank, other), placed.are_near(rank, other)
         seconds = route.p2p_s(size, is_inside=is_inside, sharing=route.sharing(num_senders), efficiency=use.p2p)
-        # A rank without a partner is named as its own.
         found.append(0.0 if other == rank else seconds + use.exchange_s)
     return tuple(found)
 
 
 def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float, ...]:
-    """For each stage the seconds of moving what it keeps for a micro-batch to the host, or back.
+    """For each stage the seconds of moving a micro-batch's activations to the host, or back.
 
     Args:
-        placed: what is trained.
-        input_bytes: for each stage what it keeps of a micro-batch on one device.
+        placed: the run, its cluster and its program.
+        input_bytes: for each stage the bytes that it keeps of a micro-batch on one device.
 
     Raises:
-        UserError: the cluster has not so many devices, or does not say how fast they reach the host.
+        UserError: the cluster has too few devices, or does not say how fast they reach the host.
     """
     hosts = [part.host_link for part in placed.parts]
     owner = placed.placement.rank_by_stage
@@ -125,8 +124,8 @@ def offload_seconds(placed: Placed, input_bytes: Sequence[float]) -> tuple[float
 
 
 def drain_s(run: Run, software: Software, costs: StageCosts) -> float:
-    """Seconds that a pipeline was observed to fill and drain longer than its schedule explains."""
-    # Beyond the sequences that it was observed with, nothing is known of it.
+    """Measured seconds of filling and draining a pipeline beyond those of its schedule."""
+    # It was not measured with longer sequences.
     if run.pp == 1 or run.seq > software.drain_seq:
         return 0.0
     slot_s = max(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
@@ -138,10 +137,10 @@ class StepTerms:
     """Seconds that a step takes outside the pipeline.
 
     Attributes:
-        reduce_s: reduction of gradients that nothing hides, and gather of updated weights.
-        tied_s: reduction of the gradients of an embedding that two ranks hold, where it has to follow the pipeline.
+        reduce_s: exposed reduction of gradients, and gather of updated weights.
+        tied_s: reduction of the gradients of a tied embedding that two ranks hold, where it follows the pipeline.
         optimizer_s: update of the weights.
-        fixed_s: everything that does not depend on sizes.
+        fixed_s: overhead that does not depend on sizes.
     """
 
     reduce_s: float
@@ -156,12 +155,12 @@ class StepTerms:
 
 
 def step_terms(placed: Placed, backward_s: float) -> StepTerms:
-    """What follows the pipeline: each part of it on the rank where it takes longest.
+    """Seconds of the step after the pipeline: each part on the rank where it takes longest.
 
-    Where collectives have a lane, gradients are reduced and weights are gathered beside the pipeline, not after it.
+    Where collectives have a lane, reductions and gathers overlap with the pipeline and are not included.
 
     Args:
-        placed: what is trained.
+        placed: the run, its cluster and its program.
         backward_s: seconds of a rank's backward of the last micro-batch, which can hide a reduction.
     """
     run, software, use = placed.run, placed.software, placed.software.efficiency
@@ -182,19 +181,19 @@ def step_terms(placed: Placed, backward_s: float) -> StepTerms:
 
 
 def _exposed_s(run: Run, part: Cluster, software: Software, parameters: float, backward_s: float) -> float:
-    """Seconds of a rank's collectives after the pipeline that nothing hides."""
+    """Exposed seconds of a rank's collectives after the pipeline."""
     whole_s = reduce_s(run, part, software, parameters)
-    # A gather has nothing to hide behind: the weights change only after the last backward.
+    # A gather overlaps with nothing: the weights change only after the last backward.
     return whole_s - min(whole_s, software.overlap * backward_s) + gather_s(run, part, software, parameters)
 
 
 _CLEARED_BYTES = 8
-"""Bytes moved for each parameter that a rank holds, whatever is sharded: its gradient in single precision is read for
-the norm and set to zero. An assumption; ``Efficiency.optimizer_bytes`` has the rest, which is shared out."""
+"""Bytes moved for each parameter of a rank at any sharding level: its gradient in single precision is read for the norm
+and set to zero. An assumption; ``Efficiency.optimizer_bytes`` has the rest, which is sharded."""
 
 
 def _update_s(placed: Placed) -> float:
-    """Seconds of updating the weights: of the rank that has most to do, or, where cores are shared, of all of them."""
+    """Seconds of the optimizer: of the slowest rank, or, where cores are shared, of all ranks."""
     run, software = placed.run, placed.software
     shards = run.shard_size if run.shard != "none" else 1
     each_s: list[float] = []

@@ -1,14 +1,13 @@
-"""FLOPs of a transformer, closed forms, and the utilization that they make of a cluster's peak.
+"""FLOPs of a transformer in closed form, and the utilization of a cluster's peak.
 
 A matrix product of [m, k] and [k, n] is 2 m k n FLOPs. Backward costs twice the forward: one product for the gradient
 of the input, one for that of the weights.
 
-Two ways to count attention meet here. What a stage *takes* is counted with the causal mask, which needs half of the
-scores (``layer_forward_flops``; ``piece_flops`` balances partitions). What a run is *credited* with follows PaLM
-(arXiv 2204.02311, appendix B): the whole matrix of scores, although the mask needs half of it, and every parameter,
-embedding included, with 6 FLOPs a token. With tied embeddings and 12 L H^2 layer parameters that is Megatron's
-72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full recomputation its
-96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
+Attention is counted in two ways. The work of a stage is counted with the causal mask, which needs half of the scores
+(``layer_forward_flops``; ``piece_flops`` balances partitions). Utilization follows PaLM (arXiv 2204.02311, appendix B):
+the whole matrix of scores, and 6 FLOPs a token for every parameter, embedding included. With tied embeddings and 12 L
+H^2 layer parameters that is Megatron's 72 B T L H^2 (1 + T / 6H + V / 12LH) for a batch of B sequences, and with full
+recomputation its 96 B T L H^2 (1 + T / 6H + V / 16LH) (arXiv 2104.04473, section 5.1).
 """
 
 from collections.abc import Sequence
@@ -44,9 +43,9 @@ def piece_forward_flops(shape: ModelShape, seq_len: int) -> list[float]:
 
 
 def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute]) -> list[float]:
-    """FLOPs of each piece in a step, for each token: forward, twice that backward, and what a layer recomputes.
+    """FLOPs of each piece in a step, for each token: forward, twice that backward, and recomputation.
 
-    That is its forward, or scores and weighted sum, with the causal mask 2 T H.
+    A layer recomputes its forward, or scores and weighted sum, 2 T H with the causal mask.
 
     Args:
         shape: of the model.
@@ -60,7 +59,7 @@ def piece_flops(shape: ModelShape, seq_len: int, recompute: Sequence[Recompute])
 
 
 def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) -> float:
-    """FLOPs that training needs for each token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
+    """Model FLOPs of training for each token, 6 N + 12 L H T (PaLM, arXiv 2204.02311, appendix B).
 
     Args:
         parameters: N, all of them, embedding and head included.
@@ -72,7 +71,7 @@ def model_flops(*, parameters: float, layers: int, hidden: int, seq_len: int) ->
 
 
 def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
-    """FLOPs that the backward does again, for each token.
+    """Recomputed FLOPs for each token.
 
     Selective recomputation repeats scores and weighted sum, 4 L H T; full recomputation repeats every layer's forward,
     2 N_layers + 4 L H T, and neither embedding nor head (arXiv 2205.05198, section 5).
@@ -80,7 +79,7 @@ def recomputed_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> f
     Args:
         shape: of the model.
         seq_len: T.
-        recompute: what is recomputed.
+        recompute: what backwards recompute.
     """
     if recompute == "none":
         return 0.0
@@ -122,8 +121,8 @@ def shape_model_flops(shape: ModelShape, seq_len: int) -> float:
 
 
 def hardware_flops(shape: ModelShape, seq_len: int, recompute: Recompute) -> float:
-    """FLOPs of one trained token that the hardware does: what training needs and what is recomputed.
+    """Hardware FLOPs of training for each token: model FLOPs and recomputed FLOPs.
 
-    Divided by the peak like ``mfu``, they are the hardware FLOPs utilization (arXiv 2205.05198, section 6).
+    In place of model FLOPs in ``mfu`` they make the hardware FLOPs utilization (arXiv 2205.05198, section 6).
     """
     return shape_model_flops(shape, seq_len) + recomputed_flops(shape, seq_len, recompute)

@@ -31,7 +31,7 @@ def layer_activation_bytes(
     """Bytes that one layer keeps for the backward of one micro-batch without full recomputation.
 
     Args:
-        run: what is trained.
+        run: model and layout.
         dropout: whether masks are kept.
         keeps_gathered: whether the two inputs that sequence parallelism gathers are kept whole.
         norm_copies: bytes that an unfused norm keeps for each element.

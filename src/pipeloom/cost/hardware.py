@@ -1,10 +1,9 @@
-"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective; and what was measured.
+"""Devices, links and clusters: seconds of a matrix product, of memory traffic, of a collective; and measurements.
 
 Everything is in SI: seconds, bytes, FLOP/s, bytes/s. Files are converted where they are read (``pipeloom.catalog``).
 
-Where a host has fewer cores than processes, what was measured is in seconds of a core: the CPU time that the process
-takes while all processes are at work. What ranks wait for each other is then left to others, and the simulator shares
-the cores out (``pipeloom.predict.places``).
+Where a host has fewer cores than processes, measurements are in seconds of a core: the CPU time of a process while all
+processes work. Waiting takes no CPU time, and the simulator shares the cores among ranks (``pipeloom.predict.places``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +58,7 @@ class Device:
             has no curve of its own; empty where all have one.
         matmul_curves: the curves of precisions that have their own.
         kernel_s: seconds that a kernel costs whatever it does: ramp-up and the tail of the last wave.
-        memory_bytes: what a process can allocate.
+        memory_bytes: that a process can allocate.
         memory_bytes_per_s: nominal bandwidth.
         launch_s: seconds of the host for each kernel it launches.
         num_multiprocessors: that compute tiles of a product; 0 if products are not cut into tiles.
@@ -95,7 +94,7 @@ class Device:
         if flops <= 0:
             return 0.0
         if precision not in self.peak_flops_per_s:
-            # No other precision's peak stands in: their ratio is 2 on a P100 and 16 on an A100.
+            # No other precision's peak is used instead: their ratio is 2 on a P100 and 16 on an A100.
             known = ", ".join(self.peak_flops_per_s)
             raise UserError(f"the device '{self.name}' has no peak for {precision}; its file has {known}")
         curve = self.matmul_curves.get(precision, self.matmul_curve)
@@ -104,11 +103,11 @@ class Device:
         return max(flops / rate, moved_bytes / self.memory_bytes_per_s) + self.kernel_s
 
     def filling(self, rows: float, columns: float) -> float:
-        """Part of the device that computes useful numbers while a product's output is made, 0 to 1.
+        """Utilization of the multiprocessors by the tiles of a product's output, 0 to 1.
 
-        Each multiprocessor makes one tile at a time, so that the last wave of tiles may be partly empty, and tiles at
-        the edge too (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library takes
-        the size of tile that is best for the product.
+        Each multiprocessor computes one tile at a time, so that the last wave of tiles, and tiles at the edge, may be
+        partly empty (NVIDIA, "Matrix multiplication background", tile and wave quantization). The library chooses the
+        best size of tile for the product.
         """
         if self.num_multiprocessors == 0:
             return 1.0
@@ -138,7 +137,7 @@ class Link:
 
 
 def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float:
-    """Bytes that each rank's link carries: what nccl-tests divides by the time to get the "bus bandwidth".
+    """Bytes that each rank's link carries; divided by the time they are the "bus bandwidth" of nccl-tests.
 
     A ring moves (n - 1) / n of the whole message over each link, an all-reduce twice that.
     """
@@ -148,10 +147,10 @@ def bus_bytes(collective: Collective, message_bytes: float, ranks: int) -> float
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCurve:
-    """One collective as it was measured inside a node.
+    """Measurements of one collective inside a node.
 
     Attributes:
-        ranks: that took part.
+        ranks: of the group.
         points: (bytes of the whole tensor, bus bytes/s with the latency in it), bytes rising.
     """
 
@@ -161,8 +160,8 @@ class CollectiveCurve:
     def seconds(self, collective: Collective, message_bytes: float, ranks: int) -> float:
         """Seconds with this or another number of ranks, at the same bus bandwidth for a message of the same size.
 
-        Between two points the time grows evenly with the bytes, as it does with a latency and a bandwidth. A smaller
-        message than was measured takes as long as the smallest one; a larger one gets the largest one's bandwidth.
+        The time is linear in bytes between two points, as with a latency and a bandwidth. Below the smallest measured
+        message it is that message's time; above the largest, the time at its bandwidth.
         """
         times = tuple((size, bus_bytes(collective, size, ranks) / rate) for size, rate in self.points)
         if message_bytes <= times[0][0]:
@@ -175,11 +174,11 @@ class CollectiveCurve:
 
 @dataclass(frozen=True)
 class Group:
-    """How a group of ranks lies on nodes.
+    """Distribution of a group of ranks over nodes.
 
     Attributes:
         size: ranks of the group.
-        per_node: ranks of it on each node.
+        per_node: of them, ranks on each node.
         sharing: groups that use a node's network at the same time.
     """
 
@@ -189,7 +188,7 @@ class Group:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the group touches."""
+        """Nodes of the group."""
         return -(-self.size // self.per_node)
 
     @classmethod
@@ -202,14 +201,14 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPieces:
-    """A model's pieces as they were measured.
+    """Measured seconds of a model's pieces.
 
     Attributes:
-        run: of what (``Run.of_measured_pieces``).
-        embedding, layer, head: seconds for one micro-batch, with tensor-parallel exchanges.
-        stage: seconds of a stage beside its pieces.
-        message_s: seconds of a core that a message between two stages takes at both ends together; 0 where cores are
-            not shared, so that the seconds are the link's.
+        run: that was measured (``Run.of_measured_pieces``).
+        embedding, layer, head: seconds for one micro-batch, with tensor-parallel collectives.
+        stage: seconds of a stage besides its pieces.
+        message_s: seconds of a core for a message between two stages, both ends together; 0 where cores are not shared
+            and the link determines the seconds.
     """
 
     run: Run
@@ -222,11 +221,11 @@ class MeasuredPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredUpdate:
-    """What follows a step's pipeline, as it was measured: gradients to zero, their norm, clipping, the optimizer.
+    """Measured seconds after a step's pipeline: zeroing gradients, their norm, clipping, the optimizer.
 
     Attributes:
-        fixed_s: seconds of a rank whatever it holds.
-        parameter_s: seconds for each parameter that the rank updates.
+        fixed_s: of a rank, for any number of parameters.
+        parameter_s: for each parameter that the rank updates.
         precision: of weights and activations.
     """
 
@@ -235,7 +234,7 @@ class MeasuredUpdate:
     precision: Precision
 
     def seconds(self, parameters: float) -> float:
-        """Of a rank that updates so many."""
+        """Seconds of a rank that updates ``parameters``."""
         return self.fixed_s + self.parameter_s * parameters
 
 
@@ -243,27 +242,27 @@ class MeasuredUpdate:
 class Cluster:
     """Devices in nodes, nodes on a network.
 
-    Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. What depends on where devices stand asks
-    ``part`` and ``route``, which answer with a cluster of one kind: here with this one.
+    Nodes of several kinds are a ``pipeloom.cost.mixed.MixedCluster``. Costs that depend on the nodes use ``part`` and
+    ``route``, which return a cluster of one kind: here this one.
 
     Attributes:
         name: for people.
-        device: every device is alike.
+        device: all devices are alike.
         devices_per_node: at most.
         intra: inside a node.
         inter: between nodes; the bandwidth is that of a whole node.
         bus_curves: for each collective (nodes, bus bandwidth in bytes/s with all devices of the nodes in one
             group), as nccl-tests reports it. Empty: from the links.
-        collective_curves: for each collective what was measured inside a node over the message's size, with one or
-            more numbers of ranks. Empty: from ``bus_curves`` or the links.
+        collective_curves: for each collective measurements inside a node over the message's size, with one or more
+            numbers of ranks. Empty: from ``bus_curves`` or the links.
         host: between a device and the memory of its host, while all devices of a node use theirs; ``None`` where
-            nothing can be left there.
-        price_per_device_hour: in dollars; ``None`` where nobody publishes one.
+            nothing can be stored there.
+        price_per_device_hour: in dollars; ``None`` where none is published.
         adapters_per_node: network adapters of a node, which its devices share evenly; 0: one for each device.
-        cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: every device
-            computes by itself.
-        pieces: what was measured of models; where nothing was, closed forms tell.
-        update: what was measured of updating weights.
+        cores_per_node: cores that the devices of a node share, where devices are processes on a CPU; 0: devices share
+            nothing.
+        pieces: measured seconds of models; other models have closed forms.
+        update: measured seconds of updating weights; ``None``: closed forms.
     """
 
     name: str
@@ -282,10 +281,10 @@ class Cluster:
 
     @property
     def host_link(self) -> Link:
-        """``host``, where something is left there.
+        """``host``.
 
         Raises:
-            UserError: the cluster's file does not say how fast it is.
+            UserError: the cluster's file has no such link.
         """
         if self.host is None:
             raise UserError(
@@ -295,64 +294,64 @@ class Cluster:
         return self.host
 
     def __hash__(self) -> int:
-        """Of the name: equal clusters have equal names, and what is remembered of a cluster is looked up often."""
+        """Of the name: equal clusters have equal names, and caches look clusters up often."""
         return hash(self.name)
 
     def part(self, first: int, num_devices: int) -> "Cluster":
-        """The cluster as devices see it that work in lock-step: nodes of one kind.
+        """The cluster of one kind of nodes that represents adjacent devices which work in lock-step.
 
         Args:
             first: the first device.
-            num_devices: from there on.
+            num_devices: their number.
 
         Raises:
-            UserError: there are not so many devices.
+            UserError: the cluster has too few devices.
         """
         del first, num_devices
         return self
 
     def route(self, first: int, other: int, num_devices: int) -> "Cluster":
-        """The cluster as messages see it that go from each of some devices to one of as many others.
+        """The cluster of one kind of nodes that represents messages between two ranges of devices.
 
         Args:
-            first: the first device at one end.
-            other: its partner at the other end.
-            num_devices: at each end.
+            first: the first device of one range.
+            other: the first device of the other range, its peer.
+            num_devices: of each range.
 
         Raises:
-            UserError: there are not so many devices.
+            UserError: the cluster has too few devices.
         """
         del first, other, num_devices
         return self
 
     def kinds(self, num_devices: int) -> tuple[tuple["Cluster", int], ...]:
-        """The kinds of nodes that the first devices are on, each with how many of them.
+        """The kinds of nodes of the first devices, each with the number of its devices.
 
         Raises:
-            UserError: there are not so many devices.
+            UserError: the cluster has too few devices.
         """
         return ((self, num_devices),)
 
     def node_of(self, device: int) -> tuple[int, int]:
-        """The number of a device's node, and its place there."""
+        """The number of a device's node, and its index there."""
         return divmod(device, self.devices_per_node)
 
     @property
     def num_devices(self) -> int | None:
-        """Devices of all nodes; ``None`` for as many as anybody wants."""
+        """Devices of all nodes; ``None`` without a limit."""
         return None
 
     def lack(self, num_devices: int) -> str | None:
-        """What is wrong with a run on so many devices; ``None`` if there are enough."""
+        """The problem of a run on more devices than there are; ``None`` if there are enough."""
         del num_devices
         return None
 
     def orders(self) -> Iterator[tuple[str, ...]]:
-        """Orders of the kinds of nodes that make a difference, for ``reordered``; the present one first."""
+        """Distinct orders of the kinds of nodes, for ``reordered``; the present one first."""
         yield ()
 
     def reordered(self, order: Sequence[str]) -> "Cluster":
-        """The same cluster with its kinds of nodes in another order: the first ranks are on the first of them."""
+        """The cluster with its kinds of nodes in another order; the first ranks are on the first kind."""
         assert not order, "there is one kind of nodes"
         return self
 
@@ -361,17 +360,17 @@ class Cluster:
         return change(self)
 
     def default_dtype(self, num_devices: int) -> Dtype:
-        """The type of a run on the first devices that names none, which all of them compute in if there is one.
+        """The default dtype of a run on the first devices; one that all of them support, if there is one.
 
         Raises:
-            UserError: there are not so many devices.
+            UserError: the cluster has too few devices.
         """
         devices = [kind.device for kind, _ in self.kinds(num_devices)]
         shared = set.intersection(*(set(device.peak_flops_per_s) for device in devices))
         return default_dtype(is_gpu=any(device.is_gpu for device in devices), precisions=shared)
 
     def price_per_hour(self, num_devices: int) -> float | None:
-        """Dollars for the first devices together; ``None`` where a price is not known."""
+        """Dollars for the first devices together; ``None`` where a kind of nodes has no price."""
         total = 0.0
         # A sum with one price missing would look cheap.
         for kind, count in self.kinds(num_devices):
@@ -381,7 +380,7 @@ class Cluster:
         return total
 
     def peak_flops_per_s(self, num_devices: int, precision: str) -> float:
-        """Of the first devices together."""
+        """Peak of the first devices together."""
         return sum(count * kind.device.peak_flops_per_s[precision] for kind, count in self.kinds(num_devices))
 
     @property
@@ -390,14 +389,14 @@ class Cluster:
         return min(self.adapters_per_node or self.devices_per_node, self.devices_per_node)
 
     def crowding(self, num_ranks: int) -> float:
-        """Ranks on each core of a node while so many are on the cluster; 1 where each has one to itself."""
+        """Ranks for each core of a node, in a run of ``num_ranks``; 1 where each has a core."""
         on_node = min(num_ranks, self.devices_per_node)
         return max(1.0, on_node / self.cores_per_node) if self.cores_per_node else 1.0
 
     def sharing(self, copies: int) -> int:
-        """Devices that the network of a node has to be divided by, while ``copies`` neighboring devices send.
+        """Number by which the network of a node is divided for each device, while ``copies`` adjacent devices send.
 
-        A device sends through its own adapter, whatever the others of the node do.
+        A device sends through its own adapter, even if the others of the node are idle.
         """
         return self.num_adapters * min(copies, -(-self.devices_per_node // self.num_adapters))
 
@@ -424,16 +423,16 @@ class Cluster:
         otherwise, and between nodes, a latency and the bytes that a link carries over its bandwidth.
 
         Args:
-            collective: which.
-            message_bytes: the whole tensor, not a rank's shard.
-            group: who takes part.
+            collective: its kind.
+            message_bytes: of the whole tensor, not a rank's shard.
+            group: of ranks.
             efficiency: fraction of the bus bandwidth that is reached.
         """
         if group.size <= 1:
             return 0.0
         curves = self.collective_curves.get(collective)
         if curves and group.num_nodes == 1:
-            # Of two that are as close, the larger group.
+            # Of two equally close ones, the larger group.
             closest = min(curves, key=lambda curve: (abs(log(curve.ranks / group.size)), -curve.ranks))
             # Measured on a clock while ranks shared cores; predictions count seconds of a core (docs/decisions/0018).
             return closest.seconds(collective, message_bytes, group.size) / self.crowding(closest.ranks) / efficiency

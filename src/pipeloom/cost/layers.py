@@ -14,7 +14,7 @@ micro-batches before. What is not a product of matrices is bound by memory, and 
 parallelism leaves whole (norms, residual stream) is divided by t only with sequence parallelism (arXiv 2205.05198,
 section 4.2). A piece takes the device's time or the host's time to launch its kernels, whichever is longer.
 
-With a vocabulary of 0, embedding and head are not there.
+With a vocabulary of 0 there is no embedding and no head.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ beside 2,048 (A100) or 4,096 (H100) operations of its matrix units: 32 and 64 (a
 
 @dataclass(frozen=True)
 class Parts:
-    """Where a piece's seconds go, one direction of one micro-batch.
+    """Seconds of a piece by cause, for one direction of one micro-batch.
 
     Attributes:
         matmul_s: products with weights.
@@ -86,7 +86,7 @@ class Pieces:
 
     Attributes:
         is_dragged: whether stages exchange over nodes, which slows down tensor-parallel collectives of some programs.
-        before: tokens of each sequence that come before those of the run, and are seen by attention.
+        before: tokens of each sequence before those of the run, which attention reads.
     """
 
     run: Run
@@ -96,7 +96,7 @@ class Pieces:
     before: int = 0
 
     def seconds(self, parts: Parts) -> float:
-        """Seconds of a piece: the device's or the host's."""
+        """Seconds of a piece: the longer of the device's and the host's."""
         use = self.software.efficiency
         kernels_s = parts.num_kernels * self.cluster.device.launch_s * use.launch
         each_s = use.collective_s + (use.drag_s * self.run.tp if self.is_dragged else 0.0)
@@ -114,7 +114,7 @@ class Pieces:
         )
 
     def layer_backward(self) -> Parts:
-        """One layer's backward, with what is recomputed."""
+        """One layer's backward, with recomputation."""
         run, forward = self.run, self.layer_forward()
         backward = Parts(
             sum(sum(self._matmul_backward_s(*size)) for size in self._layer_matmuls()),
@@ -133,18 +133,18 @@ class Pieces:
         return backward
 
     def layer_weight_s(self) -> float:
-        """Seconds of the part of a layer's backward that a split leaves for later: gradients of the weights."""
+        """Seconds of the weight half of a layer's split backward."""
         products_s = sum(self._matmul_backward_s(*size)[1] for size in self._layer_matmuls())
         return products_s + self.accumulation_s(self.run.shape.layer_matrix_parameters)
 
     def attention_s(self) -> tuple[float, float]:
-        """Seconds of one layer's core of attention, forward and backward, with what is recomputed of it."""
+        """Seconds of one layer's core of attention, forward and backward, with recomputation."""
         forward_s = self._attention_forward_s()
         again_s = 0.0 if self.run.recompute == "none" else forward_s
         return forward_s, self._attention_backward_s() + again_s
 
     def head_weight_s(self) -> float:
-        """The same of the head's: the second of its two products."""
+        """Seconds of the weight half of the head's split backward: the second of its two products."""
         run = self.run
         if not run.shape.vocab:
             return 0.0
@@ -224,7 +224,7 @@ class Pieces:
         return seconds + device.kernel_s * (use.kernel - 1)
 
     def _matmul_backward_s(self, rows: float, inner: float, columns: float) -> tuple[float, float]:
-        """For the input and for the weights."""
+        """Seconds of the products for the input gradient and for the weight gradient."""
         return self._matmul_s(rows, columns, inner), self._matmul_s(inner, rows, columns)
 
     def _memory_s(self, moved_bytes: float) -> float:
@@ -275,14 +275,14 @@ class Pieces:
         return self._core_forward_s() + self._context_s()
 
     def _attention_backward_s(self) -> float:
-        """Keys and values of what comes before are read again, and their gradient is written.
+        """Keys and values of earlier tokens are read again, and their gradient is written.
 
         It is added to that of later tokens, which takes two reads and a write (``pipeloom.model.key_values``).
         """
         return self._core_backward_s() + 5 * self._context_s()
 
     def _context_s(self) -> float:
-        """Seconds of reading once the keys and values of the tokens before, however few tokens see them."""
+        """Seconds of reading the keys and values of earlier tokens once, for any number of queries."""
         run = self.run
         return self._memory_s(2 * run.micro_batch * self.before * run.shape.kv_width / run.tp * run.element_bytes)
 
@@ -312,7 +312,7 @@ class Pieces:
         return 2.5 * forward_s
 
     def _tensor_s(self) -> float:
-        """One all-reduce of the residual stream, or the gather and scatter that stand for it (the same bytes)."""
+        """One all-reduce of the residual stream, or the equivalent gather and scatter (the same bytes)."""
         run, use = self.run, self.software.efficiency
         if run.tp == 1:
             return 0.0
@@ -324,7 +324,7 @@ class Pieces:
         return self.cluster.collective_s("all_reduce", message, group, use.tensor_bus)
 
     def _num_collectives(self) -> int:
-        """Collectives that stand for one all-reduce."""
+        """Collectives equivalent to one all-reduce."""
         return 0 if self.run.tp == 1 else (2 if self.run.sequence_parallel else 1)
 
     def _num_kernels(self) -> float:
@@ -340,13 +340,13 @@ class PieceSeconds:
     """Forward and backward of each kind of piece.
 
     Attributes:
-        embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel exchanges.
-        weight_s: the part of a layer's backward that a split leaves to the gradients of the weights.
+        embedding, layer, head: seconds on one device for one micro-batch, with tensor-parallel collectives.
+        weight_s: of the weight half of a layer's backward.
         head_weight_s: the same of the head's; of the embedding's it is all.
-        idle_s: of a layer's seconds, in closed forms, those that the device waits for the host's launches.
-        stage: of a stage beside its pieces, where that was measured.
-        message_s: seconds of a core for a message between two stages; 0 where the link's file has it.
-        is_measured: whether they are from the cluster's file; otherwise they are closed forms.
+        idle_s: of a layer, in closed forms, those in which the device waits for the host's launches.
+        stage: of a stage besides its pieces, where measured.
+        message_s: seconds of a core for a message between two stages; 0 where the link determines them.
+        is_measured: whether they are from the cluster's file; else they are closed forms.
     """
 
     embedding: Both
@@ -360,18 +360,17 @@ class PieceSeconds:
     is_measured: bool = False
 
     def both_s(self, layers: int) -> list[float]:
-        """Seconds of each piece, forward and backward: embedding, so many equal layers, head."""
+        """Seconds of each piece, forward and backward: embedding, ``layers`` equal layers, head."""
         return [sum(self.embedding), *[sum(self.layer)] * layers, sum(self.head)]
 
 
 def piece_seconds(run: Run, cluster: Cluster, software: Software) -> PieceSeconds:
     """Seconds of the pieces of a run whose layers all recompute ``run.recompute``.
 
-    Where the cluster's file has measured exactly these, they are those. They depend on the model, the tokens, the
-    kernels and the tensor axis, not on how the pipeline is cut.
+    Measured ones where the cluster's file has exactly these. They depend on the model, the tokens, the kernels and the
+    tensor axis, not on the partition.
     """
-    # The one fact about the pipeline that pieces depend on: it is passed
-    # on, so that other layouts find them in the cache.
+    # The only fact about the pipeline that pieces depend on: an argument, so that other layouts share the cache.
     is_dragged = run.pp > 1 and run.num_devices > cluster.devices_per_node
     return _piece_seconds(run.of_pieces, cluster, software, is_dragged)
 
@@ -394,13 +393,13 @@ def _piece_seconds(run: Run, cluster: Cluster, software: Software, is_dragged: b
         idle_s=(layer_s[0] - layer[0].device_s, layer_s[1] - layer[1].device_s),
     )
     key = run.of_measured_pieces
-    # Looked for once for each run, since what is returned is cached.
+    # Searched once for each run, since the result is cached.
     found = next((one for one in cluster.pieces if one.run == key), None)
     return counted if found is None else _measured(found, counted)
 
 
 def _measured(found: MeasuredPieces, counted: PieceSeconds) -> PieceSeconds:
-    """What was measured; how a backward splits was not, so that its shares are those of the closed forms."""
+    """Measured seconds, with backwards split in the proportions of the closed forms, since halves are not measured."""
     return PieceSeconds(
         embedding=found.embedding,
         layer=found.layer,

@@ -1,6 +1,6 @@
-"""Bytes on the devices of a run: state of the weights, what micro-batches keep, logits.
+"""Bytes on the devices of a run: weights, gradients and optimizer state, activations, logits.
 
-What micro-batches keep is exact for this program (``pipeloom.cost.kept``), and as published for others
+Activations are exact for this program (``pipeloom.cost.kept``), and as published for others
 (``pipeloom.cost.foreign``).
 """
 
@@ -23,7 +23,7 @@ _KEPT_LOGIT_BYTES = 4.0
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of weights, gradients and optimizer state on one device, as data parallelism leaves them."""
+    """Bytes of weights, gradients and optimizer state on one device after sharding."""
 
     weights_bytes: float
     gradients_bytes: float
@@ -37,17 +37,17 @@ class State:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, at the worst moment of each part.
+    """Bytes on one device, each part at its peak.
 
     Attributes:
-        weights_bytes: weights, and those of others while they are gathered.
+        weights_bytes: weights, and gathered weights.
         gradients_bytes: gradients, and whole ones until they are reduced.
         optimizer_bytes: the optimizer's state, with a copy of the weights in single precision where it keeps one.
         activations_bytes: of the micro-batches in flight, as the schedule holds them.
         head_bytes: logits and their gradient.
-        buffers_bytes: tensors that are received ahead.
+        buffers_bytes: receive buffers.
         reserve_bytes: context, communicators, workspaces.
-        fragmentation_bytes: what the allocator loses, a fraction of activations and logits.
+        fragmentation_bytes: lost by the allocator, a fraction of activations and logits.
     """
 
     weights_bytes: float
@@ -70,10 +70,10 @@ class Memory:
 def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | None = None) -> State:
     """Bytes of weights, gradients and optimizer state of a device that holds ``parameters``.
 
-    What data parallelism divides: nothing; the optimizer's state; also the gradients; everything. Weights have the
-    size of the precision and gradients the rest of what the program holds beside the optimizer's state. In single
-    precision both have four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level.
-    Buffers for whole gradients that are reduced to shares, and gathered weights, are not in it.
+    The levels shard nothing; the optimizer's state; also the gradients; everything. Weights have the size of the
+    precision, gradients the rest of the program's bytes without the optimizer's state. In single precision both have
+    four bytes, and the optimizer keeps no copy of the weights. ``shard`` replaces the run's level. Buffers of whole
+    gradients before their reduction, and gathered weights, are not included.
     """
     kept, optimizer, among = software.weight_state_bytes, software.optimizer_state_bytes, run.shard_size
     shard = shard or run.shard
@@ -92,7 +92,7 @@ def state_bytes(run: Run, parameters: float, software: Software, shard: Shard | 
 
 
 def _own_state(run: Run, parameters: float, software: Software, shard: Shard) -> State:
-    """The same of this program, whose optimizer and sums of gradients work on shares in single precision."""
+    """``state_bytes`` of this program, whose optimizer and gradient sums use shards in single precision."""
     among = 1 if shard == "none" else run.shard_size
     is_narrow = run.element_bytes < _WIDE_BYTES
     # A study of another program may set gradients of two bytes; without mixed precision they are as wide as weights.
@@ -111,10 +111,10 @@ def _own_state(run: Run, parameters: float, software: Software, shard: Shard) ->
 
 
 def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
-    """Bytes of a tied matrix beside the parameters of a rank, where the first stage lends it to the last one.
+    """Additional bytes of a tied matrix on a rank, where the first stage lends it to the last one.
 
-    The rank of the last stage has borrowed weights and collects a gradient for them; that of the first stage receives
-    this gradient. On one rank the weights are borrowed in place unless they are sharded at all times.
+    The rank of the last stage has borrowed weights and accumulates their gradient; that of the first stage receives
+    this gradient. On one rank the weights are borrowed in place, except with ``full`` sharding.
     """
     first, last = 0 in stages, run.num_stages - 1 in stages
     if not (run.shape.tied and run.num_stages > 1 and software.lends_tied and (first or last)):
@@ -126,7 +126,7 @@ def lent_bytes(run: Run, software: Software, stages: Sequence[int]) -> State:
 
 
 def kept_bytes(run: Run, software: Software) -> float:
-    """Bytes that one layer keeps of one micro-batch from its forward to its backward."""
+    """Bytes that one layer keeps of one micro-batch for its backward."""
     own = Kept(run).layer(run.recompute) if software.has_lanes else layer_kept_bytes(run, software)
     return own + (key_value_bytes(run) if run.slices and run.recompute == "full" else 0.0)
 
@@ -137,7 +137,7 @@ def key_value_bytes(run: Run) -> float:
 
 
 def stage_kept_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes that it keeps of one micro-batch from forward to backward, the loss left out."""
+    """For each stage the bytes that it keeps of one micro-batch for its backward, without the loss."""
     stages, own = layers_by_recompute(run, software), Kept(run)
     each = {alike.recompute: kept_bytes(alike, software) for stage in stages for alike, _ in stage}
     kept = [sum(count * each[alike.recompute] for alike, count in stage) for stage in stages]
@@ -157,9 +157,9 @@ def message_bytes(run: Run, software: Software) -> float:
 
 
 def stage_recomputed_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage what a micro-batch keeps there that is recomputed as a whole: the stage's input.
+    """For each stage the bytes of one micro-batch that the stage recomputes as a whole: the stage's input.
 
-    Where sequences are cut into slices, also the keys and values of its layers. Tokens are the batch's.
+    With token slices also the keys and values of its layers. The first stage's input, tokens, belongs to the batch.
     """
     counts, _ = stage_layers(run, software)
     each = key_value_bytes(run) if run.slices else 0.0
@@ -199,7 +199,7 @@ def num_logits(run: Run, software: Software) -> float:
 
 
 def logits_bytes(run: Run, software: Software) -> float:
-    """Bytes of the logits of one micro-batch and of their gradient, at the worst moment of the loss."""
+    """Bytes of the logits of one micro-batch and of their gradient, at the peak of the loss."""
     is_gathered = software.gathers_logits and run.tp > 1
     each = software.logit_bytes + (GATHERED_COPIES * run.element_bytes if is_gathered else 0)
     return num_logits(run, software) * each

@@ -1,7 +1,7 @@
 """Clusters of several kinds of nodes, or with slower links between some of them.
 
-Ranks fill the groups of nodes in their order. Devices of one group see that group's cluster. Devices of several work in
-lock-step at the speed of the slowest, so that they see a cluster of one kind with the slowest of everything.
+Ranks fill the groups of nodes in order. Devices of one group are described by that group's cluster. Devices of several
+groups work in lock-step at the speed of the slowest, so they are described by a cluster with the slowest of everything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +15,11 @@ from pipeloom.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class NodeGroup:
-    """Nodes of one kind that stand together, such as a rack or a site.
+    """Nodes of one kind in one place, such as a rack or a site.
 
     Attributes:
-        cluster: what they are: devices, links, price. Its name is the group's.
-        num_nodes: how many.
+        cluster: their devices, links and price. Its name is the group's.
+        num_nodes: of the group.
     """
 
     cluster: Cluster
@@ -42,7 +42,7 @@ class GroupLink:
 
     Attributes:
         between: the groups' names.
-        link: the bandwidth is what a node has over it.
+        link: with the bandwidth of one node.
     """
 
     between: tuple[str, str]
@@ -53,7 +53,7 @@ class GroupLink:
 class MixedCluster(Cluster):
     """Groups of nodes; made by ``mixed_cluster``.
 
-    What it has of its own as a ``Cluster`` is the slowest of everything.
+    Its fields as a ``Cluster`` are the slowest of everything.
 
     Attributes:
         groups: in the order of the ranks, with a name each.
@@ -64,10 +64,10 @@ class MixedCluster(Cluster):
     links: tuple[GroupLink, ...] = ()
 
     def __eq__(self, other: object) -> bool:
-        """By name, groups and links, from which the rest follows."""
+        """By name, groups and links, which determine the rest."""
         if not isinstance(other, MixedCluster):
             return NotImplemented
-        # The fields of the base class are the slowest of the groups, so comparing them as well would only take longer.
+        # The fields of the base class follow from the groups, so comparing them as well would only take longer.
         return (self.name, self.groups, self.links) == (other.name, other.groups, other.links)
 
     def __hash__(self) -> int:
@@ -123,7 +123,7 @@ class MixedCluster(Cluster):
         return f"the cluster {self.name} has {self.num_devices} devices ({made_of}), found a run on {num_devices}"
 
     def orders(self) -> Iterator[tuple[str, ...]]:
-        """Names of the groups. Those that are alike in themselves and in their links change places with nobody."""
+        """Names of the groups; exchanging equal groups with equal links gives no other order."""
         indices = range(len(self.groups))
         alike = [next(other for other in indices if self._are_alike(other, index)) for index in indices]
 
@@ -138,13 +138,13 @@ class MixedCluster(Cluster):
         yield from orders_of(tuple(indices))
 
     def reordered(self, order: Sequence[str]) -> Cluster:
-        """The order is one of the names of all groups."""
+        """The cluster with its groups in the order of these names."""
         by_name = {group.name: group for group in self.groups}
         assert sorted(by_name) == sorted(order), "every group once"
         return replace(self, groups=tuple(by_name[name] for name in order))
 
     def each(self, change: Callable[[Cluster], Cluster]) -> Cluster:
-        """A link between groups is changed as the network between nodes of one kind."""
+        """The cluster with every group changed, and every link between groups as the ``inter`` of a cluster."""
         groups = [replace(one, cluster=replace(change(one.cluster), name=one.name)) for one in self.groups]
         index = {group.name: index for index, group in enumerate(self.groups)}
         routes = [self._route((tuple(sorted(index[name] for name in one.between)),)) for one in self.links]
@@ -152,7 +152,7 @@ class MixedCluster(Cluster):
         return mixed_cluster(self.name, groups, links)
 
     def _spread(self, first: int, num_devices: int) -> list[tuple[int, int]]:
-        """The groups of some devices, each with how many of them it has."""
+        """Indices of the groups of a range of devices, each with the number of its devices."""
         found, begin, last = list[tuple[int, int]](), 0, first + num_devices
         for index, group in enumerate(self.groups):
             end = begin + group.num_devices
@@ -169,11 +169,11 @@ class MixedCluster(Cluster):
         ends = [self.groups[index].cluster for index in (one, other)]
         names = {cluster.name for cluster in ends}
         named = (known.link for known in self.links if set(known.between) == names)
-        # A file that names no link between two groups says at least that neither is faster than its own network.
+        # Without a link in the file, neither group is faster than its own network.
         return next(named, None) or _slowest_link([cluster.inter for cluster in ends])
 
     def _are_alike(self, one: int, other: int) -> bool:
-        """Whether it makes no difference to change the places of two groups."""
+        """Whether two groups may be exchanged: they and their links to others are equal."""
         groups = [self.groups[index] for index in (one, other)]
         plain = [replace(group, cluster=replace(group.cluster, name="")) for group in groups]
         # Between the two of them the link is the same in both directions, so only links to third groups can differ.
@@ -182,7 +182,7 @@ class MixedCluster(Cluster):
 
     @cached_property
     def _known(self) -> dict[tuple[object, ...], Cluster]:
-        """Answers so far: equal ones are one object, which makes caches that use it as a key fast."""
+        """Cache of parts and routes: equal ones are one object, which makes caches that use it as a key fast."""
         return {}
 
     def _shared(self, indices: tuple[int, ...]) -> Cluster:
@@ -229,10 +229,10 @@ def mixed_cluster(name: str, groups: Sequence[NodeGroup], links: Sequence[GroupL
 
 
 def _slowest_cluster(clusters: Sequence[Cluster], links: Sequence[Link]) -> Cluster:
-    """What the nodes of several clusters with some links between them can at least do, as nodes of one kind."""
+    """A cluster of one kind of nodes with the slowest of everything in several clusters and links."""
     first = clusters[0]
     inter = _slowest_link([*(cluster.inter for cluster in clusters), *links])
-    # The object itself: what is cached for it is found again.
+    # The object itself, so that caches find it.
     if inter == first.inter and all(replace(cluster, name=first.name) == first for cluster in clusters):
         return first
     hosts = [cluster.host for cluster in clusters]
@@ -255,7 +255,7 @@ def _slowest_link(links: Sequence[Link]) -> Link:
 
 
 def _slowest_device(devices: Sequence[Device]) -> Device:
-    """In each precision that all compute in, a product has the lowest rate that one of them reaches at its size."""
+    """A device with the lowest rate of all at each size of a product, in each precision that all support."""
     first = devices[0]
     if all(device == first for device in devices):
         return first
@@ -283,7 +283,7 @@ def _lowest_fractions(devices: Sequence[Device], precision: str) -> Curve:
 
 
 def _lowest_bus(clusters: Sequence[Cluster], inter: Link) -> dict[Collective, Curve]:
-    """The lowest bus bandwidth over the number of nodes, lower by as much as the network between nodes is."""
+    """The lowest bus bandwidth over the number of nodes, scaled to the network ``inter``."""
     curves: dict[Collective, Curve] = {}
     for kind in dict.fromkeys(kind for cluster in clusters for kind in cluster.bus_curves):
         sizes = sorted({num for cluster in clusters for num, _ in cluster.bus_curves.get(kind, ())})

@@ -1,7 +1,7 @@
-"""Pieces -> stages: cut a list of seconds into contiguous stages, the slowest pipeline rank as fast as possible.
+"""Partition of pieces into contiguous stages that minimizes the seconds of the slowest pipeline rank.
 
-A rank's work in a step is that of all its stages, so with loops it is ranks that have to be even, not stages: pieces
-that do not divide evenly must not all land on one rank.
+A rank's work in a step is that of all its stages, so with loops the ranks have to be balanced, not the stages: the
+remainders of an uneven division must not all be on one rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,19 +27,19 @@ SAME = 1e-9
 """Relative difference below which seconds count as equal: sums in another order differ by rounding."""
 
 FEW = 5000
-"""Cuts that are tried one by one: some milliseconds."""
+"""Most cuts to enumerate, which takes some milliseconds."""
 
 STARTS = 2
-"""Cuts that are improved where the best is not known."""
+"""Cuts from which a search starts."""
 
 PATIENCE = 600
-"""Moves in a row that find nothing better before a search ends, times stages: with few stages moves take less time."""
+"""Moves in a row without improvement after which a search ends, times stages: with few stages moves are faster."""
 
 
 def default_partition(
     model: ModelConfig, seq_len: int, placement: Placement, recompute: Sequence[Recompute]
 ) -> tuple[int, ...]:
-    """The partition with the fewest FLOPs on the rank that has most, embedding, head and recomputation at their cost.
+    """The partition that minimizes the most FLOPs of a rank, with embedding, head and recomputation.
 
     Args:
         model: resolved.
@@ -56,33 +56,33 @@ def default_partition(
 def fastest_partition(
     seconds: Sequence[float], placement: Placement, slowness: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Cut the pieces into one run of at least one piece for each stage.
+    """Cut the pieces into stages of at least one contiguous piece each.
 
-    With equal layers, or one stage for each rank, it minimises, in this order: the seconds of the slowest rank, which
+    With equal layers, or one stage for each rank, it minimizes, in this order: the seconds of the slowest rank, which
     has the work of all its stages; those of the slowest stage; the sum of the stages' squared seconds, so that the rest
-    is even too. Where layers may go to several stages all the same, the later ones get them: the first ones keep what
-    they need for more micro-batches, and ranks have their longer stages at the same time.
+    is balanced too. Of equal stages the later ones get the remaining layers: the first ones keep activations of more
+    micro-batches, and ranks then run their longer stages at the same time.
 
-    With uneven layers and several stages on a rank the ranks' sums can be even while ranks wait for each other all
-    the time, because their long stages come at different times. The first stages of all ranks are one round, the second
-    ones the next; micro-batches go through a round at the pace of its slowest stage. So there the sum of the rounds'
-    slowest stages comes first, which is never below the slowest rank; then the slowest rank, then the squares.
+    With uneven layers and several stages on a rank, balanced ranks may still wait for each other all the time, since
+    their long stages run at different times. The first stages of all ranks are one round, the second ones the next; the
+    slowest stage of a round limits its micro-batches. So there the first criterion is the sum of the rounds' slowest
+    stages, which is never below the slowest rank; then the slowest rank, then the squares.
 
     Exact
 
-    - where all pieces but the first and the last one are equal (embedding, equal layers, head): layers are given, one
-      by one, to the stage that is fastest with one more, within what its rank may have. A stage's room is part of its
-      rank's, and for such nested bounds this greedy algorithm is optimal (they make a laminar matroid);
+    - where all pieces except the first and the last are equal (embedding, equal layers, head): each layer goes to the
+      stage that is fastest with one more, within the limit of its rank. Limits of stages are nested in those of ranks,
+      and for such bounds this greedy algorithm is optimal (they make a laminar matroid);
     - where every rank has one stage: dynamic programming over (stages, pieces);
-    - where there are at most ``FEW`` ways to cut: all are tried.
+    - where there are at most ``FEW`` cuts: by enumeration.
 
-    Otherwise even stages are improved by a tabu search: good, and not always the best (docs/plan.md says how often it
-    is on small cases).
+    Otherwise a tabu search improves even stages, which does not always find the best (docs/plan.md has the rate on
+    small cases).
 
     Args:
         seconds: of each piece, in order, not negative; for one micro-batch or for the whole step.
         placement: stages, and the rank of each.
-        slowness: for each rank, by what seconds are multiplied there, above 0; ``None`` where ranks are alike.
+        slowness: for each rank a factor of the seconds, above 0; ``None`` where ranks are alike.
 
     Returns:
         Number of pieces of each stage.
@@ -118,7 +118,7 @@ def _equal_layers(
         ranks.base[rank] += base[stage]
         ranks.held[rank] += stages.held[stage]
     left = layers - inner
-    # First how fast the slowest rank can be, then stages within what that leaves each rank.
+    # First the least seconds of the slowest rank, then stages within the limits of ranks that follow from it.
     rank_room = ranks.room(ranks.poured(left).slowest_s(), left)
     if len(set(slow)) == 1:  # the stage that is fastest with one more is also the one whose square grows least
         best = stages.poured(left, owner, rank_room)
@@ -130,12 +130,12 @@ def _equal_layers(
 
 @dataclass
 class _Places:
-    """Stages or ranks that hold layers.
+    """Stages, or ranks, with their layers.
 
     Attributes:
-        base: of each place its seconds without layers.
-        step: of each place the seconds of a layer.
-        held: layers of each place.
+        base: for each place the seconds without layers.
+        step: for each place the seconds of a layer.
+        held: for each place its layers.
     """
 
     base: list[float]
@@ -147,7 +147,7 @@ class _Places:
         return max(base + step * held for base, step, held in zip(self.base, self.step, self.held, strict=True))
 
     def room(self, limit_s: float, most: int) -> list[int]:
-        """For each place the layers, at most ``most``, that it can take without being slower than a limit."""
+        """For each place the layers, at most ``most``, that it can add without exceeding ``limit_s``."""
         # A sum in another order may be above the limit by rounding, and a place would lose a layer.
         limit_s *= 1 + SAME
         return [
@@ -167,11 +167,12 @@ class _Places:
         """The places with ``amount`` more layers, each where it costs least; of equals, at the last place.
 
         Args:
-            amount: that there is room for.
-            group: of each place, if groups have limited room.
-            group_room: layers that each group may get.
-            room: layers that each place may get; ``None`` without limit.
-            by_squares: a layer costs what the square of the place's seconds grows by, not the seconds with it.
+            amount: of layers, within the limits.
+            group: for each place its group, if groups have limits.
+            group_room: layers that each group may add.
+            room: layers that each place may add; ``None`` without a limit.
+            by_squares: whether the cost of a layer is the increase of the place's squared seconds; else the place's
+                seconds with it.
         """
         held, count = list(self.held), len(self.held)
         full = (
@@ -190,7 +191,7 @@ class _Places:
         heapify(heap)
         while amount:
             place = -heap[0][1]
-            # Room never grows again, so a place that is full once is full for good.
+            # Limits only shrink, so a full place stays full.
             if not left[place_of[place]] or held[place] == full[place]:
                 heappop(heap)
                 continue
@@ -203,16 +204,16 @@ class _Places:
 
 @dataclass(frozen=True)
 class Uneven:
-    """Pieces of any seconds for stages on ranks.
+    """Partitions of pieces with any seconds.
 
     A *cut* is the index of a stage's first piece; 0 and the number of pieces are cuts, too. The first stages of all
-    ranks are the first *round*, the second ones the second round, and so on. What is minimised is the sum of the
-    rounds' slowest stages, then the slowest rank, then the sum of the stages' squares.
+    ranks are the first *round*, the second ones the second round, and so on. The objective is the sum of the rounds'
+    slowest stages, then the slowest rank, then the sum of the stages' squares.
 
     Attributes:
         seconds: of each piece.
         owner: rank of each stage.
-        slow: for each rank, by what seconds are multiplied.
+        slow: for each rank a factor of the seconds.
     """
 
     seconds: Sequence[float]
@@ -235,11 +236,11 @@ class Uneven:
         return self._best_of(np.array(list(combinations(range(1, len(self.seconds)), len(self.owner) - 1))))
 
     def searched(self) -> Cuts:
-        """The best cuts that a search finds, which may not be the best there are."""
+        """The best cuts of tabu searches, not necessarily optimal."""
         return self._best_of(np.array([self._walked(start)[1:-1] for start in self._starts()]))
 
     def judged(self, stages: Floats) -> tuple[Floats, Floats, Floats]:
-        """For each line of stages' seconds: the rounds, the slowest rank, the sum of squares; the less, the better."""
+        """For each row of stages' seconds the objective: rounds, slowest rank, sum of squares."""
         order, starts = self._rounds
         rounds = np.maximum.reduceat(stages[:, order], starts, axis=1).sum(1)
         return rounds, (stages @ self._on_rank).max(1), (stages * stages).sum(1)
@@ -263,16 +264,16 @@ class Uneven:
 
     @cached_property
     def _rounds(self) -> tuple[Cuts, Cuts]:
-        """The stages in the order of their rounds, and where each round begins there."""
+        """The stages in the order of their rounds, and the index of each round's first stage there."""
         number = [self.owner[:stage].count(rank) for stage, rank in enumerate(self.owner)]
         return np.argsort(number, kind="stable"), np.searchsorted(np.sort(number), np.arange(max(number) + 1))
 
     def _stages(self, cuts: Cuts) -> Floats:
-        """Seconds of the stages, for cuts or lines of them."""
+        """Seconds of the stages, for cuts or rows of cuts."""
         return np.diff(self._total[cuts], axis=-1) * self._stage_slow
 
     def _best_of(self, inner: Cuts) -> Cuts:
-        """The best of lines of cuts, which come without both ends."""
+        """The best of several rows of inner cuts, with both ends."""
         ends = np.zeros((len(inner), 1), dtype=np.int64)
         cuts = np.hstack([ends, inner, ends + len(self.seconds)])
         return cuts[_first(self.judged(self._stages(cuts)))]
@@ -300,7 +301,7 @@ class Uneven:
         return np.array(cuts[::-1])
 
     def _starts(self) -> Iterator[Cuts]:
-        """Even stages first; then those of ranks that had more than their share get less, and the other way round."""
+        """Even stages first; then the weights of ranks are corrected by their loads."""
         weight = self._stage_slow
         for _ in range(STARTS):
             cuts = self._even(weight)
@@ -310,15 +311,15 @@ class Uneven:
 
     @cached_property
     def _moves(self) -> tuple[Cuts, Cuts, Cuts]:
-        """Every way to shift neighboring cuts by one: 0 up or 1 down, the first inner cut, the one behind the last."""
+        """All moves of adjacent cuts by one: direction (0 up, 1 down), first inner cut, one past the last."""
         begin, end = np.triu_indices(len(self.owner) - 1)
         return np.repeat([0, 1], len(begin)), np.tile(begin, 2), np.tile(end + 1, 2)
 
     def _walked(self, cuts: Cuts) -> Cuts:
-        """The best cuts on a walk that takes, each time, the best move to cuts where it has not been (tabu search).
+        """The best cuts of a tabu search: each step takes the best move to cuts that were not visited.
 
-        A piece goes over each boundary whose cut a move shifts; only moves that take seconds from the slowest stage of
-        a round are looked at. The walk ends when moves have found nothing better for long (``PATIENCE``).
+        A move shifts one piece over each boundary of its cuts; only moves that shorten the slowest stage of a round are
+        considered. The search ends after moves without improvement (``PATIENCE``).
         """
         best, best_key = cuts, tuple(float(key[0]) for key in self.judged(self._stages(cuts)[None]))
         seen, since = {cuts.tobytes()}, 0
@@ -334,7 +335,7 @@ class Uneven:
         return best
 
     def _moves_from(self, cuts: Cuts) -> Iterator[tuple[tuple[float, ...], Cuts]]:
-        """Moves that take seconds from the slowest stage of a round, best first: how the cuts are judged, the cuts."""
+        """Moves that shorten the slowest stage of a round, best first: (objective, cuts)."""
         now = self._stages(cuts)
         over = np.array([self._pieces[cuts[1:-1]], -self._pieces[cuts[1:-1] - 1]])
         gained = _sums(over, np.diag(self._stage_slow))
@@ -354,22 +355,22 @@ class Uneven:
 
 
 def _sums(over: Floats, groups: Floats) -> Floats:
-    """(ways, boundaries + 1, groups): what groups gain when all boundaries before one are passed by ``over``."""
+    """(directions, boundaries + 1, groups): gains of groups when ``over`` crosses all boundaries before one."""
     gains = over[..., None] * (groups[:-1] - groups[1:])
     return np.concatenate([np.zeros_like(gains[:, :1]), np.cumsum(gains, axis=1)], axis=1)
 
 
 def _first(keys: Sequence[Floats]) -> int:
-    """Where the first key is least; where several are, the second one among them, and so on."""
+    """Index of the least row by the first key, then by the second one among equals, and so on."""
     left = np.arange(len(keys[0]))
     for key in keys:
-        # Equal up to rounding, or the first key would always decide.
+        # Equal up to rounding, or the first key alone would decide.
         left = left[key[left] <= key[left].min() * (1 + SAME)]
     return int(left[0])
 
 
 def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the first numbers that differ are less in ``one``."""
+    """Whether ``one`` precedes ``other`` in lexicographic order, up to rounding."""
     for mine, theirs in zip(one, other, strict=True):
         if abs(mine - theirs) > SAME * theirs:
             return mine < theirs

@@ -1,8 +1,8 @@
-"""A run on a cluster, as a training program executes it: where its ranks stand, and how long its stages take.
+"""A run on a cluster with a training program: nodes of its ranks, and seconds of its stages.
 
 Ranks are numbered with the tensor axis innermost, then data, then pipeline (``pipeloom.workload.layout``), so that a
-pipeline rank has ``dp x tp`` devices that follow each other. They work in lock-step, tensor-parallel ranks at each
-exchange and replicas at the end of a step, so that the slowest of them counts.
+pipeline rank has ``dp x tp`` adjacent devices. They work in lock-step, tensor-parallel ranks at each collective and
+replicas at the end of a step, so that the slowest determines their seconds.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ from pipeloom.workload.run import Run
 
 @dataclass(frozen=True)
 class Placed:
-    """A run with everything that its prediction depends on but its schedule.
+    """A run with everything that its prediction depends on except its schedule.
 
-    What depends on where ranks stand raises a ``UserError`` where the cluster has not so many devices.
+    Members that depend on the nodes of ranks raise a ``UserError`` where the cluster has too few devices.
 
     Attributes:
-        run: what is trained.
-        cluster: where.
-        software: with what.
+        run: model and layout.
+        cluster: that it runs on.
+        software: the training program.
     """
 
     run: Run
@@ -64,38 +64,38 @@ class Placed:
         return stage_parameters(self.run, self.software)
 
     def first_device(self, rank: int) -> int:
-        """The first of a pipeline rank's devices; the others follow it."""
+        """The first of a pipeline rank's adjacent devices."""
         return place_of(rank, self.run.pipeline_order) * self.run.dp * self.run.tp
 
     @property
     def first_devices(self) -> list[int]:
-        """That of each pipeline rank."""
+        """``first_device`` of each pipeline rank."""
         return [self.first_device(rank) for rank in range(self.run.pp)]
 
     def are_near(self, one: int, other: int) -> bool:
-        """Whether two pipeline ranks share nodes: each device of the one stands on the same node as its partner."""
+        """Whether each device of a pipeline rank is on the same node as its peer of another rank."""
         begin, end, node_of = self.first_device(one), self.first_device(other), self.cluster.node_of
         return all(node_of(begin + n)[0] == node_of(end + n)[0] for n in range(self.run.dp * self.run.tp))
 
     @property
     def parts(self) -> tuple[Cluster, ...]:
-        """For each pipeline rank the cluster as its devices see it."""
+        """For each pipeline rank the cluster of one kind of nodes that represents its devices."""
         return _parts(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
 
     @property
     def _kinds(self) -> tuple[Cluster, ...]:
-        """The different ones of ``parts``."""
+        """Distinct ``parts``."""
         return _kinds(self.cluster, self.run.dp * self.run.tp, self.run.pp, self.run.pipeline_order)
 
     def route(self, one: int, other: int) -> Cluster:
-        """The cluster as messages between two pipeline ranks see it."""
+        """The cluster of one kind of nodes that represents messages between two pipeline ranks."""
         size = self.run.dp * self.run.tp
         return self.cluster.route(self.first_device(one), self.first_device(other), size)
 
     @cached_property
     def device_bytes(self) -> tuple[float, ...]:
-        """What a device of each pipeline rank can hold."""
-        # Most clusters are of one kind: then nothing has to be looked up rank by rank.
+        """Memory of one device of each pipeline rank."""
+        # Most clusters have one kind of nodes, and need no look-up for each rank.
         if len(self._kinds) == 1:
             return (self._kinds[0].device.memory_bytes,) * self.run.pp
         return tuple(part.device.memory_bytes for part in self.parts)
@@ -129,10 +129,9 @@ class Placed:
 
     @property
     def recompute_s(self) -> tuple[float, ...]:
-        """For each pipeline rank the seconds that a layer takes more if its backward computes it again.
+        """For each pipeline rank the additional seconds of a layer's backward with full recomputation.
 
-        Not those of its forward: where a host's launches take longest, those of forward and backward overlap the
-        device's.
+        They differ from those of a forward: where a host's launches take longest, they overlap with the device.
         """
         plain = self.of(replace(self.run, recompute="none", recompute_layers=None)).pieces
         again = self.of(replace(self.run, recompute="full", recompute_layers=None)).pieces
@@ -147,13 +146,12 @@ class Placed:
         return [sum(ends.embedding), *(sum(pieces[kind].layer) for kind in recompute), sum(ends.head)]
 
     def with_fastest_layers(self, slowness: Sequence[float] | None = None) -> "Placed":
-        """With the layers of each stage that make its slowest rank fastest, by the seconds of its pieces.
+        """The run partitioned so that its slowest rank is as fast as possible, by the seconds of its pieces.
 
-        The run's placement counts; what it says of layers does not.
+        Uses the run's placement and ignores its layers.
 
         Args:
-            slowness: for each pipeline rank, by what the fastest rank's seconds are multiplied; ``None`` for what its
-                place on the cluster makes of them.
+            slowness: for each pipeline rank a factor of the fastest rank's seconds; ``None`` for those of its devices.
 
         Raises:
             UserError: more stages than pieces.
@@ -163,7 +161,7 @@ class Placed:
 
     @property
     def balanced(self) -> "Placed":
-        """With the layers of each stage where its program balances them and its ranks are not equally fast.
+        """The run partitioned by seconds, if its program balances layers and its ranks are not equally fast.
 
         Raises:
             UserError: more stages than pieces.
@@ -177,9 +175,8 @@ class Placed:
     def costs(self) -> StageCosts:
         """Seconds of each stage's forward and backward for one micro-batch, and of messages between stages.
 
-        A stage is as fast as its rank's part of the cluster. Of a backward that is split, the half for the weights has
-        the second of each matrix product's two, which attention's core has not, the sum over micro-batches, and all of
-        the embedding's.
+        A stage is as fast as its rank's part of the cluster. The weight half of a split backward has the second of the
+        two products of each weight matrix, the accumulation over micro-batches, and all of the embedding's backward.
         """
         run, software, owner = self.run, self.software, self.placement.rank_by_stage
         counts, head = stage_layers(run, software)
@@ -221,7 +218,7 @@ _FIXED_SHARES = (0.4, 0.6)
 sum alone, and a backward launches more than a forward."""
 
 
-# Searches place many runs in the same way; equal answers are one object, which makes caches that have it as a key fast.
+# Many runs of a search have the same parts; equal ones are one object, which makes caches that use it as a key fast.
 @lru_cache(maxsize=4096)
 def _parts(cluster: Cluster, size: int, pp: int, order: tuple[int, ...] | None) -> tuple[Cluster, ...]:
     return tuple(cluster.part(place_of(rank, order) * size, size) for rank in range(pp))
@@ -258,10 +255,10 @@ def _boundary_s(placed: Placed) -> tuple[float, ...]:
 
 
 def _is_inside(placed: Placed, one: int, other: int) -> bool:
-    """Whether messages between two pipeline ranks stay on their node.
+    """Whether messages between two pipeline ranks stay inside a node.
 
-    In ascending order the slowest boundary sets the pace, so that all are taken for as slow; an order of one's own is
-    there to change which ones are.
+    In ascending order all boundaries count as the slowest, which limits the pipeline; with ``pipeline_order`` each
+    counts as it is.
     """
     if placed.run.pipeline_order is None:
         return placed.run.num_devices <= placed.route(one, other).devices_per_node
@@ -271,8 +268,7 @@ def _is_inside(placed: Placed, one: int, other: int) -> bool:
 def _tied_message_s(placed: Placed) -> tuple[float, float]:
     """Seconds of sending a tied matrix from the first stage's rank to the last stage's, and its gradient back.
 
-    Each device sends its slice. Zeros where there are no such messages; ``step_terms`` has the reduction that follows
-    the pipeline of other programs.
+    Each device sends its slice. Zero without such messages; ``step_terms`` has the reduction of other programs.
     """
     run, software, ends = placed.run, placed.software, tied_ranks(placed.run)
     if ends is None or not software.lends_tied:
@@ -288,19 +284,19 @@ def _tied_message_s(placed: Placed) -> tuple[float, float]:
 
 
 def _transfer_s(placed: Placed, route: Cluster, *, is_inside: bool) -> float:
-    """Seconds of one message between pipeline ranks, which are dp x tp ranks apart if they are neighbors.
+    """Seconds of one message between adjacent pipeline ranks, which are dp x tp devices apart.
 
-    Between nodes a device sends through its own adapter (``Cluster.sharing``), though nobody else uses the others.
+    Between nodes a device sends through its own adapter (``Cluster.sharing``), even if others are idle.
     """
     run, software = placed.run, placed.software
     if run.pp == 1:
         return 0.0
     measured_s = piece_seconds(run, route, software).message_s
-    # Processes that share cores carry their messages themselves: what that takes of a core was measured.
+    # Processes that share cores copy their messages themselves: their seconds of a core were measured.
     if is_inside and measured_s:
         return measured_s
-    # Each tensor-parallel rank sends its part: Megatron's scatter/gather (arXiv 2104.04473, section 4.1), and with
-    # sequence parallelism each has but a part.
+    # Each tensor-parallel rank sends its part: by Megatron's scatter/gather (arXiv 2104.04473, section 4.1), and with
+    # sequence parallelism it has no more.
     is_cut = run.tp > 1 and (software.scatter_gather or run.sequence_parallel)
     message = run.tokens * run.shape.hidden * run.element_bytes / (run.tp if is_cut else 1)
     use, sharing = software.efficiency, route.sharing(run.tp * run.dp)
@@ -321,15 +317,15 @@ class OfPlaced:
 
     @property
     def run(self) -> Run:
-        """What is trained, and how it is laid out."""
+        """Model and layout."""
         return self.placed.run
 
     @property
     def cluster(self) -> Cluster:
-        """Where."""
+        """That it runs on."""
         return self.placed.cluster
 
     @property
     def software(self) -> Software:
-        """With what."""
+        """The training program."""
         return self.placed.software

@@ -1,12 +1,11 @@
-"""Seconds of token slices: what a stage takes for some tokens of a sequence that come behind others.
+"""Seconds of token slices: of a stage for consecutive tokens of a sequence that attend to earlier ones.
 
-With T tokens of which ``c`` come before a slice of ``l``, everything but the core of attention takes as long as for a
-sequence of ``l``, which a device fills less well. Attention's scores are ``l c`` more than those of a sequence of
-``l``: in a kernel that leaves out what the causal mask hides, which counts ``T^2 / 2`` for the whole sequence, as in
-one that does not, which counts ``T^2``. Keys and values of the ``c`` tokens are read, and gradients are added to
-theirs, however short the slice is. So a device takes about ``f(l) + a l c + b c`` (TeraPipe, arXiv 2102.07988, section
-3.3, and the regression of its code), and a little more where the products are small. Where it waits for the host to
-launch the kernels of a short slice, what comes on top of ``f(l)`` fills that time first.
+With ``c`` tokens before a slice of ``l``, everything except the core of attention takes as long as for a sequence of
+``l``, which uses a device less well. Attention has ``l c`` more scores than for a sequence of ``l``, in kernels that
+skip masked scores (``T^2 / 2`` for a sequence of T) as in those that do not (``T^2``). Keys and values of the ``c``
+tokens are read, and their gradients updated, for a slice of any length. So a device takes about ``f(l) + a l c + b c``
+(TeraPipe, arXiv 2102.07988, section 3.3, and the regression of its code), and a little more where products are small.
+Where it waits for the host to launch the kernels of a short slice, the additional seconds fill that wait first.
 """
 
 from collections.abc import Sequence
@@ -34,11 +33,11 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SliceCosts:
-    """Every stage its own, and every token slice its own.
+    """Costs for each stage and token slice.
 
     Attributes:
-        whole: of what concerns a stage as a whole: gathers, reductions, a tied matrix.
-        slices: for each slice what the stages take for it, and its messages.
+        whole: of actions on a whole stage: gathers, reductions, a tied matrix.
+        slices: for each slice the costs of its compute and its messages.
     """
 
     ignores_microbatch: ClassVar[bool] = True
@@ -56,7 +55,7 @@ class SliceCosts:
 
 
 def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:
-    """With a slice's share of what it takes to move a micro-batch's activations away and back."""
+    """Costs of a slice with its share of the moves of a micro-batch's activations."""
     return replace(
         part,
         evict_s=tuple(seconds * share for seconds in whole.evict_s),
@@ -65,21 +64,19 @@ def moved(part: StageCosts, whole: StageCosts, share: float) -> StageCosts:
 
 
 class SliceModel:
-    """What slices of a run's sequences take.
+    """Seconds of slices of a run's sequences.
 
-    Where the cluster's file has measured the pieces of whole sequences, slices take the same multiple of what closed
-    forms say as these do.
+    Where the pieces of whole sequences were measured, the closed forms of slices are scaled by the same factor.
 
     Args:
-        placed: what is trained; its slices do not count.
+        placed: the run; its slices are ignored.
 
     Raises:
-        UserError: the cluster has not so many devices.
+        UserError: the cluster has too few devices.
     """
 
     def __init__(self, placed: Placed) -> None:
-        # The cut is fixed here: with shorter sequences the head weighs
-        # otherwise, and layers would be cut in another way.
+        # The partition is fixed here: with shorter sequences the head weighs more, and the partition would differ.
         whole = placed.of(replace(placed.run, slices=(), layers_by_stage=placed.layers))
         self._placed = replace(whole, cluster=_unmeasured(placed.cluster))
         self._whole = whole.costs
@@ -91,9 +88,13 @@ class SliceModel:
         self._layers = _layers(self._placed)
 
     def stage_costs(self, length: int, before: int) -> StageCosts:
-        """What the stages take for a slice of some tokens behind others, and its messages.
+        """Costs of the stages for a slice, and its messages.
 
-        Attention's core has no weights: what it takes for the tokens before belongs to the first half of a backward.
+        Attention's core has no weights: its seconds for earlier tokens belong to the input half of a backward.
+
+        Args:
+            length: tokens of the slice.
+            before: tokens before it.
         """
         alone = self._alone(length)
         more_s = [self._more_s(stage, length, before) for stage in range(len(self._layers))]
@@ -111,7 +112,7 @@ class SliceModel:
         """Costs of the actions of a schedule of slices.
 
         Args:
-            whole: of whole micro-batches, with everything beside compute that the schedule has.
+            whole: of whole micro-batches, with all other actions of the schedule.
             lengths: tokens of each slice.
         """
         parts: list[StageCosts] = []
@@ -123,7 +124,7 @@ class SliceModel:
         return SliceCosts(whole, tuple(parts))
 
     def seconds(self, lengths: Seconds, before: Seconds) -> Seconds:
-        """Forward and backward of slices on the rank for which a whole sequence takes longest, all its stages.
+        """Forward and backward of slices: the mean of the stages of the rank that is slowest with a whole sequence.
 
         Args:
             lengths: tokens of each.
@@ -146,15 +147,15 @@ class SliceModel:
         return total / len(stages)
 
     def through_s(self, lengths: Seconds, before: Seconds) -> Seconds:
-        """From when a slice comes to a rank to when it comes to the next one, there and back: with its messages.
+        """Seconds of slices from rank to rank, forward and backward, with their messages.
 
-        Of messages that differ the mean counts, for a slice passes all of them.
+        The mean of all boundaries, since a slice crosses each of them.
 
         Args:
             lengths: tokens of each.
             before: tokens before each.
         """
-        # The same few lengths recur at many places, and each costs an evaluation of the whole model.
+        # The same few lengths recur at many positions, and each takes an evaluation of the whole model.
         different, where = np.unique(lengths.astype(np.int64), return_inverse=True)
         alone = [self._alone(length) for length in different.tolist()]
         message_s = np.array([fmean(costs.boundary_s or [costs.transfer_s]) for costs in alone])
@@ -162,12 +163,12 @@ class SliceModel:
         return self.seconds(lengths, before) + 2 * message_s[where].reshape(lengths.shape)
 
     def _more_s(self, stage: int, length: int, before: int) -> tuple[float, float]:
-        """Seconds that a stage takes more for what comes before a slice, forward and backward."""
+        """Additional seconds of a stage for the tokens before a slice, forward and backward."""
         more_s = [(count, *layer.more_s(length, before)) for layer, count in self._layers[stage]]
         return sum(count * one for count, one, _ in more_s), sum(count * one for count, _, one in more_s)
 
     def _alone(self, length: int) -> StageCosts:
-        """What a whole sequence of this length takes."""
+        """Costs of a whole sequence of this length."""
         return _costs(self._placed.of(replace(self._placed.run, seq=length)))
 
 
@@ -186,7 +187,7 @@ class _Layer:
     Args:
         run: as if all layers recomputed the same.
         part: the devices.
-        software: with what.
+        software: the training program.
     """
 
     def __init__(self, run: Run, part: Cluster, software: Software) -> None:
@@ -195,7 +196,7 @@ class _Layer:
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def more_s(self, length: int, before: int) -> tuple[float, float]:
-        """Seconds more for what comes before a slice, forward and backward, beyond those of waiting for the host."""
+        """Additional seconds for the tokens before a slice, forward and backward, beyond the wait for the host."""
         known = self._known.get((length, before))
         if known is None:
             run, free_s = self._alone.get(length) or self._of_length(length)
@@ -205,7 +206,7 @@ class _Layer:
         return known
 
     def _of_length(self, length: int) -> tuple[Run, tuple[float, float]]:
-        """The run with sequences of a length, and how long attention may take without making a layer longer."""
+        """The run with sequences of a length, and the seconds of attention that do not make a layer longer."""
         run = replace(self._run, seq=length)
         own_s = Pieces(run, self._part, self._software).attention_s()
         idle_s = piece_seconds(run, self._part, self._software).idle_s
@@ -214,7 +215,7 @@ class _Layer:
 
 
 def _layers(placed: Placed) -> list[list[tuple[_Layer, int]]]:
-    """Of each stage its layers by what they recompute, and how many they are."""
+    """For each stage its layers by recomputation, and their numbers."""
     stages = [
         [((alike, placed.parts[rank]), count) for alike, count in kinds]
         for rank, kinds in zip(
@@ -226,7 +227,7 @@ def _layers(placed: Placed) -> list[list[tuple[_Layer, int]]]:
 
 
 def _unmeasured(cluster: Cluster) -> Cluster:
-    """The cluster without what was measured of models."""
+    """The cluster without measured pieces."""
     if isinstance(cluster, MixedCluster):
         groups = tuple(replace(group, cluster=replace(group.cluster, pieces=())) for group in cluster.groups)
         return replace(cluster, pieces=(), groups=groups)

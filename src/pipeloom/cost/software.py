@@ -1,4 +1,4 @@
-"""What a training program does with a machine: a few facts, and the few efficiencies that are calibrated."""
+"""Training programs: facts about their execution, and their calibrated efficiencies."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,10 +11,10 @@ Division = Literal["even", "uniform-items", "light-ends", "by-cost", "balanced"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Physical efficiencies and overheads of one program on one machine: what calibration may change.
+    """Physical efficiencies and overheads of one program on one machine, the parameters of calibration.
 
-    The values here are those of no program in particular: a calibration starts from them and is pulled towards them,
-    so that what few rows do not determine stays plausible.
+    The defaults describe no program in particular: a calibration starts from them and is regularized towards them, so
+    that parameters which few rows do not determine stay plausible.
 
     Attributes:
         matmul: fraction of the device's reachable matmul curve.
@@ -93,35 +93,35 @@ class Software:
         lends_tied: whether the last stage borrows a tied matrix for a step and returns its gradient, by messages beside
             the pipeline; otherwise both stages hold it, and its gradients are reduced after the pipeline. For programs
             that are not blocking.
-        is_blocking: whether a rank stands still while it sends or receives between stages.
-        blocks_split: whether that holds for schedules that split backwards as well; sail-sg/zero-bubble posts their
-            sends and receives and waits where a tensor is used.
+        is_blocking: whether a rank does not compute while it sends or receives between stages.
+        blocks_split: whether that also holds for schedules that split backwards; sail-sg/zero-bubble posts their sends
+            and receives and waits where a tensor is used.
         is_both_ways: whether a rank sends and receives at once; otherwise one after the other.
         scatter_gather: whether a message between stages is cut over tensor-parallel ranks.
         reduces_whole: whether gradients are all-reduced although the optimizer's state is sharded; otherwise they are
             reduce-scattered, half the traffic.
-        overlaps_steps: whether a rank begins its next step while others are still in the last one, because nothing is
-            agreed on between them (arXiv 2401.10241, section 4); otherwise all wait for the slowest.
-        extra_drain_slots: micro-batches' time that a pipeline was observed to need to fill and drain beyond the
-            P - 1 that its schedule explains.
-        drain_seq: longest sequences that this was observed with.
-        gathered_layers: layers whose weights a device has whole at once, beside the embedding and the head, where
-            everything is sharded and schedules have no gathers: the one that computes and the next one (FSDP,
-            arXiv 2304.11277, section 3.3.2).
-        weight_state_bytes: bytes held for each parameter that data parallelism never shards at ``optimizer``.
-        optimizer_state_bytes: bytes held for each parameter that it shards at ``optimizer``.
+        overlaps_steps: whether a rank begins its next step while others are still in the last one, since steps end
+            without synchronization (arXiv 2401.10241, section 4); otherwise all wait for the slowest.
+        extra_drain_slots: measured time to fill and drain a pipeline beyond the P - 1 slots of its schedule, in
+            micro-batches.
+        drain_seq: longest sequences of that measurement.
+        gathered_layers: layers whose weights a device gathers at once, besides the embedding and the head, with
+            ``full`` sharding and schedules without gathers: the current and the next one (FSDP, arXiv 2304.11277,
+            section 3.3.2).
+        weight_state_bytes: bytes for each parameter that the level ``optimizer`` does not shard.
+        optimizer_state_bytes: bytes for each parameter that it shards.
         keeps_gathered: whether layers keep their inputs whole although sequence parallelism splits them.
         norm_copy_bytes: bytes that an unfused norm keeps for each element: copies in single precision.
         gathers_logits: whether every tensor-parallel rank computes the loss on the whole vocabulary.
-        logit_bytes: bytes held for each logit at the worst moment of the loss.
+        logit_bytes: bytes for each logit at the peak of the loss.
         reserve_bytes: context, communicators and workspaces.
-        fragmentation: allocator's loss as a fraction of activations.
-        efficiency: what was calibrated.
-        cluster: the machine that it was calibrated on, by name.
-        sets: beginnings of the names of the sets of measurements that were made with it.
-        attentions: the attention kernels of those; empty for all.
+        fragmentation: bytes lost by the allocator as a fraction of activations.
+        efficiency: calibrated efficiencies.
+        cluster: name of the cluster that it was calibrated on.
+        sets: prefixes of the names of the sets of measurements with this program.
+        attentions: attention kernels of these sets; empty for all.
         families: schedules that it runs; empty for all.
-        shards: what its data parallelism can share out; empty for every level.
+        shards: sharding levels of its data parallelism; empty for all.
         strategies: of the planner that it runs; empty for none.
     """
 
@@ -160,14 +160,14 @@ class Software:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether all exchanges are actions of the schedule on lanes of their own, as ``pipeloom train`` runs them."""
+        """Whether all communication consists of actions on lanes of their own, as in ``pipeloom train``."""
         return self.has_reduction_lane and not self.is_blocking
 
 
 def with_optimizer(software: Software, optimizer: Optimizer) -> Software:
-    """The program with another update rule than AdamW, whose two moments its file counts.
+    """The program with another update rule than AdamW, which its file describes.
 
-    An update reads and writes each number that it keeps.
+    An update reads and writes each number of its state.
     """
     more = optimizer.state_bytes - OPTIMIZERS["adamw"].state_bytes
     if not more:

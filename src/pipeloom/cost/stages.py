@@ -1,4 +1,4 @@
-"""Which layers, and how many parameters, each stage of a run has."""
+"""Layers and parameters of each stage of a run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ def placement_named(name: str, pp: int, loops: int) -> Placement:
 
 
 def placement_of(run: Run) -> Placement:
-    """Stages, and the pipeline rank of each."""
+    """The placement of a run."""
     return placement_named(run.placement, run.pp, run.loops)
 
 
 def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
-    """How many layers each stage of a run has, and which stage has the head.
+    """Number of layers of each stage of a run, and the stage of the head.
 
-    As the run says, or else as its program divides them; ``balanced`` cuts [embedding, layers, head] so that the
-    rank with the most FLOPs in a step has as few as can be (``fastest_partition``).
+    The run's own, or else by the rule of its program; ``balanced`` cuts [embedding, layers, head] so as to minimize the
+    most FLOPs of a rank in a step (``fastest_partition``).
     """
     if run.layers_by_stage is not None:
         return run.layers_by_stage, run.num_stages - 1
@@ -41,7 +41,7 @@ def stage_layers(run: Run, software: Software) -> tuple[tuple[int, ...], int]:
     return layers_of_pieces(sizes), run.num_stages - 1
 
 
-# A search asks for the same partition with each micro-batch, sharding and family.
+# A search uses the same partition with each micro-batch, sharding and family.
 @lru_cache(maxsize=4096)
 def _balanced(
     shape: ModelShape, seq: int, recompute: Recompute | tuple[Recompute, ...], placement: str, axes: tuple[int, int]
@@ -67,7 +67,7 @@ def pieces_of_layers(layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> tuple[tuple[int, ...], int]:
-    """How many layers each stage has, and which stage has the head.
+    """Number of layers of each stage, and the stage of the head.
 
     ``even``: the first stages take the remainder. ``uniform-items``: the list [embedding, layers, norm, head] is
     cut into parts of equal length, the first parts take the remainder (the default of the layouts sweep's program).
@@ -76,11 +76,11 @@ def layers_of_stages(shape: ModelShape, num_stages: int, division: Division) -> 
     """
     if division == "by-cost":
         return _by_cost(shape, num_stages)
-    assert division != "balanced", "which depends on more than the shape: stage_layers"
+    assert division != "balanced", "stage_layers: balanced partitions depend on more than the shape"
     ends = {"even": (0, 0), "uniform-items": (1, 2), "light-ends": (1, 1)}[division] if num_stages > 1 else (0, 0)
     items = shape.layers + sum(ends)
     counts = [items // num_stages + (stage < items % num_stages) for stage in range(num_stages)]
-    # Embedding and head took places in the list that was divided; they are no layers.
+    # Embedding and head are items of the divided list, but not layers.
     counts[0] -= ends[0]
     counts[-1] -= ends[1]
     return tuple(max(0, count) for count in counts), num_stages - 1
@@ -100,7 +100,7 @@ def _by_cost(shape: ModelShape, num_stages: int) -> tuple[tuple[int, ...], int]:
 
 @lru_cache(maxsize=256)
 def layers_by_recompute(run: Run, software: Software) -> tuple[tuple[tuple[Run, int], ...], ...]:
-    """For each stage its layers by what they recompute: the run as if all did the same, and how many do."""
+    """For each stage its layers by recomputation: the run as if all layers recomputed the same, and their number."""
     counts, _ = stage_layers(run, software)
     if run.recompute_layers is None:
         return tuple(((run, count),) for count in counts)
@@ -117,18 +117,18 @@ def tied_ranks(run: Run) -> tuple[int, int] | None:
 
 
 def stage_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device holds; of this program exactly, on the device with the largest share.
+    """Parameters of each stage on one device; for this program exact, on the device with the largest share.
 
-    A tied embedding is with the first stage and with the last; with the first alone if both are on one rank, or if the
-    program lends it to the last one for a step.
+    A tied embedding counts for the first and the last stage; for the first alone if both are on one rank, or if the
+    program lends it to the last stage for a step.
     """
     return _parameters(run, software, stage_layers(run, software)[0])
 
 
 def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device has whole while it computes the stage, where weights are sharded.
+    """Gathered parameters of each stage on one device while it computes the stage, with sharded weights.
 
-    Where collectives have a lane, schedules gather whole stages; other programs a few layers of one
+    Where collectives have a lane, schedules gather whole stages; other programs gather a few layers
     (``Software.gathered_layers``).
     """
     counts, _ = stage_layers(run, software)
@@ -138,7 +138,7 @@ def gathered_parameters(run: Run, software: Software) -> tuple[float, ...]:
 
 
 def _parameters(run: Run, software: Software, counts: Sequence[int]) -> tuple[float, ...]:
-    """Parameters of so many layers of each stage, with its embedding and its head."""
+    """Parameters of each stage with ``counts`` layers, embedding and head included."""
     shape, (_, head) = run.shape, stage_layers(run, software)
     if software.has_lanes:
         layer, embedding = _split_parameters(run)

@@ -225,7 +225,7 @@ def modelled_table(placed: Placed, unit: int | None = None) -> LatencyTable:
             than 128.
 
     Raises:
-        UserError: the cluster has not so many devices.
+        UserError: the cluster has too few devices.
     """
     run, model = placed.run, SliceModel(placed)
     return LatencyTable(model.seconds, run.seq, unit or default_unit(run.seq, run.tp, _MOST_UNITS), model.through_s)

@@ -1,4 +1,4 @@
-"""A run's configuration -> the run as the cost model sees it: its model, its machine, its training program."""
+"""Conversion of a run's configuration to the input of the cost model: run, cluster, training program."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -26,7 +26,7 @@ _Config = TypeVar("_Config", bound=RunConfig)
 
 
 def with_model_sizes(config: _Config) -> tuple[_Config, list[str]]:
-    """The configuration with what ``model.preset`` or ``model.file`` says of the model, and what is wrong with that.
+    """The configuration with the sizes of ``model.preset`` or ``model.file``, and the problems of these.
 
     That are the sizes, and where the file has them the epsilon of norms and the base of rotary positions. A value that
     the configuration says as well, and differently, is a problem; one that has its default is not.
@@ -105,12 +105,12 @@ def load_run(file: str | Path | None = None, **sections: Mapping[str, Any]) -> R
 
 
 def machine_problems(config: RunConfig) -> list[str]:
-    """What is wrong with the cluster and the training program of a configuration."""
+    """Problems of the cluster and the training program of a configuration."""
     return _machine(config)[2]
 
 
 def describe(config: RunConfig) -> Placed:
-    """What the cost model has to know.
+    """The run of a configuration on its cluster with its training program.
 
     Args:
         config: without problems, its model's sizes in place (``with_model_sizes``).
@@ -134,7 +134,7 @@ def describe(config: RunConfig) -> Placed:
 
 
 def with_dtype(config: _Config, cluster: Cluster) -> _Config:
-    """The configuration with the type that it is predicted with on a cluster, where it names none."""
+    """The configuration with the dtype of predictions for a cluster, where it has none."""
     return replace(config, training=replace(config.training, dtype=_dtype(config, cluster)))
 
 
@@ -143,7 +143,7 @@ def _dtype(config: RunConfig, cluster: Cluster) -> Dtype:
 
 
 def _default_dtype(cluster: Cluster, num_devices: int) -> Dtype:
-    """That of the first devices; of one where there are not so many, which is a problem of its own."""
+    """The default of the first devices; of one device where there are too few, which is a problem of its own."""
     is_there = num_devices >= 1 and cluster.lack(num_devices) is None
     return cluster.default_dtype(num_devices if is_there else 1)
 
@@ -163,7 +163,7 @@ def _machine(config: RunConfig) -> tuple[Cluster | None, Software | None, list[s
 
 
 def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
-    """Which devices a run needs that a cluster does not have."""
+    """Problems of a cluster that lacks the devices or the dtype of a run."""
     layout, num_devices = config.layout, config.layout.num_ranks
     lack = cluster.lack(num_devices)
     if lack is not None:
@@ -176,7 +176,7 @@ def _lacks(config: RunConfig, cluster: Cluster) -> list[str]:
 
 
 def asked_precision(dtype: Dtype | None, cluster: Cluster, num_devices: int) -> Precision:
-    """The cost model's name of a type.
+    """The precision of a dtype in the cost model.
 
     Args:
         dtype: ``None`` for the default of the devices.
@@ -195,7 +195,7 @@ def asked_precision(dtype: Dtype | None, cluster: Cluster, num_devices: int) -> 
 
 
 def dtype_problem(dtype: Dtype, device: str, precisions: Iterable[str]) -> str | None:
-    """What is wrong with predictions of a type for a device; ``None`` if there are some.
+    """Why there are no predictions of a dtype for a device; ``None`` if there are.
 
     Args:
         dtype: of weights and activations.
@@ -207,7 +207,7 @@ def dtype_problem(dtype: Dtype, device: str, precisions: Iterable[str]) -> str |
 
 
 def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _T | None:
-    """What a name of the catalog or a file stands for; ``None``, and more ``problems``, if that is wrong."""
+    """Load a name of the catalog or a file; on an error append to ``problems`` and return ``None``."""
     try:
         return load(name)
     except ConfigError as error:
@@ -218,7 +218,7 @@ def load_or_note(load: Callable[[str], _T], name: str, problems: list[str]) -> _
 
 
 def described_run(config: RunConfig, precision: Precision) -> Run:
-    """The run of a configuration whose model has its sizes, without its machine."""
+    """The run of a configuration with its model's sizes, without cluster and program."""
     layout, machine = config.layout, config.machine
     return Run(
         shape=shape_of(config.model.resolve(config.data.vocab_size)),
@@ -245,7 +245,7 @@ def described_run(config: RunConfig, precision: Precision) -> Run:
 
 
 def why_training_may_differ(config: RunConfig, predicted: Dtype | None = None) -> str | None:
-    """Why ``train`` may run something else than ``simulate`` predicts; ``None`` where both do the same.
+    """Why ``train`` may differ from what ``simulate`` predicts; ``None`` where both are the same.
 
     Everything else of a schedule comes from the configuration alone (``tests/conformance/test_every_command.py``).
 

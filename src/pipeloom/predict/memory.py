@@ -1,4 +1,4 @@
-"""Memory of each rank of a step: what its row holds at once, and how large those things are."""
+"""Peak memory of each rank in a step, from the entries of its row and closed forms of their bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,53 +38,68 @@ from pipeloom.workload.run import Run
 def memory_by_rank(
     run: Run, software: Software, schedule: Schedule, receive_buffers: int, trace: Trace | None = None
 ) -> tuple[Memory, ...]:
-    """Memory of each pipeline rank's devices, with what the rows of a schedule hold: each part at its own peak.
+    """Memory of one device of each pipeline rank in a step, each part at its own peak.
 
     Args:
-        run: what is trained.
-        software: with what.
+        run: model and layout.
+        software: the training program.
         schedule: as it is simulated.
         receive_buffers: for each directed edge, where the schedule has its communication.
-        trace: of the schedule; what it moves to partners or to the host is counted by its times. ``None`` for those of
-            a clock on which a backward takes two forwards and a transfer one.
+        trace: of the schedule, whose times determine when moved activations are on a rank. ``None`` for a clock on
+            which a backward takes two forwards and a transfer one.
     """
     most_held = partial(most_in_rows, schedule)
     if moves_anything(schedule):
         most_held = partial(_most_on, schedule, _clock(schedule, trace))
     received = receive_buffers if schedule.level is Level.COMMUNICATION else 0
-    return _memory(run, software, _held_beside(run, software, schedule, received), schedule.placement, most_held)
+    buffers = _buffers(run, software, schedule)
+    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=received)
 
 
-def _held_beside(run: Run, software: Software, schedule: Schedule, receive_buffers: int = 0) -> "list[_Beside]":
-    """For each rank the most weights that it gathers, and its buffers."""
-    gathered, placement = _gathered_bytes(run, software), schedule.placement
-    if software.has_reduction_lane:
-        most = most_gathered(schedule, gathered)
-    else:
-        # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
-        most = [max(gathered[stage] for stage in placement.stages_of(rank)) for rank in range(run.pp)]
-    found: list[_Beside] = []
-    for rank, bytes_gathered in enumerate(most):
-        buffers = _buffer_bytes(run, software, placement.stages_of(rank), schedule.gradient_buffers)
-        found.append(_Beside(bytes_gathered, buffers, receive_buffers))
-    return found
-
-
-class _Beside(NamedTuple):
-    """What a rank holds at most beside its own state: gathered weights, buffers of gradients, and of each edge."""
+class _Buffers(NamedTuple):
+    """Most bytes of a rank besides its own state: gathered weights, and whole gradients that are to be reduced."""
 
     gathered_bytes: float
-    buffer_bytes: float
-    receive_buffers: int
+    gradients_bytes: float
+
+
+def _buffers(run: Run, software: Software, schedule: Schedule) -> list[_Buffers]:
+    """For each rank its buffers in a schedule."""
+    if not software.has_reduction_lane:
+        return _buffers_for(run, software, schedule.placement, 1, schedule.gradient_buffers)
+    most = most_gathered(schedule, _gathered_bytes(run, software))
+    return [
+        _Buffers(gathered, _gradient_buffer_bytes(run, software, stages, schedule.gradient_buffers))
+        for gathered, stages in zip(most, _stages(schedule.placement), strict=True)
+    ]
+
+
+def _buffers_for(
+    run: Run, software: Software, placement: Placement, gathered: int, unreduced: int | None
+) -> list[_Buffers]:
+    """For each rank its buffers for the largest ``gathered`` stages and for ``unreduced`` gradients."""
+    # Without a lane, gathers are layer by layer, and ``gathered_parameters`` has counted that for a stage.
+    count, each = gathered if software.has_reduction_lane else 1, _gathered_bytes(run, software)
+    return [
+        _Buffers(
+            sum(sorted((each[stage] for stage in stages), reverse=True)[:count]),
+            _gradient_buffer_bytes(run, software, stages, unreduced),
+        )
+        for stages in _stages(placement)
+    ]
+
+
+def _stages(placement: Placement) -> list[Sequence[int]]:
+    return [placement.stages_of(rank) for rank in range(placement.num_ranks)]
 
 
 class Room(NamedTuple):
-    """What a rank will have room for once communication is added to its schedule.
+    """Buffers of a rank once communication is added to its schedule.
 
     Attributes:
         receive_buffers: for each directed edge.
-        gathered: stages that it has gathered at once, where weights are sharded at all times.
-        unreduced: stages whose unreduced gradients it has room for, where gradients are sharded; ``None`` for all.
+        gathered: stages gathered at once, with ``full`` sharding.
+        unreduced: stages with unreduced gradients at once, where gradients are sharded; ``None`` for all.
     """
 
     receive_buffers: int
@@ -93,33 +108,26 @@ class Room(NamedTuple):
 
 
 def memory_with_room(run: Run, software: Software, schedule: Schedule | Peaks, room: Room) -> tuple[Memory, ...]:
-    """The same of a schedule whose communication is not added yet, for a search that need not add it to see it.
+    """``memory_by_rank`` of a schedule without communication, for a search that need not add it.
 
     Args:
-        run: what is trained.
-        software: with what.
-        schedule: compute actions, or the peaks of what they hold.
-        room: of every rank.
+        run: model and layout.
+        software: the training program.
+        schedule: compute actions, or their peaks.
+        room: buffers of every rank.
     """
     most_held = schedule.most if isinstance(schedule, Peaks) else partial(most_in_rows, schedule)
-    gathered, placement = _gathered_bytes(run, software), schedule.placement
-    count = room.gathered if software.has_reduction_lane else 1
-    beside: list[_Beside] = []
-    for rank in range(placement.num_ranks):
-        stages = placement.stages_of(rank)
-        buffers = _buffer_bytes(run, software, stages, room.unreduced)
-        largest = sorted((gathered[stage] for stage in stages), reverse=True)[:count]
-        beside.append(_Beside(sum(largest), buffers, room.receive_buffers))
-    return _memory(run, software, beside, placement, most_held)
+    buffers = _buffers_for(run, software, schedule.placement, room.gathered, room.unreduced)
+    return _memory(run, software, schedule.placement, most_held, buffers, receive_buffers=room.receive_buffers)
 
 
 def held_for_backwards(run: Run, software: Software, schedule: Schedule) -> list[float]:
-    """For each rank the most bytes that its row holds for backwards, the loss's part as well; nothing has left."""
+    """For each rank the most bytes that its row holds for backwards, with the loss, before anything moves."""
     return most_in_rows(schedule, kept_with_loss(run, software))
 
 
 def kept_with_loss(run: Run, software: Software) -> KeptBytes:
-    """What micro-batches keep, with what the loss does."""
+    """Bytes that micro-batches keep for their backwards, with those of the loss."""
     if run.slices and software.has_lanes:
         return _kept_by_slice(run, software)
     whole, pending = stage_kept_bytes(run, software), stage_pending_bytes(run, software)
@@ -131,7 +139,7 @@ def kept_with_loss(run: Run, software: Software) -> KeptBytes:
 
 
 def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
-    """The same where sequences are cut: each slice as a sequence of its own, which leaves keys and values behind."""
+    """The same for token slices: each is a sequence of its own that leaves keys and values in the cache."""
     counts, _ = stage_layers(run, software)
     begins = accumulate(run.slices, initial=0)
     # How many layers stages have depends on the length of whole sequences.
@@ -150,18 +158,29 @@ def _kept_by_slice(run: Run, software: Software) -> KeptBytes:
 
 
 def kept_by_stage(run: Run, software: Software) -> list[float]:
-    """For each stage what a micro-batch keeps there from forward to backward, the loss's part as well."""
+    """For each stage the bytes that a micro-batch keeps for its backward, with those of the loss."""
     return kept_with_loss(run, software).by_stage(run.num_stages)
 
 
 def _memory(
     run: Run,
     software: Software,
-    beside: Sequence[_Beside],
     placement: Placement,
     most_held: Callable[[KeptBytes], Sequence[float]],
+    buffers: Sequence[_Buffers],
+    *,
+    receive_buffers: int,
 ) -> tuple[Memory, ...]:
-    """Memory of each rank with its room, and with the most that it holds of what micro-batches keep."""
+    """Memory of each rank.
+
+    Args:
+        run: model and layout.
+        software: the training program.
+        placement: of the stages.
+        most_held: bytes that micro-batches keep -> for each rank the most that it holds of them.
+        buffers: of each rank.
+        receive_buffers: for each directed edge.
+    """
     _, head = stage_layers(run, software)
     shares, by_stage = run.slice_shares, _held_parameters(run, software)
     # One slice computes at a time, and any may be the largest. What the loss keeps is counted with what is kept.
@@ -169,20 +188,19 @@ def _memory(
     logits_each = (logits_bytes(run, software) - kept_logits(run, software)) * max(shares)
     kept = most_held(kept_with_loss(run, software))
     found: list[Memory] = []
-    for rank, more in enumerate(beside):
-        stages = placement.stages_of(rank)
+    for rank, (stages, more) in enumerate(zip(_stages(placement), buffers, strict=True)):
         activations, logits = kept[rank] + working, logits_each if head in stages else 0.0
         state = state_bytes(run, sum(by_stage[stage] for stage in stages), software)
         lent = lent_bytes(run, software, stages)
         found.append(
             Memory(
                 weights_bytes=state.weights_bytes + lent.weights_bytes + more.gathered_bytes,
-                gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.buffer_bytes,
+                gradients_bytes=state.gradients_bytes + lent.gradients_bytes + more.gradients_bytes,
                 optimizer_bytes=state.optimizer_bytes,
                 activations_bytes=activations,
                 head_bytes=logits,
                 buffers_bytes=_num_peers(placement, stages)
-                * more.receive_buffers
+                * receive_buffers
                 * message_bytes(run, software)
                 * max(shares),
                 reserve_bytes=software.reserve_bytes,
@@ -193,7 +211,7 @@ def _memory(
 
 
 def moves_anything(schedule: Schedule) -> bool:
-    """Whether what backwards need leaves a rank in between."""
+    """Whether a schedule moves activations off a rank between forward and backward."""
     return bool(schedule.facts.row.is_kind(*MOVE_KINDS).any())
 
 
@@ -205,21 +223,21 @@ def _clock(schedule: Schedule, trace: Trace | None) -> tuple[Seconds, Seconds]:
 
 
 def _most_on(schedule: Schedule, clock: tuple[Seconds, Seconds], kept: KeptBytes) -> list[float]:
-    """The same as ``most_in_rows`` on a clock: without what has left, with what is accepted."""
+    """``most_in_rows`` on a clock: without activations that left, with those that a rank accepted."""
     held = Ledger.of_kept(schedule, kept).on(schedule.num_ranks, *clock)
     return [held.peak(rank) for rank in range(schedule.num_ranks)]
 
 
 @lru_cache(maxsize=4096)
 def _num_peers(placement: Placement, stages: Sequence[int]) -> int:
-    """Other ranks from which a rank receives."""
+    """Number of other ranks from which a rank receives."""
     owner = placement.rank_by_stage
     near = {stage + step for stage in stages for step in (-1, 1) if 0 <= stage + step < len(owner)}
     return len({owner[stage] for stage in near} - {owner[stages[0]]})
 
 
 def _held_parameters(run: Run, software: Software) -> tuple[float, ...]:
-    """Parameters of each stage that one device holds, with what makes them a multiple of the shards."""
+    """Parameters of each stage that one device holds, padded to a multiple of the shards."""
     among = run.shard_size if _is_sharded(run) and software.has_lanes else 1
     return tuple(-(-held // among) * among if among > 1 else held for held in stage_parameters(run, software))
 
@@ -229,7 +247,7 @@ def _is_sharded(run: Run) -> bool:
 
 
 def _gathered_bytes(run: Run, software: Software) -> list[float]:
-    """For each stage the bytes of its gathered weights where a device keeps only its share of them."""
+    """For each stage the bytes of its gathered weights, with ``full`` sharding; else 0."""
     if not _is_sharded(run) or run.shard != "full":
         return [0.0] * run.num_stages
     each = state_bytes(replace(run, shard="none"), 1.0, software).weights_bytes
@@ -237,14 +255,14 @@ def _gathered_bytes(run: Run, software: Software) -> list[float]:
     return [each * parameters for parameters in held]
 
 
-def _buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
-    """Bytes of a rank's whole gradients that are reduced to shares, beside these, which are there all the time.
+def _gradient_buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: int | None) -> float:
+    """Bytes of a rank's whole gradients before they are reduced to shards, without the shards.
 
     Args:
-        run: what is trained.
-        software: with what.
+        run: model and layout.
+        software: the training program.
         stages: of the rank.
-        buffers: for whole gradients, each as large as the largest; ``None``: each stage has its own, with its share.
+        buffers: for whole gradients, each as large as the largest; ``None``: each stage has its own, with its shard.
     """
     # With the optimizer's state alone, ``state_bytes`` has the whole gradients.
     if not (_is_sharded(run) and software.has_reduction_lane) or run.shard == "optimizer":
@@ -257,19 +275,19 @@ def _buffer_bytes(run: Run, software: Software, stages: Sequence[int], buffers: 
 
 
 def held_bytes(run: Run, software: Software, schedule: Schedule) -> HeldBytes:
-    """How large the things are that the ranks of a schedule hold; fragmentation is left out."""
+    """Bytes of everything that the ranks of a schedule hold, without fragmentation."""
     _, head = stage_layers(run, software)
     stages = layers_by_recompute(run, software)
     working = [max((working_bytes(a, software) for a, count in stage if count), default=0.0) for stage in stages]
     working[head] += max(0.0, logits_bytes(run, software) - kept_logits(run, software))
-    by_stage, beside = _held_parameters(run, software), _held_beside(run, software, schedule)
+    by_stage = _held_parameters(run, software)
     always = [
-        state_bytes(run, sum(by_stage[stage] for stage in schedule.placement.stages_of(rank)), software).total_bytes
-        + lent_bytes(run, software, schedule.placement.stages_of(rank)).total_bytes
-        + more.buffer_bytes
+        state_bytes(run, sum(by_stage[stage] for stage in stages), software).total_bytes
+        + lent_bytes(run, software, stages).total_bytes
+        + more.gradients_bytes
         + (0.0 if software.has_reduction_lane else more.gathered_bytes)
         + software.reserve_bytes
-        for rank, more in enumerate(beside)
+        for stages, more in zip(_stages(schedule.placement), _buffers(run, software, schedule), strict=True)
     ]
     return HeldBytes(
         always_bytes=tuple(always),

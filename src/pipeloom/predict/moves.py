@@ -1,4 +1,4 @@
-"""What a described run moves away between forward and backward: to partners, to the host."""
+"""Seconds of moving activations between forward and backward: to partners, to the host."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,10 +20,10 @@ def with_moves(
 
     Args:
         costs: of everything else, of whole micro-batches.
-        placed: what is trained; which links moves take depends on where ranks stand.
-        moves: what moves.
-        partners: who evicts to whom, if anybody does.
-        kept: what stages keep.
+        placed: the run; its nodes determine the links of the moves.
+        moves: kinds of moves.
+        partners: for each rank the one that it evicts to; ``None`` without evictions.
+        kept: bytes that stages keep.
 
     Raises:
         UserError: the cluster does not say how fast a device reaches its host.
@@ -36,7 +36,7 @@ def with_moves(
 
 
 def by_seconds(costs: StageCosts, placed: Placed, moves: Moves, price: Callable[[StageCosts], ActionCosts]) -> Timing:
-    """What moves are placed by: the seconds of a described step.
+    """Timing that places moves by the predicted seconds of the step.
 
     Args:
         costs: see ``with_moves``.

@@ -1,8 +1,7 @@
-"""The least memory that a training takes: what is certain before anything starts.
+"""Lower bound of a training run's memory, checked before it starts.
 
-Every part is a lower bound, so that what is refused could not have run: weights, gradients and the optimizer's state by
-closed forms, of activations only the inputs of matrix products, of a schedule only what its rows take while they are
-proved.
+Every part is a lower bound, so that a refused run could not have run: weights, gradients and optimizer state by closed
+forms, of activations only the inputs of matrix products, of a schedule only its rows while they are verified.
 """
 
 from dataclasses import replace
@@ -24,15 +23,15 @@ _PROCESS_BYTES = 8e6
 _LEAST_VOCABULARY = 257
 
 Parts = dict[str, float]
-"""What takes memory -> bytes."""
+"""Name of a part -> bytes."""
 
 
 class Need(NamedTuple):
-    """The least memory of one rank.
+    """Lower bound of the memory of one rank.
 
     Attributes:
-        device: what lies where the rank computes.
-        host: what lies in the memory of its host.
+        device: parts in the memory of its device.
+        host: parts in the memory of its host.
     """
 
     device: Parts
@@ -40,11 +39,11 @@ class Need(NamedTuple):
 
 
 def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple[Need, ...]:
-    """For each pipeline rank what one of its processes takes at least.
+    """For each pipeline rank a lower bound of the memory of one process.
 
     Args:
         config: without problems, the model's sizes in place.
-        verifies: whether the run proves gradients, and so has no optimizer.
+        verifies: whether the run only verifies gradients, without an optimizer.
     """
     software, run = with_optimizer(load_software("pipeloom"), config.optimizer.rule), _run(config)
     state = [_state(config, run, software, held, verifies=verifies) for held in rank_parameters(run, software)]
@@ -65,19 +64,19 @@ def need_by_pipeline_rank(config: RunConfig, *, verifies: bool = False) -> tuple
 
 
 def reference_bytes(config: RunConfig) -> Parts:
-    """What the single process of a proof takes at least, which has the whole model: weights and gradients."""
+    """Lower bound of the memory of the single process that verification compares with: the whole model."""
     run = _run(config)
     return {"the reference's weights and gradients": 2 * run.shape.parameters * 4.0 * _width(config)}
 
 
 def _run(config: RunConfig) -> Run:
-    """As the cost model sees it, with the type of the training and the fewest tokens that a vocabulary has."""
+    """The described run with the type of the training and the smallest vocabulary."""
     model = config.model.resolve(_LEAST_VOCABULARY)
     return described_run(replace(config, model=model), precision_of(config.training.known_dtype) or "fp32")
 
 
 def _width(config: RunConfig) -> int:
-    """Bytes of a number by those of the same in the closed forms, which have no double precision."""
+    """Factor of all bytes: 2 in double precision, which the closed forms do not have."""
     return 1 if precision_of(config.training.known_dtype) else 2
 
 
@@ -95,7 +94,7 @@ def _state(config: RunConfig, run: Run, software: Software, parameters: float, *
 
 
 def _activations(config: RunConfig, run: Run, software: Software) -> list[float]:
-    """For each pipeline rank what its matrix products keep for their backwards when it holds the most."""
+    """For each pipeline rank the most bytes that its matrix products keep for their backwards."""
     layout, schedule, choice = config.layout, config.schedule, config.choice()
     shape, whole = run.shape, run.shape.hidden / (run.tp if run.sequence_parallel else 1)
     # A lower bound: where any layer recomputes all of itself, every layer counts as one that does.

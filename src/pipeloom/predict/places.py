@@ -1,4 +1,4 @@
-"""Where the pipeline ranks of a run are, and which of their actions draw on the same network adapter or cores."""
+"""Nodes of the pipeline ranks of a run, and the network adapters and cores that their actions share."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from pipeloom.workload.run import Run
 
 @dataclass(frozen=True)
 class Place:
-    """Where one pipeline rank is.
+    """Nodes of one pipeline rank.
 
     Attributes:
         kind: the name of its group of nodes, of several joined with plus signs; of the cluster, if nodes are alike.
-        first_node, last_node: of its devices, counted through the whole cluster from 0.
-        device_memory_bytes: what each of its devices can hold; the least, if they are not alike.
+        first_node, last_node: of its devices, numbered across the cluster from 0.
+        device_memory_bytes: memory of one of its devices; the least, if they differ.
     """
 
     kind: str
@@ -31,10 +31,10 @@ class Place:
 
 
 def rank_places(placed: Placed) -> tuple[Place, ...]:
-    """For each pipeline rank where it is.
+    """For each pipeline rank its nodes.
 
     Raises:
-        UserError: the cluster has not so many devices.
+        UserError: the cluster has too few devices.
     """
     size, node_of = placed.run.dp * placed.run.tp, placed.cluster.node_of
     return tuple(
@@ -44,7 +44,7 @@ def rank_places(placed: Placed) -> tuple[Place, ...]:
 
 
 def describe_places(places: Sequence[Place]) -> list[str]:
-    """For people: neighboring ranks of one kind together, such as ``0-3 on a100, nodes 0-3``."""
+    """One line for each range of adjacent ranks of one kind, such as ``0-3 on a100, nodes 0-3``."""
     lines: list[str] = []
     for kind, run_of in groupby(enumerate(places), key=lambda pair: pair[1].kind):
         # A group of ``groupby`` can be read only once.
@@ -62,16 +62,15 @@ def _range(word: str, first: int, last: int) -> str:
 
 COLLECTIVES = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
 ON_CORES = COMPUTE_KINDS | RECEIVE_KINDS | TIED_RECEIVE_KINDS | COLLECTIVES
-"""What processes on a CPU do with its cores; a receive stands for both ends of a message."""
+"""Kinds of actions for which processes on a CPU use its cores; a receive includes both ends of a message."""
 
 
 def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] | None = None) -> Sharing | None:
-    """The nodes' network adapters and cores, as far as anything could compete for them.
+    """The nodes' network adapters and cores as shared resources.
 
     Pipeline neighbors are ``dp x tp`` devices apart, so a rank's first device determines its node and its adapter.
-    Alone, a transfer between nodes or a collective over nodes has that adapter for itself and its copies on the
-    neighboring devices of its pipeline rank (``Cluster.sharing``); each further one on the same adapter takes its
-    share.
+    A transfer or a collective between nodes has that adapter for itself and its copies on the adjacent devices of its
+    pipeline rank (``Cluster.sharing``); concurrent ones on the same adapter share it.
 
     An eviction and its load count at the evicting rank's adapter.
 
@@ -79,9 +78,9 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     collectives that stay there, which processes on a CPU move themselves, take their shares of its cores.
 
     Args:
-        placed: what is trained.
+        placed: the run and its cluster.
         placement: stage -> pipeline rank.
-        partners: for each pipeline rank the one to which it evicts, if they do.
+        partners: for each pipeline rank the one to which it evicts; ``None`` without evictions.
 
     Returns:
         Sharing with a resource for each adapter, the receives, evictions, loads and collectives on it, and one for the
@@ -92,7 +91,7 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
     is_wide = [_is_wide(run, part) for part in placed.parts]
     pairs = {*pairwise(owner), *enumerate(partners or ())}
     crosses = any(adapter[one][0] != adapter[other][0] for one, other in pairs)
-    # A rank that has its adapter for itself competes with nobody, except where its collectives leave the node as well.
+    # A rank with an adapter of its own competes with none, except where its collectives leave the node as well.
     has_shared_links = crosses and (any(is_wide) or len(set(adapter)) < len(adapter))
     has_shared_cores = cluster.crowding(run.num_devices) > 1
     if not has_shared_links and not has_shared_cores:
@@ -120,13 +119,13 @@ def shared_links(placed: Placed, placement: Placement, partners: Sequence[int] |
 
 
 class _Cores(NamedTuple):
-    """The cores of a node."""
+    """The cores of a node, as a resource."""
 
     node: int
 
 
 def _adapter(device: int, cluster: Cluster) -> tuple[int, int]:
-    """The node of a device, and which adapter it has there."""
+    """The node of a device, and the number of its adapter there."""
     node, place = cluster.node_of(device)
     own = cluster.part(device, 1)
     return node, place * own.num_adapters // own.devices_per_node

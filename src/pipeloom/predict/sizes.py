@@ -1,4 +1,4 @@
-"""Closed forms of the bytes of a run's stages, by which its schedule is made."""
+"""Closed forms of the bytes of a run's stages, as ``Sizes`` of a recipe."""
 
 from dataclasses import dataclass, replace
 
@@ -21,8 +21,8 @@ class ClosedSizes:
     """Closed forms of the bytes of a run's stages.
 
     Attributes:
-        run: what is trained, with the kernels of its devices.
-        software: with what.
+        run: model and layout, with the kernels of its devices.
+        software: the training program.
     """
 
     run: Run
@@ -30,11 +30,11 @@ class ClosedSizes:
 
     @classmethod
     def of(cls, run: Run, software: Software, *, is_gpu: bool) -> "ClosedSizes":
-        """Those of a run; on GPUs alone a norm of this program is one kernel, whatever the run says."""
+        """Sizes of a run; a norm of this program is one kernel on GPUs alone, whatever the run says."""
         return cls(replace(run, fused_norm=is_gpu) if software.has_lanes else run, software)
 
     def kept(self, _schedule: Schedule) -> KeptBytes:
-        """What stages keep of micro-batches for their backwards."""
+        """Bytes that stages keep of micro-batches for their backwards."""
         return kept_with_loss(self.run, self.software)
 
     def stages(self) -> tuple[Amounts, ...]:

@@ -1,4 +1,4 @@
-"""A described run that is swapped through one device: bytes and seconds of its stages, its schedule, its memory."""
+"""Bytes, seconds and memory of the stages of a run that is swapped through one device."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from pipeloom.workload.run import Run
 
 
 def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
-    """For each stage the bytes of what there is of it."""
+    """For each stage the bytes of its weights, gradient and state, and of a borrowed matrix."""
     found: list[Amounts] = []
     for parameters in stage_parameters(run, software):
         state = state_bytes(run, parameters, software)
@@ -27,7 +27,7 @@ def swapped_amounts(run: Run, software: Software) -> tuple[Amounts, ...]:
 
 
 def with_alike_stages(run: Run, software: Software) -> Run:
-    """The run with its pieces in stages that are as alike in bytes as can be, where it does not name its layers."""
+    """The run partitioned into stages of nearly equal bytes, unless it names its layers."""
     if run.layers_by_stage is not None:
         return run
     pieces = (0, *[1] * run.shape.layers, 0)
@@ -40,8 +40,8 @@ def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCo
     """Costs with the seconds of moving each stage, and of updating it.
 
     Args:
-        costs: of the same run without.
-        placed: what is trained.
+        costs: of the same run without swaps.
+        placed: the run.
         update_s: seconds of updating all stages.
 
     Raises:
@@ -58,7 +58,7 @@ def swapped_costs(costs: StageCosts, placed: Placed, update_s: float) -> StageCo
 
 
 def swapped_memory(memory: Memory, run: Run, software: Software, schedule: Schedule) -> Memory:
-    """The memory of a rank whose stages are swapped: weights, gradients and state of those that its row has at once.
+    """The memory of a rank whose stages are swapped: the most weights, gradients and state of resident stages.
 
     A stage counts from its swap in to its swap out, in the order of the row.
     """

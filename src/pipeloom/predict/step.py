@@ -1,4 +1,4 @@
-"""A described run -> its step: schedule, trace, times, memory of every rank, and where each rank's time goes."""
+"""Prediction of a run's training step: schedule, trace, times, memory, and an account of each rank's time."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -45,16 +45,15 @@ from pipeloom.workload.run import Run
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of a run.
+    """Predicted times and memory of a step.
 
     Attributes:
-        step_time_s: seconds of a step.
-        pipeline_s: seconds from the first forward to the last backward; where steps overlap, of the rank for which
-            they are the most.
-        terms: what follows.
+        step_time_s: seconds of the step.
+        pipeline_s: seconds from the first forward to the last backward; where steps overlap, those of the slowest rank.
+        terms: seconds after the pipeline.
         costs: seconds of each stage.
-        memory_by_rank: of a device of each pipeline rank.
-        device_bytes: what a device of each pipeline rank can hold.
+        memory_by_rank: of one device of each pipeline rank.
+        device_bytes: memory of one device of each pipeline rank.
     """
 
     step_time_s: float
@@ -66,29 +65,29 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has room on its devices."""
+        """Whether every rank fits its devices."""
         return self.memory.total_bytes <= self.device_bytes[self.fullest_rank]
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest device."""
+        """Memory of the fullest device."""
         return self.memory_by_rank[self.fullest_rank]
 
     @property
     def fullest_rank(self) -> int:
-        """The pipeline rank whose devices have the least room left."""
-        # By the room that is left, not by what is held: on devices of several kinds these differ.
+        """The pipeline rank whose devices have the least free memory."""
+        # By free memory, not by memory in use: on devices of several kinds these differ.
         over = [memory.total_bytes - room for memory, room in zip(self.memory_by_rank, self.device_bytes, strict=True)]
         return over.index(max(over))
 
 
 @dataclass(frozen=True)
 class StepAccount:
-    """Where one rank's step went; the parts add up to the step time.
+    """Account of one rank's step; the parts add up to the step time.
 
     Attributes:
-        pipeline: the bubble account of the pipeline. Where a program stands still while it exchanges tensors, that
-            time counts as exposed p2p; an observed longer drain counts as drain.
+        pipeline: the bubble account of the pipeline. Exchanges of a blocking program count as exposed p2p; an observed
+            longer drain counts as drain.
         data_parallel_s: collectives after the pipeline.
         optimizer_s: update of the weights.
         host_s: everything else after the pipeline.
@@ -100,7 +99,7 @@ class StepAccount:
     host_s: float
 
     def to_dict(self) -> dict[str, float]:
-        """Part -> seconds; what follows the pipeline is with its like."""
+        """Part -> seconds; collectives and host time after the pipeline are added to those within it."""
         account = self.pipeline
         return {
             "compute_s": account.compute_s,
@@ -119,8 +118,8 @@ class SimulatedStep(Pictured, OfPlaced):
     """A step as it is expected, with everything that the expectation rests on. A notebook shows its timeline.
 
     Attributes:
-        placed: what was predicted.
-        knobs: what was chosen of its schedule.
+        placed: the run, its cluster and its program.
+        knobs: of its schedule.
         schedule: as it was simulated.
         trace: of the pipeline.
         prediction: times and memory.
@@ -149,17 +148,17 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Of all devices."""
+        """Peak of all devices together."""
         return self.cluster.peak_flops_per_s(self.run.num_devices, self.run.precision)
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """For each pipeline rank on which nodes it is."""
+        """For each pipeline rank the nodes that it is on."""
         return rank_places(self.placed)
 
     @cached_property
     def fastest_partition(self) -> tuple[int, ...] | None:
-        """``layout.partition`` by the seconds of ranks; ``None`` where they are equally fast, or the run has it."""
+        """``layout.partition`` by the seconds of ranks; ``None`` where ranks are equally fast or the run has it."""
         if len(set(self.placed.slowness)) == 1:
             return None
         layers = self.placed.with_fastest_layers().layers
@@ -167,7 +166,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def has_measured_pieces(self) -> bool:
-        """Whether the seconds of all pieces were measured on the cluster; otherwise closed forms tell some or all."""
+        """Whether the seconds of all pieces were measured on the cluster; else some or all are closed forms."""
         alike = [replace(self.run, recompute=kind, recompute_layers=None) for kind in set(self.run.recompute_kinds)]
         return all(pieces.is_measured for run in alike for pieces in self.placed.of(run).pieces)
 
@@ -184,7 +183,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization, a fraction: with what is recomputed."""
+        """Hardware FLOPs utilization, a fraction: with recomputation."""
         flops = {kind: hardware_flops(self.run.shape, self.run.seq, kind) for kind in ("none", "selective", "full")}
         again = self.recomputed_share * (flops["full"] - flops["none"])
         mean = fmean(flops[kind] for kind in self.run.recompute_kinds)
@@ -198,7 +197,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @cached_property
     def accounts(self) -> tuple[StepAccount, ...]:
-        """For each pipeline rank where its step went."""
+        """For each pipeline rank the account of its step."""
         terms, hidden_s = self.prediction.terms, self.trace.end_s + self.drain_s - self.prediction.pipeline_s
         return tuple(
             StepAccount(
@@ -218,7 +217,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @cached_property
     def blocked_s(self) -> tuple[float, ...]:
-        """For each rank the seconds of its compute actions in which a blocking program exchanges tensors."""
+        """For each rank the seconds of exchanges inside its compute actions, with a blocking program."""
         run, software = self.run, self.software
         # Where exchanges have lanes, the account of the bubble finds what is exposed of them.
         if not software.is_blocking:
@@ -247,7 +246,7 @@ class SimulatedStep(Pictured, OfPlaced):
 
     @property
     def schedule_text(self) -> str:
-        """The schedule as the file that ``pipeloom train`` executes, where the program does that."""
+        """The schedule as a file for ``pipeloom train``."""
         recipe = recipe_of(self.run, self.software, self.knobs)
         return schedule_text(recipe, self.schedule, self.sizes)
 
@@ -273,9 +272,9 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
     them, the layers of each stage.
 
     Args:
-        placed: what is trained.
-        knobs: with which schedule.
-        moves_by_seconds: whether what moves is placed by the seconds of the step, which only a schedule file brings to
+        placed: the run, its cluster and its program.
+        knobs: of its schedule.
+        moves_by_seconds: whether moves are placed by the seconds of the step, which only a schedule file brings to
             ``pipeloom train``; else by nominal ones, as ``train`` does by itself.
 
     Raises:
@@ -314,7 +313,7 @@ def simulate_step(placed: Placed, knobs: Knobs, *, moves_by_seconds: bool = True
 
 
 def placed_in(placed: Placed, choice: Choice) -> Placed:
-    """The run as its program executes it in a family's schedules: placement, layers of stages, slices, exchanges."""
+    """The run with the placement, slices, partition and kind of exchanges that the program uses for a family."""
     run, software = placed.run, placed.software
     if choice.family in FAMILIES and FAMILIES[choice.family].splits_backward and not software.blocks_split:
         software = replace(software, is_blocking=False)
@@ -328,7 +327,7 @@ def placed_in(placed: Placed, choice: Choice) -> Placed:
 
 
 def _impossible(step: SimulatedStep) -> str:
-    """Why a step is no prediction: its devices would compute more than they can."""
+    """Message for a step whose devices would exceed their peak."""
     devices = " and ".join(dict.fromkeys(kind.device.name for kind, _ in step.cluster.kinds(step.run.num_devices)))
     return (
         f"the prediction is impossible: {devices} would use {step.hfu:.1%} of the peak (HFU; MFU {step.mfu:.1%}), "
@@ -354,12 +353,13 @@ def _shared_state(run: Run) -> Shard | None:
 
 
 def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
-    """How a program makes the schedule of a run; for this program that of the run's configuration.
+    """The recipe of a run's schedule with a program.
 
     Args:
-        run: what is trained.
-        software: with what. Programs that block, or reduce after the pipeline, have no actions for it.
-        knobs: what was chosen.
+        run: model and layout.
+        software: the training program; its schedules lack messages if it blocks, and reductions if these follow the
+            pipeline.
+        knobs: of the schedule.
     """
     return run_recipe(
         knobs,
@@ -370,7 +370,7 @@ def recipe_of(run: Run, software: Software, knobs: Knobs) -> Recipe:
 
 
 def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
-    """The schedule with what the program runs on other lanes than compute, but without moves and swaps.
+    """The schedule with the program's communication, without moves and swaps.
 
     Raises:
         UserError: the schedule cannot be made.
@@ -379,7 +379,7 @@ def lowered(run: Run, software: Software, knobs: Knobs) -> Schedule:
 
 
 def graph_without_messages(run: Run, software: Software, knobs: Knobs) -> Graph:
-    """What ``lowered`` makes without its messages: it takes no longer, and is made in a fraction of the time.
+    """The graph of ``lowered`` without messages: its step takes no longer, and it is much faster to make.
 
     Raises:
         UserError: the schedule cannot be made.
@@ -388,7 +388,7 @@ def graph_without_messages(run: Run, software: Software, knobs: Knobs) -> Graph:
 
 
 def compute_schedule(choice: Choice) -> Schedule:
-    """The schedule before anything is added to it.
+    """The family's schedule before any pass.
 
     Raises:
         UserError: the schedule cannot be made.
@@ -397,10 +397,10 @@ def compute_schedule(choice: Choice) -> Schedule:
 
 
 def memory_that_would_fit(step: SimulatedStep) -> dict[str, float]:
-    """Settings that lower the peak of the fullest rank, each alone with the same compute -> bytes then.
+    """Settings that each lower the peak of the fullest rank, with the same compute -> bytes of that peak.
 
-    If another rank with other devices is fullest then, they are those with which today's fullest would have as little
-    room left.
+    If another rank with other devices becomes the fullest, the bytes with which the former one would have as little
+    free memory.
     """
     run, now = step.run, step.prediction.memory.total_bytes
     changes: dict[str, Run] = {}
